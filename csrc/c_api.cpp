@@ -1,0 +1,128 @@
+// What native.py calls through ctypes. Functions only translate: each returns 0 (or a value) on
+// success and -1 on failure, whose text symm_cp_error() gives in the same thread.
+#include <stdexcept>
+#include <string>
+
+#include "channel.h"
+#include "error.h"
+#include "lane.h"
+#include "mapping.h"
+
+namespace {
+
+using namespace symm_cp;
+
+thread_local std::string last_error;
+
+template <class F>
+int64_t guarded(F body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    return -1;
+  }
+}
+
+// Python holds one of these for each workspace. The lane is destroyed first.
+struct Workspace {
+  std::shared_ptr<Channel> channel;
+  std::unique_ptr<Lane> lane;
+};
+
+Workspace& of(void* workspace) { return *static_cast<Workspace*>(workspace); }
+
+// A failure in the calling thread ends the channel for the peers too.
+template <class F>
+int64_t guarded_on(void* workspace, F body) {
+  try {
+    return body(*of(workspace).channel);
+  } catch (const std::exception& error) {
+    last_error = error.what();
+    of(workspace).channel->abort(last_error);
+    return -1;
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* symm_cp_error() { return last_error.c_str(); }
+
+int symm_cp_abi() { return 1; }
+
+// `address` is the start of a rendezvoused symmetric tensor. Null on failure.
+void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
+  void* result = nullptr;
+  guarded([&]() -> int64_t {
+    auto mapping = find_mapping(address, group);
+    if (mapping == nullptr) throw std::invalid_argument("not a rendezvoused symmetric tensor");
+    auto channel = std::make_shared<Channel>(mapping, *layout,
+                                             std::chrono::milliseconds(timeout_ms));
+    result = new Workspace{channel, std::make_unique<Lane>(channel)};
+    return 0;
+  });
+  return result;
+}
+
+void symm_cp_close(void* workspace) { delete static_cast<Workspace*>(workspace); }
+
+void symm_cp_release_groups() { release_groups(); }
+
+int64_t symm_cp_run(void* workspace, const Command* commands, int count,
+                    const Reference* references, void* const* operands, uint32_t epoch,
+                    const char* what) {
+  return guarded_on(workspace, [&](Channel& channel) -> int64_t {
+    channel.run(commands, count, references, operands, epoch, what);
+    return 0;
+  });
+}
+
+int64_t symm_cp_submit(void* workspace, const Command* commands, int count,
+                       const Reference* references, void* const* operands, int operand_count,
+                       uint32_t epoch, const char* what, int background) {
+  return guarded([&] {
+    return of(workspace).lane->submit(
+        {commands, count, references, {operands, operands + operand_count}, epoch, what},
+        background != 0);
+  });
+}
+
+int64_t symm_cp_lane_wait(void* workspace, int64_t ticket) {
+  return guarded([&]() -> int64_t {
+    of(workspace).lane->wait(ticket);
+    return 0;
+  });
+}
+
+int64_t symm_cp_lane_finished(void* workspace, int64_t ticket) {
+  return of(workspace).lane->finished(ticket) ? 1 : 0;
+}
+
+int64_t symm_cp_lane_idle(void* workspace) { return of(workspace).lane->idle() ? 1 : 0; }
+
+// Address of a peer's shard in this call, or null on failure.
+void* symm_cp_shard(void* workspace, int peer, uint32_t epoch, const char* what) {
+  void* result = nullptr;
+  guarded_on(workspace, [&](Channel& channel) -> int64_t {
+    result = channel.shard_of(peer, epoch, what);
+    return 0;
+  });
+  return result;
+}
+
+void* symm_cp_slot(void* workspace, int rank, uint32_t epoch) {
+  return of(workspace).channel->slot(rank, epoch);
+}
+
+void symm_cp_abort(void* workspace, const char* reason) {
+  of(workspace).channel->abort(reason);
+}
+
+// 1 when `address` lies in symmetric memory that was rendezvoused with the group.
+int symm_cp_is_symmetric(const void* address, const char* group) {
+  return find_mapping(address, group) != nullptr ? 1 : 0;
+}
+
+}  // extern "C"

@@ -1,0 +1,96 @@
+#include "segment.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "error.h"
+
+#ifndef MADV_POPULATE_WRITE
+#define MADV_POPULATE_WRITE 23
+#endif
+
+namespace symm_cp {
+
+namespace {
+constexpr size_t kHugePage = size_t{2} << 20;
+constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+}  // namespace
+
+int Descriptor::release() { return std::exchange(fd_, -1); }
+
+void Descriptor::reset() {
+  if (fd_ >= 0) close(release());
+}
+
+Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
+  if (this != &other) {
+    reset();
+    fd_ = other.release();
+  }
+  return *this;
+}
+
+size_t round_to_pages(size_t size) {
+  const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  return size == 0 ? page : (size + page - 1) / page * page;
+}
+
+Segment Segment::create(size_t size, const std::string& label) {
+  Segment segment;
+  segment.size_ = round_to_pages(size);
+  segment.fd_ = Descriptor(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  const std::string what = "shared memory of " + std::to_string(segment.size_) + " bytes";
+  if (!segment.fd_.valid()) throw SystemError("cannot create " + what);
+  if (ftruncate(segment.fd(), static_cast<off_t>(segment.size_)) != 0)
+    throw SystemError("cannot reserve " + what);
+  if (fcntl(segment.fd(), F_ADD_SEALS, kSeals) != 0) throw SystemError("cannot seal " + what);
+  segment.attach(true);
+  return segment;
+}
+
+Segment Segment::map(Descriptor fd, size_t size) {
+  Segment segment;
+  segment.size_ = size;
+  segment.fd_ = std::move(fd);
+  struct stat info{};
+  if (fstat(segment.fd(), &info) != 0) throw SystemError("cannot inspect a peer's shared memory");
+  const int seals = fcntl(segment.fd(), F_GET_SEALS);
+  if (static_cast<size_t>(info.st_size) != size || seals < 0 || (seals & kSeals) != kSeals)
+    throw PeerError("a peer's shared memory is not what it announced: needs " +
+                    std::to_string(size) + " sealed bytes, got " + std::to_string(info.st_size));
+  segment.attach(false);
+  segment.fd_.reset();  // the mapping keeps the memory
+  return segment;
+}
+
+void Segment::attach(bool populate) {
+  void* at = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED, fd_.get(), 0);
+  const std::string what = "shared memory of " + std::to_string(size_) + " bytes";
+  if (at == MAP_FAILED) throw SystemError("cannot map " + what);
+  data_ = static_cast<char*>(at);
+  if (size_ >= kHugePage) madvise(data_, size_, MADV_HUGEPAGE);  // only advice: may be refused
+  if (populate && madvise(data_, size_, MADV_POPULATE_WRITE) != 0 && errno != EINVAL)
+    throw SystemError("cannot take the pages for " + what);  // EINVAL: before Linux 5.14
+}
+
+Segment::Segment(Segment&& other) noexcept
+    : fd_(std::move(other.fd_)),
+      data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)) {}
+
+Segment& Segment::operator=(Segment&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+Segment::~Segment() {
+  if (data_ != nullptr) munmap(data_, size_);
+}
+
+}  // namespace symm_cp

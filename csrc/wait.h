@@ -1,0 +1,88 @@
+// Waiting for a 32-bit word in shared memory: spin briefly, then sleep in the kernel.
+//
+// Memory order: `publish` makes every earlier write of the caller visible to whoever sees the new
+// value through `wait_until` (release / acquire, by way of sequentially consistent operations).
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <climits>
+#include <cstdint>
+#include <ctime>
+
+namespace symm_cp {
+
+using Word = std::atomic<uint32_t>;
+static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
+
+using Clock = std::chrono::steady_clock;
+
+inline void cpu_relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The futexes are shared between processes, so the PRIVATE flag must not be set.
+inline void futex_wake(Word* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+inline void futex_sleep(Word* word, uint32_t seen, std::chrono::nanoseconds limit) {
+  timespec ts{};
+  ts.tv_sec = limit.count() / 1000000000;
+  ts.tv_nsec = limit.count() % 1000000000;
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &ts, nullptr, 0);
+}
+
+// Wakes whoever sleeps on `word` after it changed. `sleepers` counts the processes that sleep on
+// any word of the same owner; reading it after a sequentially consistent store saves the system
+// call in the common case, and cannot miss a sleeper, which counts itself before it looks again.
+inline void wake_sleepers(Word* word, Word* sleepers) {
+  if (sleepers->load(std::memory_order_seq_cst) != 0) futex_wake(word);
+}
+
+inline void publish(Word* word, Word* sleepers, uint32_t value) {
+  word->store(value, std::memory_order_seq_cst);
+  wake_sleepers(word, sleepers);
+}
+
+// How long to spin before sleeping. More ranks than processors must not spin: the rank that is
+// waited for needs the processor.
+inline int spin_rounds(int world_size) {
+  const long processors = sysconf(_SC_NPROCESSORS_ONLN);
+  return world_size <= processors ? 2000 : 20;
+}
+
+// Returns once `ready(value of word)` holds. `still_hopeful(expired)` runs about every 50 ms while
+// asleep, and with expired = true once the time is over: it must throw when the wait is in vain.
+template <class Ready, class StillHopeful>
+void wait_until(Word* word, Word* sleepers, int spins, Clock::duration timeout, Ready ready,
+                StillHopeful still_hopeful) {
+  for (int i = 0; i < spins; ++i) {
+    if (ready(word->load(std::memory_order_acquire))) return;
+    cpu_relax();
+  }
+  const auto deadline = Clock::now() + timeout;
+  constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
+  while (true) {
+    sleepers->fetch_add(1, std::memory_order_seq_cst);
+    const uint32_t seen = word->load(std::memory_order_seq_cst);
+    const bool arrived = ready(seen);
+    if (!arrived) {
+      const auto left = std::chrono::nanoseconds(deadline - Clock::now());
+      if (left.count() > 0) futex_sleep(word, seen, left < kSlice ? left : kSlice);
+    }
+    sleepers->fetch_sub(1, std::memory_order_seq_cst);
+    if (arrived || ready(word->load(std::memory_order_acquire))) return;
+    still_hopeful(Clock::now() >= deadline);
+  }
+}
+
+}  // namespace symm_cp

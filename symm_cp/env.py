@@ -1,0 +1,37 @@
+"""The environment variables of symm_cp, all of them, read when they are used.
+
+| variable | meaning | default |
+|---|---|---|
+| `SYMM_CP_BUILD_DIR` | where the native part is built and kept | `~/.cache/symm_cp` |
+| `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
+| `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def build_dir() -> Path:
+    """Returns the folder that holds built native parts."""
+    chosen = os.environ.get("SYMM_CP_BUILD_DIR")
+    if chosen:
+        return Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "symm_cp"
+
+
+def timeout_ms() -> int:
+    """Returns the wait limit in milliseconds; 0 stands for the time-out of the group."""
+    text = os.environ.get("SYMM_CP_TIMEOUT_MS", "0")
+    if not text.isdigit():
+        raise ValueError(
+            f"SYMM_CP_TIMEOUT_MS={text!r} is not a number: give milliseconds, 0 for the group's own"
+        )
+    return int(text)
+
+
+def compiler() -> str | None:
+    """Returns the compiler that the user chose, if any."""
+    return os.environ.get("CXX") or None

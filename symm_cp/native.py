@@ -1,0 +1,236 @@
+"""Builds `csrc/` for the installed torch, loads it, and declares its C functions.
+
+The only module that touches the native library. It is compiled by calling the C++ compiler with
+the include and library paths of `torch.utils.cpp_extension`; ninja and pybind are not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch.utils import cpp_extension
+
+from . import env
+
+_ABI = 1  # symm_cp_abi() of csrc/c_api.cpp
+# The one file that includes torch's headers; the others compile in a second each.
+_TORCH_SOURCES = {"symmetric_memory.cpp"}
+_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
+
+
+class BuildError(RuntimeError):
+    """The native part could not be built; the message says what to install or what failed."""
+
+
+def source_dir() -> Path:
+    """Returns the folder of the C++ sources: in the installed package, else beside it."""
+    package = Path(__file__).resolve().parent
+    for candidate in (package / "csrc", package.parent / "csrc"):
+        if (candidate / "c_api.cpp").is_file():
+            return candidate
+    raise BuildError(f"the C++ sources are missing: looked in {package} and beside it")
+
+
+def find_compiler() -> str:
+    """Returns the path of a C++ compiler, or raises `BuildError` saying what to install."""
+    names = [chosen] if (chosen := env.compiler()) else ["c++", "g++", "clang++"]
+    for name in names:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(
+        f"symm_cp needs a C++20 compiler to build its native part; found none of {', '.join(names)}. "
+        "Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
+        "conda install gxx), or set CXX to its path, then run: symm-cp build"
+    )
+
+
+def _processor() -> str:
+    # -march=native binds the build to this kind of processor; a home directory may be shared.
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return line
+    return platform.machine()
+
+
+def cache_key() -> str:
+    """Returns the key of the build: sources, torch, Python tag, processor."""
+    digest = hashlib.sha256()
+    for path in sorted(source_dir().iterdir()):
+        if path.suffix in {".cpp", ".h"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    parts = (torch.__version__, str(sysconfig.get_config_var("SOABI")), _processor(), str(_FLAGS))
+    digest.update("\0".join(parts).encode())
+    return digest.hexdigest()[:20]
+
+
+def library_path() -> Path:
+    """Returns where the library for the installed torch is, or will be once it is built."""
+    return env.build_dir() / cache_key() / "libsymm_cp.so"
+
+
+@contextlib.contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise BuildError(
+            f"the native part of symm_cp does not compile for torch {torch.__version__}:\n"
+            f"  {' '.join(command)}\n{done.stderr.strip()}"
+        )
+
+
+def _compile(target: Path) -> None:
+    compiler = find_compiler()
+    scratch = target.parent / f"tmp{os.getpid()}"
+    scratch.mkdir()
+    try:
+        includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
+        abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+        jobs = []
+        # The slow file first, so that the others compile beside it.
+        for source in sorted(source_dir().glob("*.cpp"), key=lambda p: p.name not in _TORCH_SOURCES):
+            # The torch file holds no arithmetic: -O1 halves its time.
+            extra = [*includes, abi, "-O1"] if source.name in _TORCH_SOURCES else []
+            out = scratch / f"{source.stem}.o"
+            jobs.append([compiler, *_FLAGS, *extra, "-c", str(source), "-o", str(out)])
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(_run, jobs))
+        libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+        objects = [job[-1] for job in jobs]
+        library = scratch / target.name
+        _run([compiler, "-shared", *objects, "-o", str(library), *libraries]
+             + ["-ltorch_cpu", "-lc10", "-pthread"])
+        library.replace(target)  # atomic: a reader sees the whole library or none
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def build(verbose: bool = False) -> Path:
+    """Builds the native part for the installed torch unless it is there, and returns its path.
+
+    Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
+    """
+    target = library_path()
+    if target.is_file():
+        if verbose:
+            print(f"symm_cp: already built: {target}", file=sys.stderr)
+        return target
+    find_compiler()
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with _lock(target.parent / "lock"):
+        if not target.is_file():
+            print(
+                f"symm_cp: building the native part for torch {torch.__version__}, once "
+                "(10 to 40 seconds) ...",
+                file=sys.stderr,
+                flush=True,
+            )
+            start = time.perf_counter()
+            _compile(target)
+            print(f"symm_cp: built in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return target
+
+
+class Reference(ctypes.Structure):
+    """Mirrors `Reference` of csrc/channel.h."""
+
+    _fields_ = [("space", ctypes.c_int32), ("index", ctypes.c_int32), ("offset", ctypes.c_int64)]
+
+
+class Command(ctypes.Structure):
+    """Mirrors `Command` of csrc/channel.h."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("flag", ctypes.c_int32),
+        ("lag", ctypes.c_int32),
+        ("to", Reference),
+        ("source", Reference),
+        ("bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("to_pitch", ctypes.c_int64),
+        ("from_pitch", ctypes.c_int64),
+        ("dtype", ctypes.c_int32),
+        ("mean", ctypes.c_int32),
+        ("first_source", ctypes.c_int32),
+        ("sources", ctypes.c_int32),
+    ]
+
+
+class Layout(ctypes.Structure):
+    """Mirrors `Layout` of csrc/channel.h; memory.py fills it."""
+
+    _fields_ = [
+        ("flags", ctypes.c_int64),
+        ("flag_count", ctypes.c_int64),
+        ("records", ctypes.c_int64),
+        ("slots", ctypes.c_int64),
+        ("slot_bytes", ctypes.c_int64),
+        ("slot_count", ctypes.c_int64),
+    ]
+
+
+_VOID, _INT, _LONG, _TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
+_EPOCH = ctypes.c_uint32
+_SIGNATURES: dict[str, tuple[object, list[object]]] = {
+    "symm_cp_error": (_TEXT, []),
+    "symm_cp_abi": (_INT, []),
+    "symm_cp_open": (_VOID, [_VOID, _TEXT, ctypes.POINTER(Layout), _LONG]),
+    "symm_cp_close": (None, [_VOID]),
+    "symm_cp_release_groups": (None, []),
+    "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _TEXT]),
+    "symm_cp_submit": (
+        _LONG,
+        [_VOID, _VOID, _INT, _VOID, _VOID, _INT, _EPOCH, _TEXT, _INT],
+    ),
+    "symm_cp_lane_wait": (_LONG, [_VOID, _LONG]),
+    "symm_cp_lane_finished": (_LONG, [_VOID, _LONG]),
+    "symm_cp_lane_idle": (_LONG, [_VOID]),
+    "symm_cp_shard": (_VOID, [_VOID, _INT, _EPOCH, _TEXT]),
+    "symm_cp_slot": (_VOID, [_VOID, _INT, _EPOCH]),
+    "symm_cp_abort": (None, [_VOID, _TEXT]),
+    "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
+}
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Returns the native library, building it if it was never built; raises `BuildError`.
+
+    Loading registers the CPU backend with torch's symmetric memory.
+    """
+    library = ctypes.CDLL(str(build()))
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype = result
+        function.argtypes = arguments
+    assert library.symm_cp_abi() == _ABI, "csrc/ and native.py are of different versions"
+    return library
+
+
+def error() -> str:
+    """Returns the text of the last failure of a native call in this thread."""
+    text: bytes = load().symm_cp_error()
+    return text.decode(errors="replace")

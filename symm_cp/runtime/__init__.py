@@ -1,0 +1,1 @@
+"""Runtimes: each carries out schedules on one kind of machine."""

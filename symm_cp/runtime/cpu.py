@@ -1,0 +1,197 @@
+"""Pipelines on CPU: consumers read a peer's shard where it lies; no gather copy, no barrier.
+
+They know no matmul: they take `consume(shards, rank)` and `produce(rank, out)`. `what` is the
+bytes that name the call in errors and by which ranks notice that they disagree.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import torch
+
+from symm_cp.memory import Group, Workspace, is_symmetric
+from symm_cp.runtime.program import Binding, Extent, Program, Reduction, lower
+from symm_cp.schedule import builders
+
+# Parts of a shard begin on cache lines, so that scales behind float8 data stay aligned.
+_ALIGN = 64
+
+#: The element types that native reductions take, with torch's numbers for them.
+REDUCIBLE: dict[torch.dtype, int] = {
+    torch.uint8: 0,
+    torch.int8: 1,
+    torch.int16: 2,
+    torch.int32: 3,
+    torch.int64: 4,
+    torch.float16: 5,
+    torch.float32: 6,
+    torch.float64: 7,
+    torch.bfloat16: 15,
+}
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def part_offsets(nbytes: Sequence[int]) -> tuple[int, ...]:
+    """Returns where each part of a shard begins in its slot; the last entry is the slot's size."""
+    return (0, *itertools.accumulate(_aligned(size) for size in nbytes))
+
+
+@lru_cache(maxsize=512)
+def _consume_program(
+    rank: int,
+    world_size: int,
+    in_place: bool,
+    nbytes: tuple[int, ...],
+    rows: int,
+    strided: bool,
+    gather: bool,
+) -> Program:
+    schedule = builders.all_gather_and_consume(rank, world_size, in_place=in_place, gather=gather)
+    offsets = part_offsets(nbytes)
+    shard = tuple(Extent.even(i, size) for i, size in enumerate(nbytes))
+    row = nbytes[0] // rows if rows else 0
+    binding: Binding = {
+        "input": shard,
+        "symmetric": shard,
+        "slot": tuple(
+            Extent(None, (offset,), (size,)) for offset, size in zip(offsets, nbytes, strict=False)
+        ),
+        # Chunk p of the gathered tensor: one run, or with rows > 1 a column block.
+        "gathered": (
+            Extent(
+                len(nbytes),
+                tuple(p * (row if rows > 1 else nbytes[0]) for p in range(world_size)),
+                ((row if rows > 1 else nbytes[0]),) * world_size,
+                rows=max(rows, 1),
+                pitch=row * world_size if rows > 1 else 0,
+            ),
+        ),
+    }
+    return lower(
+        schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset()
+    )
+
+
+def all_gather_and_consume(
+    group: Group,
+    shard: Sequence[torch.Tensor],
+    consume: Callable[[list[torch.Tensor], int], None],
+    what: bytes,
+    *,
+    gathered: torch.Tensor | None = None,
+    columns: bool = False,
+) -> None:
+    """Calls `consume(shards of rank r, r)` for each rank, one's own first, the others as they come.
+
+    `shard` is one or more tensors of any strides; `consume` gets contiguous ones (its own as
+    given, when there is but one use for it). A single contiguous tensor in symmetric memory that
+    was rendezvoused with the group is read in place, without a copy: on all ranks or on none.
+    `gathered`, if given, receives the first tensor of all ranks: chunk r of its first dimension,
+    or with `columns` column block r.
+    """
+    world_size, rank = group.world_size, group.rank
+    in_place = len(shard) == 1 and shard[0].is_contiguous() and is_symmetric(shard[0], group)
+    strided = not all(t.is_contiguous() for t in shard)
+    nbytes = tuple(t.numel() * t.element_size() for t in shard)
+    offsets = part_offsets(nbytes)
+    rows = shard[0].shape[0] if columns else 1
+    program = _consume_program(
+        rank, world_size, in_place, nbytes, rows, strided, gathered is not None
+    )
+    with group.call("sync", 0 if in_place else offsets[-1]) as (workspace, epoch):
+
+        def views(base: int) -> list[torch.Tensor]:
+            return [
+                workspace.view(base + offset, t.shape, t.dtype)
+                for offset, t in zip(offsets, shard, strict=False)
+            ]
+
+        def fill_slot(_: int) -> None:
+            for slot, tensor in zip(views(workspace.slot(epoch)), shard, strict=True):
+                slot.copy_(tensor)
+
+        def fill_gathered(chunk: int) -> None:
+            assert gathered is not None
+            gathered.chunk(world_size, 1 if columns else 0)[chunk].copy_(shard[0])
+
+        def run_consume(source: int) -> None:
+            if source != rank:
+                consume(views(workspace.shard(source, epoch, what)), source)
+            elif strided and world_size > 1:
+                consume(views(workspace.slot(epoch)), rank)
+            else:
+                consume([t.contiguous() for t in shard], rank)
+
+        operands = [t.data_ptr() for t in shard]
+        if gathered is not None:
+            operands.append(gathered.data_ptr())
+        kernels = {
+            "consume": run_consume,
+            "input->slot": fill_slot,
+            "input->gathered": fill_gathered,
+        }
+        program.run(workspace, epoch, operands, what, kernels)
+
+
+@lru_cache(maxsize=512)
+def _produce_program(rank: int, world_size: int, nbytes: int, dtype: int, mean: bool) -> Program:
+    schedule = builders.produce_and_reduce_scatter(rank, world_size)
+    binding: Binding = {
+        "slot": (Extent.even(None, nbytes, world_size),),
+        "output": (Extent.even(0, nbytes),),
+    }
+    return lower(schedule, binding, reduction=Reduction(dtype, mean))
+
+
+def produce_and_reduce_scatter(
+    group: Group,
+    produce: Callable[[int, torch.Tensor], None],
+    out: torch.Tensor,
+    what: bytes,
+    *,
+    mean: bool = False,
+) -> None:
+    """Calls `produce(r, partial)` for each rank r, one's own last; `out` is the sum over ranks.
+
+    `produce` writes this rank's contribution to rank r's output into the contiguous `partial`,
+    shaped as `out`: memory that r reads, or for one's own rank `out` itself. Partial sums are
+    added in rank order, in float32 for the 16-bit types.
+    """
+    nbytes = out.numel() * out.element_size()
+    program = _produce_program(
+        group.rank, group.world_size, nbytes, REDUCIBLE[out.dtype], mean
+    )
+    with group.call("sync", nbytes * group.world_size) as (workspace, epoch):
+
+        def run_produce(target: int) -> None:
+            if target == group.rank:
+                produce(target, out)
+            else:
+                at = workspace.slot(epoch) + target * nbytes
+                produce(target, workspace.view(at, out.shape, out.dtype))
+
+        program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})
+
+
+def run_collective(
+    group: Group, program: Program, slot_bytes: int, operands: Sequence[int], what: bytes
+) -> None:
+    """Carries out a program without Python kernels in the calling thread."""
+    with group.call("sync", slot_bytes) as (workspace, epoch):
+        program.run(workspace, epoch, operands, what)
+
+
+__all__ = [
+    "REDUCIBLE",
+    "Workspace",
+    "all_gather_and_consume",
+    "part_offsets",
+    "produce_and_reduce_scatter",
+    "run_collective",
+]

@@ -1,0 +1,382 @@
+"""Proof, by happens-before, that schedules have no race and no deadlock.
+
+The method is that of vector clocks (Lamport 1978, Mattern 1989): every lane counts its steps and
+carries the latest count that it knows of each other lane. A ``Signal`` publishes the clock of its
+lane; a ``Wait`` joins the clock of the *earliest* signal that satisfies it, the weakest guarantee
+that any timing gives. Two accesses to one region, of which at least one writes, must be ordered by
+the clocks; if they are not, there is a timing in which they meet.
+
+One abstract run decides all timings, because the system is confluent: every flag has one writer
+lane and only grows, waits are ``>=``, and no step branches on data. So a step that can run stays
+able to run whatever the others do, every timing runs the same steps, and they end in the same
+place; a lane that is stuck in one timing is stuck in all (DESIGN, "Schedules").
+
+What the run assumes beyond the steps themselves
+    * Between two calls, before the first and after the last, each rank's caller writes its
+      symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
+      rank's compute lane, or, if a schedule has none, in its first lane: the caller of a
+      background op keeps its hands off until it has waited for the op.
+    * A slot, or the symmetric tensor, may be cut into other chunks by another call. So chunk
+      numbers tell accesses apart only within a call; those of different calls overlap always.
+
+Three calls on 16 ranks take 5 to 20 ms, according to the pattern, on one core.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from symm_cp.schedule.builders import all_ranks
+from symm_cp.schedule.steps import (
+    GIVEN_BUFFERS,
+    SHARED_BUFFERS,
+    Region,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+    accesses,
+)
+
+#: The step index of the caller's own write to its symmetric tensor, which is no step.
+CALLER = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where something happens: a step of a lane in a call, and the region in question if any."""
+
+    rank: int
+    lane: str
+    call: int
+    index: int
+    text: str
+    region: Region | None = None
+    access: str = ""
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}, lane {self.lane!r}, call {self.call}"
+        step = "" if self.index == CALLER else f", step {self.index}"
+        verb = f" {self.access} {self.region}" if self.region else ""
+        return f"{where}{step}: {self.text}{verb}"
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two unordered accesses to one region, at least one of them a write."""
+
+    first: Site
+    second: Site
+
+    def __str__(self) -> str:
+        return f"race: nothing orders [{self.first}] and [{self.second}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlock:
+    """A wait that never ends: the flag stays at ``seen``, below ``needed``."""
+
+    site: Site
+    flag: str
+    source: int
+    needed: int
+    seen: int
+
+    def __str__(self) -> str:
+        return (
+            f"deadlock: [{self.site}] needs flag {self.flag!r} of rank {self.source} to reach "
+            f"{self.needed}, but it stays at {self.seen}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UninitialisedRead:
+    """A read of memory that nobody has written in that call."""
+
+    site: Site
+
+    def __str__(self) -> str:
+        return f"uninitialised read: in this call nobody has written what [{self.site}]"
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignAccess:
+    """An access to a private buffer of another rank."""
+
+    site: Site
+
+    def __str__(self) -> str:
+        return f"foreign access: [{self.site}], which is private to that rank"
+
+
+@dataclass(frozen=True, slots=True)
+class TwoWriters:
+    """A flag that two lanes write, so that it tells nothing about either."""
+
+    flag: str
+    to: int
+    first: Site
+    second: Site
+
+    def __str__(self) -> str:
+        return (
+            f"two writers of flag {self.flag!r} at rank {self.to}: [{self.first}], [{self.second}]"
+        )
+
+
+Problem: TypeAlias = Race | Deadlock | UninitialisedRead | ForeignAccess | TwoWriters
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``check`` found; a race between the same two steps is listed for one call only."""
+
+    problems: tuple[Problem, ...]
+    calls: int
+    world_size: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether the schedules are proven right."""
+        return not self.problems
+
+    def __str__(self) -> str:
+        size = f"{self.calls} calls on {self.world_size} ranks"
+        if self.ok:
+            return f"{size}: no problem"
+        return "\n".join([f"{size}: {len(self.problems)} problems", *map(str, self.problems)])
+
+
+def check(calls: Sequence[Sequence[Schedule]]) -> Report:
+    """Prove ``calls`` free of races and deadlocks, or report what is wrong.
+
+    ``calls[c][r]`` is the schedule of rank r in call c. All calls share one workspace. A run of
+    ``slots + 2`` calls shows every hazard of the reuse of a slot.
+
+    Raises ``ValueError`` if the schedules do not fit together (ranks, world sizes, slots).
+    """
+    world_size, slots = _common_sizes(calls)
+    return _Run(calls, world_size, slots).report()
+
+
+def check_builder(
+    builder: Callable[..., Schedule], world_size: int, calls: int = 3, **options: bool | int
+) -> Report:
+    """``check`` for ``calls`` calls in a row of one builder."""
+    return check([all_ranks(builder, world_size, **options)] * calls)
+
+
+def _common_sizes(calls: Sequence[Sequence[Schedule]]) -> tuple[int, int]:
+    if not calls or not calls[0]:
+        raise ValueError("calls: at least one call of at least one rank is needed")
+    first = calls[0][0]
+    for call, schedules in enumerate(calls):
+        if len(schedules) != first.world_size:
+            raise ValueError(
+                f"calls[{call}] has {len(schedules)} schedules, but world_size={first.world_size} "
+                "needs one for each rank"
+            )
+        for rank, schedule in enumerate(schedules):
+            given = (schedule.rank, schedule.world_size, schedule.slots)
+            needed = (rank, first.world_size, first.slots)
+            if given != needed:
+                raise ValueError(
+                    f"calls[{call}][{rank}] ({schedule.name}) has (rank, world_size, slots)="
+                    f"{given}, but needs {needed}: all calls share one workspace"
+                )
+    return first.world_size, first.slots
+
+
+class _Event(NamedTuple):
+    call: int
+    at: int  # step index, or CALLER
+    step: Step | None  # None: the caller writes its symmetric tensor
+
+
+_FlagKey: TypeAlias = tuple[str, int, int]  # name, writer rank, receiver rank
+_Place: TypeAlias = tuple[int, str, int]  # rank, buffer, which instance of the buffer
+
+
+@dataclass(slots=True)
+class _Lane:
+    number: int
+    rank: int
+    name: str
+    clock: list[int]
+    events: list[_Event] = field(default_factory=list)
+    position: int = 0
+
+    def site(self, event: _Event, region: Region | None = None, writes: bool = False) -> Site:
+        text = "the caller" if event.step is None else str(event.step)
+        access = "" if region is None else "writes" if writes else "reads"
+        return Site(self.rank, self.name, event.call, event.at, text, region, access)
+
+
+class _Access(NamedTuple):
+    time: int  # of the accessing lane's own count
+    lane: _Lane
+    event: _Event
+    region: Region
+
+
+@dataclass(slots=True)
+class _Flag:
+    writer: _Lane
+    first: _Event
+    epochs: list[int] = field(default_factory=list)
+    clocks: list[tuple[int, ...]] = field(default_factory=list)
+
+
+class _Run:
+    """One abstract run of all lanes over all calls."""
+
+    def __init__(self, calls: Sequence[Sequence[Schedule]], world_size: int, slots: int) -> None:
+        self.calls = len(calls)
+        self.world_size = world_size
+        self.slots = slots
+        self.problems: list[Problem] = []
+        self.seen_pairs: set[tuple[object, ...]] = set()
+        self.flags: dict[_FlagKey, _Flag] = {}
+        self.waiting: dict[_FlagKey, list[_Lane]] = {}
+        # The latest access of each (lane, call, chunk, whether it writes): if that is ordered
+        # before an access elsewhere, so are the earlier ones of the same kind.
+        self.accesses: dict[_Place, dict[tuple[int, int, int | None, bool], _Access]] = {}
+        self.written: dict[tuple[_Place, int], set[int | None]] = {}
+        self.lanes = _lanes(calls, world_size)
+
+    def report(self) -> Report:
+        ready = deque(self.lanes)
+        while ready:
+            self._advance(ready.popleft(), ready)
+        for lane in self.lanes:
+            if lane.position < len(lane.events):
+                self._report_deadlock(lane)
+        return Report(tuple(self.problems), self.calls, self.world_size)
+
+    def _advance(self, lane: _Lane, ready: deque[_Lane]) -> None:
+        """Run ``lane`` up to its end or to a wait that is not satisfied yet."""
+        while lane.position < len(lane.events):
+            event = lane.events[lane.position]
+            step = event.step
+            if isinstance(step, Wait):
+                key = (step.flag, step.source, lane.rank)
+                if not self._wait(lane, key, event.call + 1 - step.lag):
+                    self.waiting.setdefault(key, []).append(lane)
+                    return
+            lane.position += 1
+            lane.clock[lane.number] += 1
+            if isinstance(step, Signal):
+                key = (step.flag, lane.rank, step.to)
+                self._signal(lane, event, key)
+                ready.extend(self.waiting.pop(key, ()))
+            elif step is None:
+                self._access(lane, event, Region(lane.rank, "symmetric"), writes=True)
+            else:
+                reads, writes = accesses(step)
+                for region in reads:
+                    self._check_initialised(lane, event, region)
+                    self._access(lane, event, region, writes=False)
+                for region in writes:
+                    self._access(lane, event, region, writes=True)
+
+    def _signal(self, lane: _Lane, event: _Event, key: _FlagKey) -> None:
+        flag = self.flags.get(key)
+        if flag is None:
+            flag = self.flags[key] = _Flag(lane, event)
+        elif flag.writer is not lane:
+            first, second = flag.writer.site(flag.first), lane.site(event)
+            self._add_pair(first, second, TwoWriters(key[0], key[2], first, second))
+        flag.epochs.append(event.call + 1)
+        flag.clocks.append(tuple(lane.clock))
+
+    def _wait(self, lane: _Lane, key: _FlagKey, needed: int) -> bool:
+        """Join the clock of the earliest signal that satisfies the wait, if there is one."""
+        if needed <= 0:
+            return True
+        flag = self.flags.get(key)
+        epochs = flag.epochs if flag else []
+        earliest = next((i for i, epoch in enumerate(epochs) if epoch >= needed), None)
+        if flag is None or earliest is None:
+            return False
+        lane.clock = list(map(max, lane.clock, flag.clocks[earliest]))
+        return True
+
+    def _place(self, region: Region, call: int) -> _Place:
+        if region.buffer == "slot":
+            return region.rank, "slot", call % self.slots
+        return region.rank, region.buffer, 0 if region.buffer in SHARED_BUFFERS else call
+
+    def _access(self, lane: _Lane, event: _Event, region: Region, *, writes: bool) -> None:
+        if region.rank != lane.rank and region.buffer not in SHARED_BUFFERS:
+            self.problems.append(ForeignAccess(lane.site(event, region, writes)))
+            return
+        place = self._place(region, event.call)
+        chunk = region.chunk
+        known = self.accesses.setdefault(place, {})
+        clock = lane.clock
+        for (number, call, other_chunk, other_writes), other in known.items():
+            if clock[number] >= other.time or not (writes or other_writes):
+                continue
+            if call == event.call and chunk != other_chunk and None not in (chunk, other_chunk):
+                continue
+            first = other.lane.site(other.event, other.region, other_writes)
+            second = lane.site(event, region, writes)
+            self._add_pair(first, second, Race(first, second))
+        known[lane.number, event.call, chunk, writes] = _Access(
+            clock[lane.number], lane, event, region
+        )
+        if writes:
+            self.written.setdefault((place, event.call), set()).add(chunk)
+
+    def _check_initialised(self, lane: _Lane, event: _Event, region: Region) -> None:
+        if region.buffer in GIVEN_BUFFERS:
+            return
+        # What another lane writes later, unordered with this read, is reported as a race as well.
+        written = self.written.get((self._place(region, event.call), event.call), set())
+        whole = region.chunk is None and written.issuperset(range(self.world_size))
+        if not (whole or None in written or region.chunk in written):
+            self.problems.append(UninitialisedRead(lane.site(event, region)))
+
+    def _report_deadlock(self, lane: _Lane) -> None:
+        event = lane.events[lane.position]
+        step = event.step
+        assert isinstance(step, Wait), step
+        flag = self.flags.get((step.flag, step.source, lane.rank))
+        seen = max(flag.epochs) if flag else 0
+        needed = event.call + 1 - step.lag
+        self.problems.append(Deadlock(lane.site(event), step.flag, step.source, needed, seen))
+
+    def _add_pair(self, first: Site, second: Site, problem: Problem) -> None:
+        pair = (type(problem), *((site.rank, site.lane, site.index) for site in (first, second)))
+        if pair not in self.seen_pairs:
+            self.seen_pairs.add(pair)
+            self.problems.append(problem)
+
+
+def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
+    """All lanes of all ranks, each with its events of all calls in program order."""
+    events: dict[tuple[int, str], list[_Event]] = {}
+    for rank in range(world_size):
+        for call, schedules in enumerate(calls):
+            lanes = schedules[rank].lanes
+            caller = _caller_lane(schedules[rank])
+            events.setdefault((rank, caller), []).append(_Event(call, CALLER, None))
+            for name, steps in lanes.items():
+                events.setdefault((rank, name), []).extend(_events(call, steps))
+        # The caller may write once more after the last call has returned.
+        events[rank, caller].append(_Event(len(calls), CALLER, None))
+    return [
+        _Lane(number, rank, name, [0] * len(events), lane_events)
+        for number, ((rank, name), lane_events) in enumerate(events.items())
+    ]
+
+
+def _events(call: int, steps: tuple[Step, ...]) -> Iterator[_Event]:
+    return (_Event(call, index, step) for index, step in enumerate(steps))
+
+
+def _caller_lane(schedule: Schedule) -> str:
+    return "compute" if "compute" in schedule.lanes else next(iter(schedule.lanes), "compute")

@@ -1,0 +1,203 @@
+"""The words of a schedule: regions, steps and lanes.
+
+A schedule is plain data. A builder (``builders.py``) writes one, ``check`` proves it free of races
+and deadlocks, and a runtime binds its regions to memory and carries it out. Nothing here knows of
+tensors, sizes or pointers.
+
+Calls
+    Ops that share a workspace are numbered 0, 1, 2, ... on every rank, in the same order. Call
+    ``c`` uses workspace slot ``c % slots`` and its *epoch* is ``c + 1`` (flags start at 0).
+
+Buffers
+    ========================  ====================================================================
+    ``"slot"``                the workspace slot of the call; every rank can read every rank's
+    ``"symmetric"``           the user's persistent symmetric tensor; every rank can read every
+                              rank's; its owner may overwrite it as soon as the call has returned
+    ``"input"``,              given by the caller, private to the rank, fresh in each call
+    ``"staging"``
+    ``"output"``, any other   private to the rank, fresh in each call, holds nothing at first
+    ========================  ====================================================================
+
+Flags
+    A flag lives at the rank that waits for it. Its identity is (name, writer rank, receiver rank).
+    One lane writes it, and it only grows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+#: Buffers that other ranks may access; all others are private to their rank.
+SHARED_BUFFERS = frozenset({"slot", "symmetric"})
+#: Buffers whose contents the caller provides before the call.
+GIVEN_BUFFERS = frozenset({"input", "staging", "symmetric"})
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """Memory of a rank: one chunk of a buffer, or all of it (``chunk=None``).
+
+    Different chunks of a buffer do not overlap within a call. From call to call the caller may cut
+    the same memory differently, so chunk numbers of two calls say nothing about each other.
+    """
+
+    rank: int
+    buffer: str
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk is None else f"[{self.chunk}]"
+        return f"{self.buffer}{chunk} of rank {self.rank}"
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy ``src`` to ``dst``."""
+
+    src: Region
+    dst: Region
+
+    def __str__(self) -> str:
+        return f"Copy({self.src} -> {self.dst})"
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Raise the flag ``flag`` at rank ``to`` to the epoch of this call.
+
+    Whoever sees the new value also sees every write of this lane before it (release). A signal to
+    one's own rank orders two lanes of the rank.
+    """
+
+    to: int
+    flag: str
+
+    def __str__(self) -> str:
+        return f"Signal({self.flag!r} to rank {self.to})"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Wait until the flag ``flag`` that rank ``source`` writes here is >= epoch - ``lag``.
+
+    Later steps of this lane see every write that the writer had made before that signal (acquire).
+    ``lag=1`` asks only for the signal of the call before this one, and in call 0 for nothing.
+    """
+
+    source: int
+    flag: str
+    lag: int = 0
+
+    def __str__(self) -> str:
+        lag = f", lag {self.lag}" if self.lag else ""
+        return f"Wait({self.flag!r} from rank {self.source}{lag})"
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """Run kernel ``kernel`` for shard or chunk ``index``; it reads and writes just these regions.
+
+    A region in both ``reads`` and ``writes`` is updated in place.
+    """
+
+    kernel: str
+    index: int
+    reads: tuple[Region, ...]
+    writes: tuple[Region, ...]
+
+    def __str__(self) -> str:
+        return f"Compute({self.kernel!r}, {self.index})"
+
+
+Step: TypeAlias = Copy | Signal | Wait | Compute
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lanes(Mapping[str, tuple[Step, ...]]):
+    """An immutable, hashable mapping from lane name to its steps, in the order given."""
+
+    pairs: tuple[tuple[str, tuple[Step, ...]], ...]
+
+    def __getitem__(self, name: str) -> tuple[Step, ...]:
+        for key, steps in self.pairs:
+            if key == name:
+                return steps
+        raise KeyError(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, _ in self.pairs)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self.pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What one rank does in one call: its lanes, each an ordered list of steps.
+
+    ``lanes`` may be given as any mapping and is kept as an immutable one, so a schedule is
+    hashable. Lanes are named ``"compute"`` (the calling thread, or the current stream) and
+    ``"copy"`` (a copy engine). A lane continues from call to call in program order; lanes of a
+    call do not start or end together, only flags order them. ``slots`` is the number of slots of
+    the workspace.
+
+    Raises ``ValueError`` if a rank in it is outside of ``range(world_size)``.
+    """
+
+    name: str
+    rank: int
+    world_size: int
+    lanes: Mapping[str, tuple[Step, ...]]
+    slots: int
+
+    def __post_init__(self) -> None:
+        check_place(self.name, self.rank, self.world_size, self.slots)
+        lanes = Lanes(tuple((name, tuple(steps)) for name, steps in self.lanes.items()))
+        # The dataclass is frozen, and this is still its construction.
+        object.__setattr__(self, "lanes", lanes)
+        for lane, steps in lanes.items():
+            for index, step in enumerate(steps):
+                self._check_step(lane, index, step)
+
+    def _check_step(self, lane: str, index: int, step: Step) -> None:
+        if isinstance(step, Signal):
+            ranks = [step.to]
+        elif isinstance(step, Wait):
+            ranks = [step.source]
+            if step.lag < 0:
+                raise ValueError(
+                    f"{self.name}: step {index} of lane {lane!r}: lag={step.lag} must be >= 0"
+                )
+        else:
+            reads, writes = accesses(step)
+            ranks = [region.rank for region in (*reads, *writes)]
+        for rank in ranks:
+            if not 0 <= rank < self.world_size:
+                raise ValueError(
+                    f"{self.name}: step {index} of lane {lane!r}, {step}, names rank {rank}, "
+                    f"which must be in 0..{self.world_size - 1}"
+                )
+
+
+def accesses(step: Step) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
+    """The regions that a step reads and those that it writes."""
+    if isinstance(step, Copy):
+        return (step.src,), (step.dst,)
+    if isinstance(step, Compute):
+        return step.reads, step.writes
+    return (), ()
+
+
+def check_place(name: str, rank: int, world_size: int, slots: int) -> None:
+    """Raise ``ValueError`` unless ``rank``, ``world_size`` and ``slots`` make sense together."""
+    if world_size < 1:
+        raise ValueError(f"{name}: {world_size=} must be at least 1")
+    if not 0 <= rank < world_size:
+        raise ValueError(f"{name}: {rank=} must be in 0..{world_size - 1} for {world_size=}")
+    if slots < 1:
+        raise ValueError(f"{name}: {slots=} must be at least 1")

@@ -1,0 +1,96 @@
+"""What a process of the pool in `tests/pool.py` executes: waits for calls and answers them."""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import symm_cp  # noqa: F401 - builds the native part, once, before the first run's time starts
+from tests.pool import GROUP_TIMEOUT
+
+_PR_SET_PDEATHSIG = 1
+_MAX_LOCAL = 400
+
+
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when its parent ends, however that ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call above
+        os._exit(1)
+
+
+def make_groups(rank: int, size: int, port: int) -> dict[int, dist.ProcessGroup]:
+    """Returns the groups of ranks 0..W-1 that this rank is in, by W."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    groups = {}
+    for world_size in range(1, size):
+        # Collective over all processes, the ones outside the group too.
+        group = dist.new_group(list(range(world_size)), timeout=GROUP_TIMEOUT)
+        if rank < world_size:
+            groups[world_size] = group
+    assert dist.group.WORLD is not None
+    groups[size] = dist.group.WORLD
+    return groups
+
+
+def describe(error: BaseException) -> str:
+    """Formats an error with the local variables of each frame of the tests."""
+    summary = traceback.TracebackException.from_exception(error, capture_locals=True)
+    for frame in summary.stack:
+        if frame.locals is not None:
+            in_tests = f"{os.sep}tests{os.sep}" in frame.filename
+            frame.locals = {
+                name: text if len(text) <= _MAX_LOCAL else f"{text[:_MAX_LOCAL]}..."
+                for name, text in frame.locals.items()
+                if in_tests
+            }
+    return "".join(summary.format())
+
+
+def answer(message: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
+    """Runs one call and returns the pickled reply."""
+    try:
+        world_size, seed, path, call = pickle.loads(message)
+        sys.path[:] = path
+        function, args, kwargs = pickle.loads(call)
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        reply: tuple[str, Any] = ("result", function(groups[world_size], *args, **kwargs))
+        return pickle.dumps(reply)
+    except BaseException as error:  # pytest's own outcomes are no Exceptions
+        return pickle.dumps(("failure", describe(error)))
+
+
+def main() -> None:
+    """Answers calls until the parent closes the pipe."""
+    rank, size, port, descriptor, parent = map(int, sys.argv[1:])
+    die_with(parent)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    pipe = Connection(descriptor)
+    groups = make_groups(rank, size, port)
+    pipe.send_bytes(pickle.dumps(("result", None)))
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            os._exit(0)  # no clean-up that could wait for peers
+        pipe.send_bytes(answer(message, groups))
+
+
+if __name__ == "__main__":
+    main()

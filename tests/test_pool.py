@@ -1,0 +1,152 @@
+"""The pool of rank processes itself: results, failures, hangs, reuse."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import SIZE, RankError, Ranks, RankTimeout
+
+
+def sum_of_ranks(group: dist.ProcessGroup, value: torch.Tensor) -> tuple[int, torch.Tensor]:
+    value = value + group.rank()
+    dist.all_reduce(value, group=group)
+    return group.rank(), value
+
+
+@pytest.mark.parametrize("world_size", range(1, SIZE + 1))
+def test_runs_on_every_world_size(ranks: Ranks, world_size: int) -> None:
+    value = torch.arange(3, dtype=torch.bfloat16)
+    results = ranks.run(world_size, sum_of_ranks, value)
+    assert [rank for rank, _ in results] == list(range(world_size))
+    expected = value * world_size + sum(range(world_size))
+    for _, result in results:
+        torch.testing.assert_close(result, expected)
+
+
+def own_pid(group: dist.ProcessGroup) -> int:
+    return os.getpid()
+
+
+def test_processes_are_reused(ranks: Ranks) -> None:
+    first = ranks.run(SIZE, own_pid)
+    assert ranks.run(SIZE, own_pid) == first == ranks.pids()
+    assert ranks.run(2, own_pid) == first[:2]
+
+
+def draw(group: dist.ProcessGroup) -> float:
+    return torch.rand(()).item()
+
+
+def test_seeds_are_fresh_shared_and_repeatable(ranks: Ranks) -> None:
+    first, again = ranks.run(2, draw), ranks.run(2, draw)
+    assert first[0] == first[1]
+    assert first != again
+    assert ranks.run(1, draw, seed=7) == ranks.run(1, draw, seed=7)
+
+
+def fail_on(group: dist.ProcessGroup, failing: list[int], wait: float) -> None:
+    own_rank = group.rank()
+    if own_rank in failing:
+        print("said before failing")
+        raise ValueError(f"bad luck on {own_rank}")
+    time.sleep(wait)
+
+
+def test_every_failing_rank_is_reported(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"failed on ranks \[1, 2\]") as caught:
+        ranks.run(3, fail_on, [1, 2], 0.0)
+    assert set(caught.value.reports) == {1, 2}
+    for rank, report in caught.value.reports.items():
+        assert f"ValueError: bad luck on {rank}" in report
+        assert f"own_rank = {rank}" in report  # the locals
+        assert "said before failing" in report
+    assert "SYMM_CP_TEST_SEED=" in str(caught.value)
+
+
+def test_a_failure_does_not_wait_for_ranks_that_hang(ranks: Ranks) -> None:
+    ranks.start()
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"failed on ranks \[0\]") as caught:
+        ranks.run(2, fail_on, [0], 1000.0)
+    assert time.monotonic() - start < 30
+    assert "in fail_on" in caught.value.reports[1]  # where the other rank was
+
+
+def hang(group: dist.ProcessGroup, hanging: int) -> None:
+    if group.rank() == hanging:
+        time.sleep(1000)
+
+
+def test_a_hang_is_killed_and_located(ranks: Ranks) -> None:
+    ranks.start()
+    before = ranks.pids()
+    with pytest.raises(RankTimeout, match=r"ranks \[1\] did not end within 0.5 s") as caught:
+        ranks.run(2, hang, 1, timeout=0.5)
+    assert "in hang" in caught.value.reports[1]
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    after = ranks.run(SIZE, own_pid)  # a new pool
+    assert not set(after) & set(before)
+
+
+def exit_on(group: dist.ProcessGroup, leaving: int) -> None:
+    if group.rank() == leaving:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_rank_that_ends_is_reported(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"the process ended with code -9"):
+        ranks.run(2, exit_on, 1)
+
+
+def give_lambda(group: dist.ProcessGroup) -> object:
+    return lambda: None
+
+
+def test_results_that_cannot_be_sent_are_errors(ranks: Ranks) -> None:
+    with pytest.raises(RankError, match="give_lambda"):
+        ranks.run(1, give_lambda)
+
+
+def test_world_size_is_checked(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="world_size=5 is not in 1 to 4"):
+        ranks.run(5, own_pid)
+
+
+_OWNER = """
+import time
+from tests.pool import Ranks
+pool = Ranks(0)
+pool.start()
+print(*pool.pids(), flush=True)
+time.sleep(1000)
+"""
+
+
+def test_processes_die_with_their_parent() -> None:
+    owner = subprocess.Popen(
+        [sys.executable, "-c", _OWNER],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=Path(__file__).resolve().parent.parent,
+    )
+    assert owner.stdout is not None
+    pids = [int(pid) for pid in owner.stdout.readline().split()]
+    assert len(pids) == SIZE
+    owner.kill()
+    owner.wait()
+    owner.stdout.close()
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, f"some of {pids} outlived their parent"
+        time.sleep(0.05)

@@ -211,9 +211,13 @@ class Group:
                 self.discard(channel)
                 raise
 
-    def discard(self, channel: str) -> None:
-        """Lets go of the workspace of a channel; it is freed once no work in flight holds it."""
-        self._workspaces.pop(channel, None)
+    def discard(self, channel: str, workspace: Workspace | None = None) -> None:
+        """Lets go of the workspace of a channel, or of just that one if it still is the current.
+
+        It is freed once no work in flight holds it.
+        """
+        if workspace is None or self._workspaces.get(channel) is workspace:
+            self._workspaces.pop(channel, None)
 
     def close(self) -> None:
         """Closes all workspaces; runs when the process group is gone."""

@@ -125,6 +125,28 @@ class Program:
         return ticket
 
 
+    def split(self) -> tuple[Program, Program]:
+        """Cuts a native program behind its first signals: what publishes, and the rest.
+
+        Without signals (one rank) all of it comes first.
+        """
+        if not self.items:
+            return self, self
+        ((commands, count),) = self.items
+        assert isinstance(commands, ctypes.Array)
+        kinds = [command.kind for command in commands]
+        head = count
+        if _Kind.SIGNAL in kinds:
+            head = kinds.index(_Kind.SIGNAL)
+            while head < count and kinds[head] == _Kind.SIGNAL:
+                head += 1
+        parts = []
+        for part in (list(commands[:head]), list(commands[head:])):
+            array = (native.Command * max(1, len(part)))(*part)
+            parts.append(Program(((array, len(part)),), self.references))
+        return parts[0], parts[1]
+
+
 class _Lowering:
     def __init__(
         self,
@@ -132,9 +154,11 @@ class _Lowering:
         binding: Binding,
         reduction: Reduction | None,
         python_copies: frozenset[str],
+        slots: Mapping[int, tuple[Extent, ...]] | None,
     ) -> None:
         self.rank = schedule.rank
         self.binding = binding
+        self.slots = slots
         self.reduction = reduction
         self.python_copies = python_copies
         self.steps = [step for lane in schedule.lanes.values() for step in lane]
@@ -192,9 +216,14 @@ class _Lowering:
             command.source = self._reference(Region(self.rank, "symmetric"), 0)[0]
         self.commands.append(command)
 
+    def _parts(self, region: Region) -> tuple[Extent, ...]:
+        if self.slots is not None and region.buffer == "slot":
+            return self.slots[region.rank]
+        return self.binding[region.buffer]
+
     def _reference(self, region: Region, part: int) -> tuple[native.Reference, int, int, int]:
         """Returns where a region begins, its bytes per row, its rows and their pitch."""
-        extent = self.binding[region.buffer][part]
+        extent = self._parts(region)[part]
         if region.chunk is None:
             offset, nbytes, rows, pitch = extent.offsets[0], sum(extent.nbytes), extent.rows, 0
             if rows > 1:
@@ -213,7 +242,8 @@ class _Lowering:
         return native.Reference(_Space.OPERAND, extent.operand, offset), nbytes, rows, pitch
 
     def _copy(self, step: Copy) -> None:
-        for part in range(len(self.binding[step.src.buffer])):
+        # A target with fewer parts ("gathered") takes the first ones.
+        for part in range(min(len(self._parts(step.src)), len(self._parts(step.dst)))):
             source, source_bytes, source_rows, from_pitch = self._reference(step.src, part)
             to, to_bytes, to_rows, to_pitch = self._reference(step.dst, part)
             assert source_bytes * source_rows == to_bytes * to_rows, (step, part)
@@ -272,11 +302,12 @@ def lower(
     *,
     reduction: Reduction | None = None,
     python_copies: frozenset[str] = frozenset(),
+    slots: Mapping[int, tuple[Extent, ...]] | None = None,
 ) -> Program:
     """Lowers a schedule of one lane.
 
-    `binding` says where each buffer lies. `Compute("reduce")` becomes native with a `reduction`;
+    `binding` says where each buffer lies, `slots` (for each rank) where ranks' slots differ. `Compute("reduce")` becomes native with a `reduction`;
     every other kernel, and each copy out of a buffer in `python_copies`, becomes a call of the
     Python kernel of its name (of `"source->target"`, with the target's chunk, for a copy).
     """
-    return _Lowering(schedule, binding, reduction, python_copies).program()
+    return _Lowering(schedule, binding, reduction, python_copies, slots).program()

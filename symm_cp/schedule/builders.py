@@ -186,7 +186,10 @@ def all_gather(
         steps += [*_claim_slot(others, slots), Copy(source, Region(rank, "slot"))]
     # Publishes the shard.
     steps += _signals(others, "ready")
-    steps.append(Copy(source, Region(rank, "output", rank)))
+    # From the slot, so that all steps after the signals leave the input alone: the caller may have
+    # carried out those before them itself, and have it back.
+    own = Region(rank, "slot") if others and not in_place else source
+    steps.append(Copy(own, Region(rank, "output", rank)))
     for peer in others:
         # Awaits the peer's shard.
         steps.append(Wait(peer, "ready"))

@@ -101,7 +101,7 @@ def test_all_gather(staged: bool) -> None:
     assert steps_of(all_gather(0, 2, staged=staged)) == (
         Copy(source, Region(0, "slot")),
         Signal(1, "ready"),
-        Copy(source, Region(0, "output", 0)),
+        Copy(Region(0, "slot"), Region(0, "output", 0)),
         Wait(1, "ready"),
         Copy(Region(1, "slot"), Region(0, "output", 1)),
     )

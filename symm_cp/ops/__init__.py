@@ -1,0 +1,12 @@
+"""The ops of the `symm_mem` namespace: one file a family."""
+
+from __future__ import annotations
+
+from symm_cp.ops import collectives, matmul, scaled_matmul
+
+
+def register() -> None:
+    """Registers all kernels with torch."""
+    matmul.register()
+    scaled_matmul.register()
+    collectives.register()

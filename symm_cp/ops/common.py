@@ -1,0 +1,141 @@
+"""What the op families share: the library fragment, checks of arguments, the names of calls."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+from symm_cp.memory import Group, resolve
+from symm_cp.runtime.cpu import REDUCIBLE
+
+#: Joins the namespace that torch defines; what torch registered there stays.
+lib = torch.library.Library("symm_mem", "FRAGMENT")
+
+_MAX_WHAT = 103  # csrc/channel.h: Record::what
+
+
+def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
+    """Names a call for errors, and so that ranks notice when theirs differ.
+
+    `tensors` are those that must have one shape on all ranks.
+    """
+    shapes = " ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
+    return f"{op} {shapes} {detail}".encode()[:_MAX_WHAT]
+
+
+def in_test_mode() -> bool:
+    """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
+    return torch_symm_mem._is_test_mode
+
+
+def check_dim(op: str, name: str, dim: int, ndim: int) -> int:
+    """Returns `dim` as a number >= 0; raises `ValueError` when it is out of range."""
+    if not -ndim <= dim < ndim:
+        raise ValueError(f"{op}: {name}={dim} is out of range for a {ndim}-D tensor")
+    return dim % ndim
+
+
+def check_reduce_op(op: str, reduce_op: str, dtype: torch.dtype) -> bool:
+    """Returns whether to average; raises for an op or element type that cannot be reduced."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(f"{op}: reduce_op={reduce_op!r} must be 'sum' or 'avg'")
+    real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
+    if real not in REDUCIBLE:
+        raise TypeError(
+            f"{op}: cannot reduce {dtype}: needs an integer or floating dtype of at least 16 bits, "
+            "uint8 or int8"
+        )
+    if reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
+        raise TypeError(f"{op}: reduce_op='avg' of {dtype} is not defined: use a floating dtype")
+    return reduce_op == "avg"
+
+
+def check_divisible(op: str, name: str, dim: int, size: int, world_size: int) -> None:
+    """Raises `ValueError` unless dimension `dim`, of length `size`, splits evenly over the ranks."""
+    if size % world_size != 0:
+        raise ValueError(
+            f"{op}: dimension {name}={dim} has length {size}, which {world_size} ranks do not "
+            f"divide: needs a multiple of {world_size}"
+        )
+
+
+def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int) -> None:
+    """Raises unless `a` is at least 2-D and every B is a CPU matrix with `inner` rows of a's dtype."""
+    if a.dim() < 2:
+        raise ValueError(f"{op}: A must have at least 2 dimensions, has shape {list(a.shape)}")
+    for index, b in enumerate(bs):
+        if b.dim() != 2:
+            raise ValueError(f"{op}: B[{index}] must be a matrix, has shape {list(b.shape)}")
+        if b.shape[0] != inner:
+            raise ValueError(
+                f"{op}: B[{index}] of shape {list(b.shape)} needs {inner} rows to follow A of "
+                f"shape {list(a.shape)}"
+            )
+        if b.dtype != a.dtype:
+            raise TypeError(f"{op}: B[{index}] is {b.dtype} and A is {a.dtype}: they must agree")
+        if b.device != a.device:
+            raise ValueError(f"{op}: B[{index}] is on {b.device} and A on {a.device}")
+
+
+def group_of(group_name: str) -> Group:
+    """Returns the group of an op's `group_name` argument."""
+    return resolve(group_name)
+
+
+def world_size_of(group_name: str) -> int:
+    """Returns the size of a group; in fake kernels too, where nothing native may be needed."""
+    return torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
+
+
+def unfused_all_gather(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+    """The definition: torch's functional all-gather, waited for."""
+    return funcol.wait_tensor(funcol.all_gather_tensor(shard.contiguous(), dim, group_name))
+
+
+def unfused_reduce_scatter(
+    full: torch.Tensor, reduce_op: str, dim: int, group_name: str
+) -> torch.Tensor:
+    """The definition: torch's functional reduce-scatter, waited for."""
+    scattered = funcol.reduce_scatter_tensor(full.contiguous(), reduce_op, dim, group_name)
+    return funcol.wait_tensor(scattered)
+
+
+class Sum:
+    """Adds up matrix products, in float32 for the 16-bit types, and writes the result once.
+
+    A product of 16-bit matrices is rounded by the kernel; adding the rounded products in 16 bits
+    would round at every step, and the error would grow with the number of ranks.
+    """
+
+    def __init__(self, out: torch.Tensor) -> None:
+        self._out = out
+        wide = out.dtype not in (torch.bfloat16, torch.float16)
+        self._total = out if wide else torch.empty_like(out, dtype=torch.float32)
+        self._part = None if wide else torch.empty_like(out)
+        self._empty = True
+
+    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        """Adds a @ b."""
+        if self._part is not None:
+            self.add(torch.mm(a, b, out=self._part))
+        elif self._empty:
+            torch.mm(a, b, out=self._total)
+            self._empty = False
+        else:
+            self._total.addmm_(a, b)
+
+    def add(self, term: torch.Tensor) -> None:
+        """Adds a tensor."""
+        if self._empty:
+            self._total.copy_(term)
+        else:
+            self._total.add_(term)
+        self._empty = False
+
+    def finish(self) -> None:
+        """Writes the sum; zeros when nothing was added."""
+        if self._empty:
+            self._total.zero_()
+        if self._total is not self._out:
+            self._out.copy_(self._total)

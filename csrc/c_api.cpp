@@ -5,8 +5,9 @@
 
 #include "channel.h"
 #include "error.h"
-#include "lane.h"
 #include "mapping.h"
+#include "plan.h"
+#include "workspace.h"
 
 namespace {
 
@@ -23,12 +24,6 @@ int64_t guarded(F body) {
     return -1;
   }
 }
-
-// Python holds one of these for each workspace. The lane is destroyed first.
-struct Workspace {
-  std::shared_ptr<Channel> channel;
-  std::unique_ptr<Lane> lane;
-};
 
 Workspace& of(void* workspace) { return *static_cast<Workspace*>(workspace); }
 
@@ -56,11 +51,11 @@ int symm_cp_abi() { return 1; }
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
   void* result = nullptr;
   guarded([&]() -> int64_t {
-    auto mapping = find_mapping(address, group);
+    auto mapping = find_mapping(address, std::string(group));
     if (mapping == nullptr) throw std::invalid_argument("not a rendezvoused symmetric tensor");
     auto channel = std::make_shared<Channel>(mapping, *layout,
                                              std::chrono::milliseconds(timeout_ms));
-    result = new Workspace{channel, std::make_unique<Lane>(channel)};
+    result = new Workspace{channel, std::make_shared<Lane>(channel)};
     return 0;
   });
   return result;
@@ -79,28 +74,27 @@ int64_t symm_cp_run(void* workspace, const Command* commands, int count,
   });
 }
 
-int64_t symm_cp_submit(void* workspace, const Command* commands, int count,
-                       const Reference* references, void* const* operands, int operand_count,
-                       uint32_t epoch, const char* what, int background) {
-  return guarded([&] {
-    return of(workspace).lane->submit(
-        {commands, count, references, {operands, operands + operand_count}, epoch, what},
-        background != 0);
-  });
+// A handle of a plan, for transfer.cpp; `publish` of the `count` commands come before the rest.
+void* symm_cp_plan(const Command* commands, int count, int publish, const Reference* references,
+                   int reference_count, const char* what) {
+  auto plan = std::make_shared<Plan>();
+  plan->publish.assign(commands, commands + publish);
+  plan->rest.assign(commands + publish, commands + count);
+  plan->whole.assign(commands, commands + count);
+  plan->references.assign(references, references + reference_count);
+  plan->what = what;
+  return new std::shared_ptr<const Plan>(std::move(plan));
 }
 
-int64_t symm_cp_lane_wait(void* workspace, int64_t ticket) {
+void symm_cp_plan_free(void* plan) { delete static_cast<std::shared_ptr<const Plan>*>(plan); }
+
+// Waits for all that was submitted.
+int64_t symm_cp_lane_drain(void* workspace) {
   return guarded([&]() -> int64_t {
-    of(workspace).lane->wait(ticket);
+    of(workspace).lane->wait(INT64_MAX);
     return 0;
   });
 }
-
-int64_t symm_cp_lane_finished(void* workspace, int64_t ticket) {
-  return of(workspace).lane->finished(ticket) ? 1 : 0;
-}
-
-int64_t symm_cp_lane_idle(void* workspace) { return of(workspace).lane->idle() ? 1 : 0; }
 
 // Address of a peer's shard in this call, or null on failure.
 void* symm_cp_shard(void* workspace, int peer, uint32_t epoch, const char* what) {
@@ -122,7 +116,7 @@ void symm_cp_abort(void* workspace, const char* reason) {
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.
 int symm_cp_is_symmetric(const void* address, const char* group) {
-  return find_mapping(address, group) != nullptr ? 1 : 0;
+  return find_mapping(address, std::string(group)) != nullptr ? 1 : 0;
 }
 
 }  // extern "C"

@@ -78,7 +78,7 @@ void Channel::announce(uint32_t epoch, const void* shard, const char* what) {
   own.epoch = epoch;
   own.in_place = 0;
   if (shard != nullptr) {
-    const auto mapping = find_mapping(shard, mapping_->peers()->group());
+    const auto mapping = find_mapping(shard, *mapping_->peers());
     if (mapping == nullptr)
       throw PeerError(std::string(what) + ": the shard is not symmetric memory of this group");
     own.in_place = 1;

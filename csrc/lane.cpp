@@ -41,8 +41,10 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   std::string failure;
   if (!skip) {
     try {
-      channel_->run(program.commands, program.count, program.references, program.operands.data(),
-                    program.epoch, program.what.c_str());
+      const Plan& plan = *program.plan;
+      const auto& commands = program.whole ? plan.whole : plan.rest;
+      channel_->run(commands.data(), static_cast<int>(commands.size()), plan.references.data(),
+                    program.operands.data(), program.epoch, plan.what.c_str());
     } catch (const std::exception& error) {
       failure = error.what();
       channel_->abort(failure);
@@ -88,6 +90,11 @@ void Lane::wait(int64_t ticket) {
 bool Lane::finished(int64_t ticket) {
   std::lock_guard<std::mutex> lock(mutex_);
   return completed_ >= ticket;
+}
+
+bool Lane::failed() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return !failure_.empty();
 }
 
 bool Lane::idle() {

@@ -3,12 +3,13 @@
 
 #include <condition_variable>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
-#include "channel.h"
+#include "plan.h"
 
 namespace symm_cp {
 
@@ -22,12 +23,10 @@ class Lane {
   ~Lane();
 
   struct Program {
-    const Command* commands;  // kept alive by the caller until the program was waited for
-    int count;
-    const Reference* references;
+    std::shared_ptr<const Plan> plan;
+    bool whole;  // else only its rest: the caller has published
     std::vector<void*> operands;
     uint32_t epoch;
-    std::string what;
   };
 
   // Returns a ticket. With `background` false the engine is left asleep: the program runs when
@@ -39,6 +38,8 @@ class Lane {
   bool finished(int64_t ticket);
   // True when nothing is queued or running.
   bool idle();
+  // True once a program failed: none will run any more.
+  bool failed();
 
  private:
   void serve();

@@ -71,9 +71,10 @@ class Mapping {
   std::vector<void*> pads_;
 };
 
-// Finds the mapping of this process's allocation that holds `address`, for a group; null when the
-// address is not symmetric memory, or not rendezvoused with that group.
+// Finds the mapping of this process's allocation that holds `address`, for a group or its peers;
+// null when the address is not symmetric memory, or not rendezvoused with that group.
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group);
+std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
 
 // Finds the mapping that the `sequence`-th rendezvous of these peers made; null when it was freed.
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);

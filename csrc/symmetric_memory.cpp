@@ -264,18 +264,25 @@ const bool registered = [] {
 
 }  // namespace
 
-std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group) {
-  const auto process_group = try_resolve(group);
+std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers) {
   std::lock_guard<std::mutex> lock(registry().mutex);
-  auto block = registry().find(address);
+  const auto block = registry().find(address);
   if (block == nullptr) return nullptr;
-  auto it = block->mappings.find(group);
-  if (it == block->mappings.end()) return nullptr;
-  auto known = registry().groups.find(group);
-  const bool usable = known != registry().groups.end() &&
-                      current(*known->second, process_group, group) &&
-                      it->second->peers() == known->second->peers;
-  return usable ? it->second : nullptr;
+  const auto it = block->mappings.find(peers.group());
+  const bool known = it != block->mappings.end() && it->second->peers().get() == &peers;
+  return known ? it->second : nullptr;
+}
+
+std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& name) {
+  std::shared_ptr<Group> group;
+  const auto process_group = try_resolve(name);
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    const auto it = registry().groups.find(name);
+    if (it == registry().groups.end() || !current(*it->second, process_group, name)) return nullptr;
+    group = it->second;
+  }
+  return find_mapping(address, *group->peers);
 }
 
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {

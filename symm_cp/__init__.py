@@ -12,7 +12,7 @@ import sys as _sys
 from symm_cp import native as _native
 from symm_cp import ops as _ops
 from symm_cp.memory import get_workspace, reserve
-from symm_cp.ops.collectives import low_contention_all_gather, low_contention_reduce_scatter
+from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
 

@@ -19,9 +19,9 @@ import ctypes
 import math
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,7 @@ _FLAG_BYTES = 64
 _RECORD_BYTES = 128
 _PAGE = 4096
 _MAX_VIEWS = 1024
+_MAX_PLANS = 512
 
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str"
 
@@ -165,6 +166,8 @@ class Group:
         self.world_size: int = process_group.size()
         # Ops of several threads on one group take turns; each group has its own lock.
         self.lock = threading.RLock()
+        #: What ops keep from call to call, by a key of theirs.
+        self.plans: dict[Hashable, Any] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._reserved = 0
 
@@ -182,10 +185,21 @@ class Group:
         fresh = self._workspaces[channel] = Workspace(self, wanted)
         return fresh
 
+    def known(self, channel: str) -> Workspace | None:
+        """Returns the workspace of a channel as it is now."""
+        return self._workspaces.get(channel)
+
+    def remember(self, key: Hashable, plan: Any) -> Any:
+        """Keeps a plan for later calls, and few enough of them."""
+        if len(self.plans) >= _MAX_PLANS:
+            self.plans.clear()
+        self.plans[key] = plan
+        return plan
+
     def drain(self, channel: str) -> None:
         """Returns when the programs submitted to the channel's copy engine have ended."""
         known = self._workspaces.get(channel)
-        if known is not None and native.load().symm_cp_lane_wait(known.handle, (1 << 62)) < 0:
+        if known is not None and native.load().symm_cp_lane_drain(known.handle) < 0:
             raise RuntimeError(native.error())
 
     def reserve(self, slot_bytes: int) -> None:

@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,8 +29,8 @@ from torch.utils import cpp_extension
 from . import env
 
 _ABI = 1  # symm_cp_abi() of csrc/c_api.cpp
-# The one file that includes torch's headers; the others compile in a second each.
-_TORCH_SOURCES = {"symmetric_memory.cpp"}
+# The files that include torch's headers; the others compile in a second each.
+_TORCH_SOURCES = {"symmetric_memory.cpp", "transfer.cpp"}
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
 
 
@@ -102,25 +103,31 @@ def _run(command: list[str]) -> None:
 
 def _compile(target: Path) -> None:
     compiler = find_compiler()
-    scratch = target.parent / f"tmp{os.getpid()}"
-    scratch.mkdir()
+    # Not named after the process: a killed build leaves its folder, and containers repeat numbers.
+    scratch = Path(tempfile.mkdtemp(prefix="tmp", dir=target.parent))
     try:
         includes = [f"-isystem{path}" for path in cpp_extension.include_paths()]
         abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
         jobs = []
-        # The slow file first, so that the others compile beside it.
-        for source in sorted(source_dir().glob("*.cpp"), key=lambda p: p.name not in _TORCH_SOURCES):
-            # The torch file holds no arithmetic: -O1 halves its time.
+        # The slow files first, so that the others compile beside them.
+        for source in sorted(
+            source_dir().glob("*.cpp"), key=lambda p: p.name not in _TORCH_SOURCES
+        ):
+            # Those files hold no arithmetic: -O1 halves its time.
             extra = [*includes, abi, "-O1"] if source.name in _TORCH_SOURCES else []
             out = scratch / f"{source.stem}.o"
             jobs.append([compiler, *_FLAGS, *extra, "-c", str(source), "-o", str(out)])
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(_run, jobs))
-        libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+        libraries = [
+            flag
+            for path in cpp_extension.library_paths()
+            for flag in (f"-L{path}", f"-Wl,-rpath,{path}")
+        ]
+        libraries += ["-ltorch_cpu", "-lc10", "-pthread"]
         objects = [job[-1] for job in jobs]
         library = scratch / target.name
-        _run([compiler, "-shared", *objects, "-o", str(library), *libraries]
-             + ["-ltorch_cpu", "-lc10", "-pthread"])
+        _run([compiler, "-shared", *objects, "-o", str(library), *libraries])
         library.replace(target)  # atomic: a reader sees the whole library or none
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -137,7 +144,13 @@ def build(verbose: bool = False) -> Path:
             print(f"symm_cp: already built: {target}", file=sys.stderr)
         return target
     find_compiler()
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise BuildError(
+            f"the native part of symm_cp cannot be kept in {target.parent}: {error}; "
+            "set SYMM_CP_BUILD_DIR to a folder that can be written"
+        ) from error
     with _lock(target.parent / "lock"):
         if not target.is_file():
             print(
@@ -201,13 +214,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_close": (None, [_VOID]),
     "symm_cp_release_groups": (None, []),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _TEXT]),
-    "symm_cp_submit": (
-        _LONG,
-        [_VOID, _VOID, _INT, _VOID, _VOID, _INT, _EPOCH, _TEXT, _INT],
-    ),
-    "symm_cp_lane_wait": (_LONG, [_VOID, _LONG]),
-    "symm_cp_lane_finished": (_LONG, [_VOID, _LONG]),
-    "symm_cp_lane_idle": (_LONG, [_VOID]),
+    "symm_cp_plan": (_VOID, [_VOID, _INT, _INT, _VOID, _INT, _TEXT]),
+    "symm_cp_plan_free": (None, [_VOID]),
+    "symm_cp_lane_drain": (_LONG, [_VOID]),
     "symm_cp_shard": (_VOID, [_VOID, _INT, _EPOCH, _TEXT]),
     "symm_cp_slot": (_VOID, [_VOID, _INT, _EPOCH]),
     "symm_cp_abort": (None, [_VOID, _TEXT]),
@@ -221,7 +230,14 @@ def load() -> ctypes.CDLL:
 
     Loading registers the CPU backend with torch's symmetric memory.
     """
-    library = ctypes.CDLL(str(build()))
+    path = build()
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # a damaged file, or a file system that allows no execution
+        raise BuildError(
+            f"the native part of symm_cp does not load: {error}; delete {path.parent} to build it "
+            "again, or set SYMM_CP_BUILD_DIR to another folder"
+        ) from error
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype = result

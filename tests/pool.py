@@ -106,6 +106,7 @@ class Ranks:
         Every rank's generators (torch, numpy, random) start from the same seed: by default one
         that follows from the session's seed, the test's name and the number of the call.
         """
+        __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this frame
         if not 1 <= world_size <= SIZE:
             raise ValueError(f"{world_size=} is not in 1 to {SIZE}")
         seed = self._next_seed() if seed is None else seed

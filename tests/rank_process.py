@@ -52,7 +52,7 @@ def describe(error: BaseException) -> str:
     summary = traceback.TracebackException.from_exception(error, capture_locals=True)
     for frame in summary.stack:
         if frame.locals is not None:
-            in_tests = f"{os.sep}tests{os.sep}" in frame.filename
+            in_tests = f"{os.sep}tests{os.sep}" in frame.filename and frame.filename != __file__
             frame.locals = {
                 name: text if len(text) <= _MAX_LOCAL else f"{text[:_MAX_LOCAL]}..."
                 for name, text in frame.locals.items()

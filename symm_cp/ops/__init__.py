@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from symm_cp.ops import collectives, matmul, scaled_matmul
+from symm_cp.ops import collectives, low_contention, matmul, scaled_matmul
 
 
 def register() -> None:
@@ -10,3 +10,4 @@ def register() -> None:
     matmul.register()
     scaled_matmul.register()
     collectives.register()
+    low_contention.register()

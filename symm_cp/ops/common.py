@@ -24,6 +24,16 @@ def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
     return f"{op} {shapes} {detail}".encode()[:_MAX_WHAT]
 
 
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """Returns the bytes that the elements of a tensor take."""
+    return tensor.numel() * tensor.element_size()
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a complex tensor as pairs of real numbers, which is how it is summed."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
 def in_test_mode() -> bool:
     """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
     return torch_symm_mem._is_test_mode
@@ -88,17 +98,21 @@ def world_size_of(group_name: str) -> int:
     return torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
 
 
+# Renamed in torch 2.13, where the old names warn.
+_gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
+_scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
+
+
 def unfused_all_gather(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
     """The definition: torch's functional all-gather, waited for."""
-    return funcol.wait_tensor(funcol.all_gather_tensor(shard.contiguous(), dim, group_name))
+    return funcol.wait_tensor(_gather(shard.contiguous(), dim, group_name))
 
 
 def unfused_reduce_scatter(
     full: torch.Tensor, reduce_op: str, dim: int, group_name: str
 ) -> torch.Tensor:
     """The definition: torch's functional reduce-scatter, waited for."""
-    scattered = funcol.reduce_scatter_tensor(full.contiguous(), reduce_op, dim, group_name)
-    return funcol.wait_tensor(scattered)
+    return funcol.wait_tensor(_scatter(full.contiguous(), reduce_op, dim, group_name))
 
 
 class Sum:

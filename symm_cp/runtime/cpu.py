@@ -18,6 +18,9 @@ from symm_cp.schedule import builders
 
 # Parts of a shard begin on cache lines, so that scales behind float8 data stay aligned.
 _ALIGN = 64
+# Below this many bytes waking the engine costs more than the transfer, which then waits for
+# `wait_tensor`, or for the next transfer that wakes the engine.
+_WAKE_BYTES = 64 * 1024
 
 #: The element types that native reductions take, with torch's numbers for them.
 REDUCIBLE: dict[torch.dtype, int] = {
@@ -179,19 +182,69 @@ def produce_and_reduce_scatter(
         program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})
 
 
-def run_collective(
-    group: Group, program: Program, slot_bytes: int, operands: Sequence[int], what: bytes
-) -> None:
-    """Carries out a program without Python kernels in the calling thread."""
-    with group.call("sync", slot_bytes) as (workspace, epoch):
-        program.run(workspace, epoch, operands, what)
+class Collective:
+    """A collective without Python kernels, on inputs of one shape.
 
+    `plain` and `in_place` are its programs for an input outside of symmetric memory and for one
+    inside; operand 0 is the input and operand 1 the output, of shape `output`. The slot takes
+    `slot_bytes` for a plain input, and with `always` for one in place too.
+    """
 
-__all__ = [
-    "REDUCIBLE",
-    "Workspace",
-    "all_gather_and_consume",
-    "part_offsets",
-    "produce_and_reduce_scatter",
-    "run_collective",
-]
+    def __init__(
+        self,
+        plain: Program,
+        in_place: Program,
+        what: bytes,
+        output: tuple[int, ...],
+        slot_bytes: int,
+        *,
+        always: bool = False,
+    ) -> None:
+        self._plans = (plain.plan(what), in_place.plan(what))
+        self._handles = (self._plans[0].handle, self._plans[1].handle)
+        self.output = output
+        self._slot_bytes = slot_bytes
+        self._always = always
+        self._wake = slot_bytes > _WAKE_BYTES
+
+    def _workspace(self, group: Group, channel: str, tensor: torch.Tensor) -> Workspace:
+        known = group.known(channel)
+        if known is not None and known.slot_bytes >= self._slot_bytes:
+            return known
+        spared = not self._always and tensor.is_contiguous() and is_symmetric(tensor, group)
+        return group.workspace(channel, 0 if spared else self._slot_bytes)
+
+    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Carries the collective out in the calling thread. Raises `RuntimeError`."""
+        with group.lock:
+            workspace = self._workspace(group, "sync", tensor)
+            try:
+                torch.ops.symm_cp.run_collective.default(
+                    workspace.handle, *self._handles, tensor, output, workspace.next_epoch()
+                )
+            except RuntimeError:
+                group.discard("sync", workspace)
+                raise
+
+    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """Starts the collective on a copy engine; `wait_tensor` completes the returned output."""
+        output = tensor.new_empty(self.output)
+        begin = torch.ops.symm_cp.start_transfer.default
+        with group.lock:
+            while True:
+                workspace = self._workspace(group, "async", tensor)
+                try:
+                    if begin(
+                        workspace.handle,
+                        *self._handles,
+                        tensor,
+                        output,
+                        workspace.next_epoch(),
+                        self._wake,
+                    ):
+                        return output
+                except RuntimeError:
+                    group.discard("async", workspace)
+                    raise
+                # An earlier transfer failed, here as at the peers: all make a new workspace.
+                group.discard("async", workspace)

@@ -7,6 +7,7 @@ the addresses of the operands and the epoch differ.
 from __future__ import annotations
 
 import ctypes
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -100,51 +101,29 @@ class Program:
             elif run(workspace.handle, item, number, self.references, addresses, epoch, what) < 0:
                 raise RuntimeError(native.error())
 
-    def submit(
-        self, workspace: Workspace, epoch: int, operands: Sequence[int], what: bytes, background: bool
-    ) -> int:
-        """Queues the program on the workspace's copy engine and returns its ticket.
-
-        The caller keeps the program and the operands alive until the ticket was waited for.
-        """
-        ((commands, count),) = self.items
-        addresses = (ctypes.c_void_p * len(operands))(*operands)
-        ticket: int = native.load().symm_cp_submit(
-            workspace.handle,
-            commands,
-            count,
-            self.references,
-            addresses,
-            len(operands),
-            epoch,
-            what,
-            background,
-        )
-        if ticket < 0:
-            raise RuntimeError(native.error())
-        return ticket
-
-
-    def split(self) -> tuple[Program, Program]:
-        """Cuts a native program behind its first signals: what publishes, and the rest.
-
-        Without signals (one rank) all of it comes first.
-        """
-        if not self.items:
-            return self, self
-        ((commands, count),) = self.items
-        assert isinstance(commands, ctypes.Array)
-        kinds = [command.kind for command in commands]
-        head = count
+    def plan(self, what: bytes) -> Plan:
+        """Makes the native plan of a program without Python kernels."""
+        library = native.load()
+        commands, count = self.items[0] if self.items else (None, 0)
+        kinds = [command.kind for command in commands] if isinstance(commands, ctypes.Array) else []
+        publish = count  # without signals (one rank) all of it comes first
         if _Kind.SIGNAL in kinds:
-            head = kinds.index(_Kind.SIGNAL)
-            while head < count and kinds[head] == _Kind.SIGNAL:
-                head += 1
-        parts = []
-        for part in (list(commands[:head]), list(commands[head:])):
-            array = (native.Command * max(1, len(part)))(*part)
-            parts.append(Program(((array, len(part)),), self.references))
-        return parts[0], parts[1]
+            publish = kinds.index(_Kind.SIGNAL)
+            while publish < count and kinds[publish] == _Kind.SIGNAL:
+                publish += 1
+        assert isinstance(self.references, ctypes.Array)
+        handle: int = library.symm_cp_plan(
+            commands, count, publish, self.references, len(self.references), what
+        )
+        return Plan(handle)
+
+
+class Plan:
+    """A native plan, freed with this object; transfers under way keep their own share of it."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = handle
+        weakref.finalize(self, native.load().symm_cp_plan_free, handle).atexit = False
 
 
 class _Lowering:

@@ -1,0 +1,121 @@
+"""Fused matmul ops against the matmul alone, unfused torch, and unfused torch's communication.
+
+    python benchmarks/matmul.py --ranks 2 --json benchmarks/results/matmul.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.distributed._symmetric_memory as symm_mem
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import symm_cp
+from benchmarks.harness import Case, main
+
+M, K, N = 4096, 4096, 1024
+
+
+def symmetric(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns a copy in symmetric memory."""
+    copy = symm_mem.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    symm_mem.rendezvous(copy, group)
+    return copy.copy_(tensor)
+
+
+def _gather_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case]:
+    ranks = group.size()
+    shard = torch.randn(M, K).to(dtype)
+    shared = symmetric(shard, group)
+    weight = torch.randn(K, N).to(dtype)
+    gathered = funcol.wait_tensor(funcol.all_gather_tensor(shard, 0, group))
+    out = torch.empty(ranks * M, N, dtype=dtype)
+    copy = torch.empty_like(gathered)
+
+    def limit() -> None:
+        torch.mm(gathered, weight, out=out)
+
+    def limit_and_copy() -> None:
+        limit()
+        copy.copy_(gathered)
+
+    def unfused() -> torch.Tensor:
+        return funcol.wait_tensor(funcol.all_gather_tensor(shard, 0, group)) @ weight
+
+    def fused(a: torch.Tensor, return_gathered: bool) -> object:
+        return symm_cp.all_gather_matmul(
+            a, weight, gather_dim=0, group=group, return_gathered=return_gathered
+        )
+
+    def check() -> None:
+        full, result = fused(shared, True)  # type: ignore[misc]
+        limit()
+        torch.testing.assert_close(full, gathered)
+        torch.testing.assert_close(result, out, rtol=2e-2, atol=2e-1)
+
+    name = f"all_gather_matmul {str(dtype)[6:]}"
+    yield Case(
+        name,
+        {
+            "matmul alone": limit,
+            "fused, symmetric input": lambda: fused(shared, False),
+            "fused, plain input": lambda: fused(shard, False),
+            "unfused (gloo)": unfused,
+        },
+        check,
+        repetitions=9,
+    )
+    yield Case(
+        f"{name}, return_A",
+        {
+            "matmul and memcpy": limit_and_copy,
+            "fused, symmetric input": lambda: fused(shared, True),
+            "fused, plain input": lambda: fused(shard, True),
+        },
+        repetitions=9,
+    )
+
+
+def _scatter_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
+    ranks = group.size()
+    a = torch.randn(ranks * M, K).to(dtype)
+    weight = torch.randn(K, N).to(dtype)
+    out = torch.empty(ranks * M, N, dtype=dtype)
+
+    def unfused() -> torch.Tensor:
+        return funcol.wait_tensor(funcol.reduce_scatter_tensor(a @ weight, "sum", 0, group))
+
+    def fused() -> torch.Tensor:
+        return symm_cp.matmul_reduce_scatter(a, weight, scatter_dim=0, group=group)
+
+    def check() -> None:
+        torch.testing.assert_close(fused(), unfused(), rtol=4e-2, atol=5e-1)
+
+    return Case(
+        f"matmul_reduce_scatter {str(dtype)[6:]}",
+        {
+            "matmul alone": lambda: torch.mm(a, weight, out=out),
+            "fused": fused,
+            "unfused (gloo)": unfused,
+        },
+        check,
+        repetitions=9,
+    )
+
+
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    """Yields all cases."""
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _gather_cases(group, dtype)
+        yield _scatter_case(group, dtype)
+
+
+if __name__ == "__main__":
+    main(cases, __doc__)

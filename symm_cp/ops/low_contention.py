@@ -1,0 +1,191 @@
+"""Low-contention collectives: they return at once, and a copy engine moves the bytes.
+
+`torch.ops._c10d_functional.wait_tensor` waits for one. The caller may overwrite a plain input as
+soon as the call has returned, a symmetric one (which peers read in place) after the wait.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives as funcol
+
+from symm_cp.memory import Group, GroupLike, group_name, resolve
+from symm_cp.ops.common import (
+    check_divisible,
+    check_reduce_op,
+    in_test_mode,
+    lib,
+    nbytes_of,
+    real,
+    unfused_all_gather,
+    unfused_reduce_scatter,
+    what_is,
+    world_size_of,
+)
+from symm_cp.runtime.cpu import REDUCIBLE, Collective
+from symm_cp.runtime.program import Extent, Reduction, lower
+from symm_cp.schedule import builders
+
+_GATHER = "_low_contention_all_gather"
+_SCATTER = "_low_contention_reduce_scatter"
+
+
+def _plan_gather(group: Group, tensor: torch.Tensor) -> Collective:
+    if tensor.dim() == 0:
+        raise ValueError(f"{_GATHER}: tensor must have at least 1 dimension, has none")
+    nbytes, world_size = nbytes_of(tensor), group.world_size
+    shard = (Extent.even(0, nbytes),)
+    binding = {
+        "input": shard,
+        "symmetric": shard,
+        "slot": (Extent.even(None, nbytes),),
+        "output": (Extent.even(1, nbytes, world_size),),
+    }
+    plain, in_place = (
+        lower(builders.all_gather(group.rank, world_size, in_place=in_place), binding)
+        for in_place in (False, True)
+    )
+    shape = (tensor.shape[0] * world_size, *tensor.shape[1:])
+    return Collective(plain, in_place, what_is(_GATHER, tensor), shape, nbytes)
+
+
+def _check_scatter(tensor: torch.Tensor, reduce_op: str, world_size: int) -> bool:
+    if tensor.dim() == 0:
+        raise ValueError(f"{_SCATTER}: tensor must have at least 1 dimension, has none")
+    check_divisible(_SCATTER, "dim", 0, tensor.shape[0], world_size)
+    return check_reduce_op(_SCATTER, reduce_op, tensor.dtype)
+
+
+def _plan_scatter(group: Group, tensor: torch.Tensor, reduce_op: str) -> Collective:
+    world_size = group.world_size
+    mean = _check_scatter(tensor, reduce_op, world_size)
+    nbytes = nbytes_of(tensor)
+    chunk = nbytes // world_size
+    full = (Extent.even(0, chunk, world_size),)
+    binding = {
+        "input": full,
+        "symmetric": full,
+        "slot": (Extent.even(None, chunk, world_size),),
+        "output": (Extent.even(1, chunk),),
+    }
+    reduction = Reduction(REDUCIBLE[real(tensor).dtype], mean)
+    plain, in_place = (
+        lower(
+            builders.reduce_scatter(group.rank, world_size, in_place=in_place),
+            binding,
+            reduction=reduction,
+        )
+        for in_place in (False, True)
+    )
+    shape = (tensor.shape[0] // world_size, *tensor.shape[1:])
+    what = what_is(_SCATTER, tensor, detail=reduce_op)
+    return Collective(plain, in_place, what, shape, nbytes)
+
+
+def _all_gather_cpu(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    if in_test_mode():
+        return unfused_all_gather(tensor, 0, group_name)
+    group = resolve(group_name)
+    key = (_GATHER, tensor.shape, tensor.dtype)
+    plan = group.plans.get(key)
+    if plan is None:
+        plan = group.remember(key, _plan_gather(group, tensor))
+    return plan.start(group, tensor)
+
+
+def _reduce_scatter_cpu(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    group = resolve(group_name)
+    if in_test_mode():
+        _check_scatter(tensor, reduce_op, group.world_size)
+        return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
+    key = (_SCATTER, tensor.shape, tensor.dtype, reduce_op)
+    plan = group.plans.get(key)
+    if plan is None:
+        plan = group.remember(key, _plan_scatter(group, tensor, reduce_op))
+    return plan.start(group, tensor)
+
+
+def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    world_size = world_size_of(group_name)
+    _check_scatter(tensor, reduce_op, world_size)
+    return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
+
+
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group_name = inputs
+
+
+def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    scattered = torch.ops.symm_mem._low_contention_reduce_scatter(grad, "sum", ctx.group_name)
+    return torch.ops._c10d_functional.wait_tensor(scattered), None
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.reduce_op, ctx.group_name = inputs
+
+
+def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    gathered = torch.ops.symm_mem._low_contention_all_gather(grad, ctx.group_name)
+    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
+    if ctx.reduce_op == "avg":
+        gathered = gathered / world_size_of(ctx.group_name)
+    return gathered, None, None
+
+
+def register() -> None:
+    """Adds the CPU kernels, gradients, and a fake kernel (torch's averages, which integers lack)."""
+    lib.impl(_GATHER, _all_gather_cpu, "CPU")
+    lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")
+    lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
+    torch.library.register_autograd(
+        f"symm_mem::{_GATHER}", _gather_backward, setup_context=_gather_setup, lib=lib
+    )
+    torch.library.register_autograd(
+        f"symm_mem::{_SCATTER}", _scatter_backward, setup_context=_scatter_setup, lib=lib
+    )
+
+
+def low_contention_all_gather(shard: torch.Tensor, *, group: GroupLike) -> torch.Tensor:
+    """All-gathers along the first dimension in the background.
+
+    Same result as::
+
+        all_gather_tensor(shard, 0, group)
+
+    Args:
+        shard: (M, ...), equal shapes on all ranks, any dtype.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+
+    Returns a tensor of shape (W * M, ...) that, like those of torch's functional collectives, waits
+    for the transfer when it is first used. Differentiable. A contiguous shard in symmetric memory
+    that was rendezvoused with the group is read in place: leave it alone until then. Raises
+    `ValueError` for a 0-D shard, `RuntimeError` when a peer fails or disagrees. Source: torch's
+    `symm_mem::_low_contention_all_gather`.
+    """
+    gathered = torch.ops.symm_mem._low_contention_all_gather(shard, group_name(group))
+    return funcol._maybe_wrap_tensor(gathered)
+
+
+def low_contention_reduce_scatter(
+    tensor: torch.Tensor, *, reduce_op: str = "sum", group: GroupLike
+) -> torch.Tensor:
+    """Reduce-scatters along the first dimension in the background.
+
+    Same result as::
+
+        reduce_scatter_tensor(tensor, reduce_op, 0, group)
+
+    Args:
+        tensor: (W * M, ...), equal shapes on all ranks; integers for "sum" only.
+        reduce_op: "sum" or "avg"; added in rank order, in float32 for 16-bit types.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+
+    Returns a tensor of shape (M, ...) that waits when it is first used. Differentiable. Memory and
+    errors as for `low_contention_all_gather`; `TypeError` for a dtype that cannot be reduced.
+    Source: torch's `symm_mem::_low_contention_reduce_scatter`.
+    """
+    name = group_name(group)
+    scattered = torch.ops.symm_mem._low_contention_reduce_scatter(tensor, reduce_op, name)
+    return funcol._maybe_wrap_tensor(scattered)

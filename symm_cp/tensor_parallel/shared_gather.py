@@ -1,0 +1,120 @@
+"""Lets linears that are called one after the other with the same input share its gather.
+
+The first of them computes the outputs of all; the others find theirs ready. What is ready lives
+inside one forward of the parent module and is handed out once, so nothing outlives the forward, and
+no output is given to two callers. An output is handed out only for the very tensor it was computed
+from, unmodified since, with the same weights and in the same mode (autograd, autocast). A caller
+that breaks one of these gets a result of its own, and a warning, once, that it was not shared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+#: Computes the outputs of linears for one input shard, with one gather.
+Compute: TypeAlias = Callable[[torch.Tensor, list[Any]], list[torch.Tensor]]
+
+
+def _state(tensor: torch.Tensor | None) -> tuple[object, ...]:
+    """Changes when the tensor is replaced or modified in place (as far as autograd notices)."""
+    if tensor is None:
+        return ()
+    local = (_state(tensor._local_tensor),) if isinstance(tensor, DTensor) else ()
+    return (id(tensor), tensor._version, *local)
+
+
+def _mode(device: str) -> tuple[object, ...]:
+    enabled = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if enabled else None
+    return (torch.is_grad_enabled(), dtype)
+
+
+@dataclass
+class _Ready:
+    """Outputs that wait for their callers, by member name."""
+
+    input: torch.Tensor  # held, so that its id is not used again
+    key: tuple[object, ...]
+    parameters: dict[str, tuple[object, ...]]
+    outputs: dict[str, torch.Tensor]
+
+
+class SharedGather:
+    """The gather that the members of one parent module share."""
+
+    def __init__(self, members: Mapping[str, nn.Linear], compute: Compute) -> None:
+        self._members = dict(members)
+        self._compute = compute
+        # One entry for each forward of the parent under way (it may call itself).
+        self._forwards: list[_Ready | None] = []
+        self._warned = False
+
+    def open(self, parent: nn.Module, inputs: Any) -> None:
+        """Forward pre-hook of the parent."""
+        self._forwards.append(None)
+
+    def close(self, parent: nn.Module, inputs: Any, output: Any) -> None:
+        """Forward hook of the parent, called after an exception too (with no output)."""
+        ready = self._forwards.pop() if self._forwards else None
+        if ready is not None and ready.outputs and output is not None:
+            self._warn(f"{sorted(ready.outputs)} were computed but not used")
+
+    def take(self, member: nn.Linear, x_shard: torch.Tensor) -> torch.Tensor:
+        """Returns the member's output for `x_shard`, with its own gather only if need be."""
+        name = next(name for name, known in self._members.items() if known is member)
+        if reason := self._cannot_share(x_shard):
+            self._warn(f"{name!r} was called {reason}")
+            return self._compute(x_shard, [member])[0]
+        ready = self._forwards[-1]
+        if ready is None or not ready.outputs:
+            ready = self._forwards[-1] = self._compute_all(x_shard)
+        elif (
+            name not in ready.outputs
+            or ready.key != self._key(x_shard)
+            or ready.parameters[name] != self._parameters(member)
+        ):
+            self._warn(f"{name!r} was called again, with another input or in another mode")
+            return self._compute(x_shard, [member])[0]
+        return ready.outputs.pop(name)
+
+    def _compute_all(self, x_shard: torch.Tensor) -> _Ready:
+        outputs = self._compute(x_shard, list(self._members.values()))
+        return _Ready(
+            x_shard,
+            self._key(x_shard),
+            {name: self._parameters(member) for name, member in self._members.items()},
+            dict(zip(self._members, outputs, strict=True)),
+        )
+
+    def _cannot_share(self, x_shard: torch.Tensor) -> str:
+        if not self._forwards:
+            return "outside of the forward of their parent module"
+        if x_shard.is_inference():
+            # Without a version counter a modified input would look like the old one.
+            return "in inference mode, which does not track changes (torch.no_grad() does)"
+        return ""
+
+    @staticmethod
+    def _key(x_shard: torch.Tensor) -> tuple[object, ...]:
+        return (_state(x_shard), _mode(x_shard.device.type))
+
+    @staticmethod
+    def _parameters(member: nn.Linear) -> tuple[object, ...]:
+        return (_state(member.weight), _state(member.bias))
+
+    def _warn(self, what: str) -> None:
+        if not self._warned:
+            self._warned = True
+            names = ", ".join(self._members)
+            warnings.warn(
+                f"symm_cp: the linears {names} should share one gather, but {what}. The result is "
+                "right; the communication is more than it need be.",
+                stacklevel=4,
+            )

@@ -1,0 +1,214 @@
+"""`ParallelStyle`s for `torch.distributed.tensor.parallel.parallelize_module`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from symm_cp.memory import group_name
+from symm_cp.tensor_parallel.linear import (
+    FusedColwiseLinear,
+    FusedRowwiseLinear,
+    gather_and_apply,
+)
+from symm_cp.tensor_parallel.shared_gather import SharedGather
+
+
+def _check_sequence_dim(who: str, sequence_dim: int) -> None:
+    if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int):
+        raise TypeError(f"{who}: sequence_dim must be an int, not {type(sequence_dim).__name__}")
+    if sequence_dim == -1:
+        raise ValueError(f"{who}: {sequence_dim=} is the last dimension, which holds the features")
+
+
+def _check_linear(who: str, module: nn.Module) -> nn.Linear:
+    # A subclass may have a forward of its own, which would be lost.
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        raise NotImplementedError(f"{who}: needs an nn.Linear itself, got {type(module).__name__}")
+    if isinstance(module.weight, DTensor):
+        raise ValueError(
+            f"{who}: the weight is a DTensor already: apply one style to a linear, once, and "
+            "before fully_shard"
+        )
+    return module
+
+
+def _check_split(who: str, name: str, size: int, world_size: int, multiple_of: int = 1) -> None:
+    if size % (world_size * multiple_of) != 0:
+        unit = f" in parts that are multiples of {multiple_of}" if multiple_of > 1 else ""
+        raise ValueError(
+            f"{who}: {name}={size} does not split over {world_size} ranks{unit}: needs a multiple "
+            f"of {world_size * multiple_of}"
+        )
+
+
+def _distribute(
+    module: nn.Linear, mesh: DeviceMesh, weight: Placement, bias: Placement, source: int | None
+) -> None:
+    for name, placement in (("weight", weight), ("bias", bias)):
+        parameter = getattr(module, name)
+        if parameter is not None:
+            sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+            made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, made)
+
+
+class FusedColwiseParallel(ParallelStyle):
+    """Splits an `nn.Linear` by output features; it gathers its input while it multiplies.
+
+    Same result as torch's `ColwiseParallel(input_layouts=Shard(sequence_dim))`, with the all-gather
+    of the forward and the reduce-scatter of the backward fused into the matmuls.
+
+    Args:
+        sequence_dim: the dimension of the input that is split over the ranks; negative counts from
+            the end. The last one holds the features and is refused.
+        multiple_of: each rank gets a multiple of this many features: the head dimension, so that
+            no head is cut.
+
+    The input is this rank's shard, a plain tensor or a DTensor with `Shard(sequence_dim)`; shards
+    are equal on all ranks. The output has the whole sequence and this rank's features, a plain
+    tensor. Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype
+    of autocast, as `nn.Linear` does.
+
+    Raises `ValueError` for features that do not split evenly, `NotImplementedError` for a module
+    that is not an `nn.Linear`.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, multiple_of: int = 1) -> None:
+        super().__init__()
+        _check_sequence_dim(type(self).__name__, sequence_dim)
+        if multiple_of < 1:
+            raise ValueError(f"{type(self).__name__}: {multiple_of=} must be at least 1")
+        self.sequence_dim = sequence_dim
+        self.multiple_of = multiple_of
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        who = type(self).__name__
+        group_name(device_mesh)  # refuses meshes of several dimensions
+        linear = _check_linear(who, module)
+        _check_split(who, "out_features", linear.out_features, device_mesh.size(), self.multiple_of)
+        _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
+        # The class changes in place, so that hooks, names and references stay what they are.
+        linear.__class__ = FusedColwiseLinear
+        linear.sequence_dim = self.sequence_dim
+        linear.shared = None
+        return linear
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(sequence_dim={self.sequence_dim}, "
+            f"multiple_of={self.multiple_of})"
+        )
+
+
+class FusedColwiseGroup(ParallelStyle):
+    """Applies `FusedColwiseParallel` to several linears of a module, which share one gather.
+
+    For query, key and value, or gate and up. Apply it to the module that holds them, whose forward
+    calls each with the same tensor::
+
+        plan = {"layers.*.attention": FusedColwiseGroup(("wq", "wk", "wv"))}
+        parallelize_module(model, mesh, plan)
+
+    Within a forward of that module the first linear gathers for all. One that is called with
+    another tensor (or with the same one modified meanwhile, outside of that forward, or in
+    inference mode) gathers for itself, which is right but slower, and warns once. Nothing is kept
+    after the forward.
+
+    Args:
+        linears: the names of the linears, relative to the module; dots reach into submodules.
+        sequence_dim, multiple_of: as for `FusedColwiseParallel`.
+
+    Errors as for `FusedColwiseParallel`; and `ValueError` for a name that is missing or given
+    twice, and for linears of different numbers of input features.
+    """
+
+    def __init__(
+        self, linears: Sequence[str], *, sequence_dim: int = 1, multiple_of: int = 1
+    ) -> None:
+        super().__init__()
+        if isinstance(linears, str) or not all(isinstance(name, str) for name in linears):
+            raise TypeError(
+                f"FusedColwiseGroup: linears must be a sequence of names, not {linears!r}"
+            )
+        if not linears or len(set(linears)) != len(linears):
+            raise ValueError(f"FusedColwiseGroup: {linears=} must be names, each of them once")
+        self.linears = tuple(linears)
+        self.member_style = FusedColwiseParallel(sequence_dim=sequence_dim, multiple_of=multiple_of)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        who = f"FusedColwiseGroup of {type(module).__name__}"
+        linears: dict[str, nn.Linear] = {}
+        for name in self.linears:
+            try:
+                linears[name] = _check_linear(who, module.get_submodule(name))
+            except AttributeError as error:
+                raise ValueError(f"{who}: it has no linear named {name!r}") from error
+        sizes = {name: linear.in_features for name, linear in linears.items()}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(
+                f"{who}: linears that share an input need one in_features, have {sizes}"
+            )
+        for name, linear in linears.items():
+            _check_split(
+                who,
+                f"{name}.out_features",
+                linear.out_features,
+                device_mesh.size(),
+                self.member_style.multiple_of,
+            )
+        self.member_style.src_data_rank = self.src_data_rank
+        members: dict[str, FusedColwiseLinear] = {}
+        for name, linear in linears.items():
+            member = self.member_style._apply(linear, device_mesh)
+            assert isinstance(member, FusedColwiseLinear)
+            members[name] = member
+        shared = SharedGather(members, gather_and_apply)
+        for member in members.values():
+            member.shared = shared
+        module.register_forward_pre_hook(shared.open)
+        module.register_forward_hook(shared.close, always_call=True)
+        return module
+
+    def __repr__(self) -> str:
+        return f"FusedColwiseGroup({self.linears}, {self.member_style})"
+
+
+class FusedRowwiseParallel(ParallelStyle):
+    """Splits an `nn.Linear` by input features; it scatters its output while it multiplies.
+
+    Same result as torch's `RowwiseParallel(output_layouts=Shard(sequence_dim))`, with the
+    reduce-scatter of the forward and the all-gather of the backward fused into the matmuls.
+
+    Args:
+        sequence_dim: the dimension of the output that is split over the ranks; negative counts
+            from the end. The last one holds the features and is refused.
+
+    The input has the whole sequence and this rank's features, a plain tensor or a DTensor with
+    `Shard(-1)`. The output is this rank's shard of the sequence, a plain tensor. The weight becomes
+    a DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum, and
+    its gradient is summed over the ranks. Autocast and errors as for `FusedColwiseParallel`; the
+    ranks must divide the length of the sequence.
+    """
+
+    def __init__(self, *, sequence_dim: int = 1) -> None:
+        super().__init__()
+        _check_sequence_dim("FusedRowwiseParallel", sequence_dim)
+        self.sequence_dim = sequence_dim
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        who = "FusedRowwiseParallel"
+        group_name(device_mesh)
+        linear = _check_linear(who, module)
+        _check_split(who, "in_features", linear.in_features, device_mesh.size())
+        _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
+        linear.__class__ = FusedRowwiseLinear
+        linear.sequence_dim = self.sequence_dim
+        return linear
+
+    def __repr__(self) -> str:
+        return f"FusedRowwiseParallel(sequence_dim={self.sequence_dim})"

@@ -1,0 +1,282 @@
+"""Building and loading the native part: the cache's key, the lock, what failures say.
+
+No test here compiles: a script that stands in for the compiler counts its calls.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from symm_cp import native
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
+
+# Writes down its arguments, then makes the file that -o names.
+_STAND_IN = """#!{python}
+import os, sys, time
+with open({log!r}, "a") as log:
+    log.write(" ".join(sys.argv[1:]) + "\\n")
+time.sleep({seconds})
+if {fails}:
+    sys.exit("csrc/oops.cpp:1: error: no luck")
+open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+"""
+
+
+class Compiler:
+    """A stand-in for the compiler, and an empty folder to build in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "compiler"
+        self.log = folder / "log"
+        self.build_dir = folder / "built"
+
+    def write(self, *, seconds: float = 0.0, fails: bool = False) -> None:
+        text = _STAND_IN.format(
+            python=sys.executable, log=str(self.log), seconds=seconds, fails=fails
+        )
+        self.path.write_text(text)
+        self.path.chmod(0o755)
+
+    def calls(self) -> list[str]:
+        return self.log.read_text().splitlines() if self.log.exists() else []
+
+    def environment(self) -> dict[str, str]:
+        return {"CXX": str(self.path), "SYMM_CP_BUILD_DIR": str(self.build_dir)}
+
+    def leftovers(self) -> list[Path]:
+        return list(self.build_dir.glob("*/tmp*"))
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    made = Compiler(tmp_path)
+    made.write()
+    for name, value in made.environment().items():
+        monkeypatch.setenv(name, value)
+    return made
+
+
+# The package is imported with the library that is there; the stand-in's comes after.
+_BUILD_LATER = """
+import os, sys
+from symm_cp import native
+os.environ.update({environment!r})
+print("ready", flush=True)
+sys.stdin.readline()
+print(native.build())
+"""
+
+
+def python(code: str, **options: object) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def test_build_compiles_each_source_once(compiler: Compiler) -> None:
+    target = native.build()
+    assert target == native.library_path()
+    assert target.is_file()
+    assert target.is_relative_to(compiler.build_dir)
+    calls = compiler.calls()
+    assert len(calls) == len(SOURCES) + 1
+    for source in SOURCES:
+        assert sum(f"/{source.name} " in call for call in calls) == 1
+    assert "-shared" in calls[-1]
+    assert native.build() == target
+    assert len(compiler.calls()) == len(calls)
+    assert not compiler.leftovers()
+
+
+def test_build_says_once_what_it_does(
+    compiler: Compiler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    native.build()
+    lines = capsys.readouterr().err.splitlines()
+    assert re.search(r"building .* torch .* seconds", lines[0]), lines
+    assert len(lines) == 2
+    native.build()
+    assert capsys.readouterr().err == ""
+
+
+def test_processes_that_build_at_once_build_once(compiler: Compiler) -> None:
+    compiler.write(seconds=0.2)
+    code = _BUILD_LATER.format(environment=compiler.environment())
+    processes = [python(code) for _ in range(3)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    outputs = [process.communicate("go\n") for process in processes]
+    assert {out.strip() for out, _ in outputs} == {str(native.library_path())}
+    assert len(compiler.calls()) == len(SOURCES) + 1
+    assert sum("building" in err for _, err in outputs) == 1
+
+
+def test_a_killed_build_blocks_nobody(compiler: Compiler) -> None:
+    compiler.write(seconds=30)
+    code = _BUILD_LATER.format(environment=compiler.environment())
+    process = python(code, start_new_session=True)
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+    deadline = time.monotonic() + 60
+    while not compiler.calls():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)  # its compilers too
+    process.communicate()
+    assert not native.library_path().exists()
+    compiler.write()
+    assert native.build().is_file()
+
+
+def test_a_failed_compilation_says_why(compiler: Compiler) -> None:
+    compiler.write(fails=True)
+    with pytest.raises(native.BuildError) as caught:
+        native.build()
+    message = str(caught.value)
+    for part in (torch.__version__, "error: no luck", str(compiler.path)):
+        assert part in message
+    assert not native.library_path().exists()
+    assert not compiler.leftovers()
+    compiler.write()
+    assert native.build().is_file()  # nothing of the failure is kept
+
+
+def test_a_folder_that_cannot_be_written(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(native.BuildError, match="set SYMM_CP_BUILD_DIR"):
+        native.build()
+
+
+def test_a_damaged_library(compiler: Compiler) -> None:
+    native.build()  # an empty file
+    with pytest.raises(native.BuildError, match=r"does not load: .*; delete "):
+        native.load.__wrapped__()
+
+
+def change_source(folder: Path) -> None:
+    with (folder / "reduce.cpp").open("a") as file:
+        file.write("// changed\n")
+
+
+def add_header(folder: Path) -> None:
+    (folder / "new.h").write_text("")
+
+
+def rename(folder: Path) -> None:
+    (folder / "reduce.cpp").rename(folder / "renamed.cpp")
+
+
+@pytest.mark.parametrize("change", [change_source, add_header, rename])
+def test_key_follows_the_sources(
+    change: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = native.cache_key()
+    copy = tmp_path / "csrc"
+    shutil.copytree(native.source_dir(), copy)
+    monkeypatch.setattr(native, "source_dir", lambda: copy)
+    assert native.cache_key() == original  # wherever the sources lie
+    (copy / "notes.txt").write_text("no source")
+    assert native.cache_key() == original
+    change(copy)
+    assert native.cache_key() != original
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("torch.__version__", "2.13.1"),
+        ("symm_cp.native._FLAGS", ("-O0",)),
+        ("symm_cp.native._processor", lambda: "another"),
+        ("sysconfig.get_config_var", lambda name: "cpython-399"),
+    ],
+)
+def test_key_follows_torch_python_flags_and_processor(
+    place: str, value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = native.cache_key()
+    monkeypatch.setattr(place, value)
+    assert native.cache_key() != original
+
+
+_WITHOUT_COMPILER = """
+import torch
+import torch.distributed as dist
+import symm_cp
+print("imported")
+from symm_cp import native
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+for use in (
+    native.load,
+    lambda: symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=dist.group.WORLD),
+    lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        torch.ones(2, 2), torch.ones(2, 2), "sum", 0, dist.group.WORLD.group_name
+    ),
+):
+    try:
+        use()
+    except native.BuildError as error:
+        print(error)
+    else:
+        raise SystemExit("no error")
+"""
+
+
+@pytest.mark.parametrize("chosen", [None, "/nonexistent/c++"])
+def test_without_a_compiler(chosen: str | None, tmp_path: Path) -> None:
+    """The import succeeds and says what to install; so does what needs the native part."""
+    environment = {
+        **os.environ,
+        "PATH": str(tmp_path),
+        "SYMM_CP_BUILD_DIR": str(tmp_path / "built"),
+    }
+    environment.pop("CXX", None)
+    if chosen is not None:
+        environment["CXX"] = chosen
+    process = python(_WITHOUT_COMPILER, env=environment)
+    out, err = process.communicate()
+    assert process.returncode == 0, err
+    assert out.startswith("imported")
+    for text in (out, err):
+        assert "C++20 compiler" in text
+        assert "apt install g++" in text
+        assert "symm-cp build" in text
+        assert (chosen or "clang++") in text
+    assert not (tmp_path / "built").exists()
+
+
+def test_structures_have_the_sizes_of_the_native_side() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "csrc").glob("*.h"))
+    sizes = dict(re.findall(r"static_assert\(sizeof\((\w+)\) == (\d+)\)", source))
+    mirrored = {
+        name: ctypes.sizeof(kind)
+        for name, kind in vars(native).items()
+        if isinstance(kind, type) and issubclass(kind, ctypes.Structure)
+    }
+    checked = {name: int(size) for name, size in sizes.items() if name in mirrored}
+    assert checked
+    assert checked == {name: mirrored[name] for name in checked}

@@ -1,0 +1,74 @@
+"""What README.md promises: its example runs, its tables and links are true."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+import symm_cp
+from symm_cp import env
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def rows(text: str, pattern: str) -> set[str]:
+    return {line.strip() for line in text.splitlines() if re.match(pattern, line.strip())}
+
+
+def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
+    (code,) = blocks("python")
+    script = tmp_path / "example.py"
+    script.write_text(code + "\ndist.barrier()\ndist.destroy_process_group()\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_environment_variables_are_those_of_the_code() -> None:
+    documented = rows(README, r"\| `(SYMM_CP_|CXX)")
+    assert documented == rows(env.__doc__ or "", r"\| `")
+    read = set(re.findall(r"environ[^\n]*?\"(SYMM_CP_\w+|CXX)\"", Path(env.__file__).read_text()))
+    assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
+
+
+def test_named_ops_and_entry_points_exist() -> None:
+    (table,) = re.findall(r"\| same result as .*?\n\n", README, re.DOTALL)
+    cells = [line.split("|")[2:4] for line in table.strip().splitlines()[2:]]
+    names = [[re.findall(r"`(\w+)`", cell) for cell in row] for row in cells]
+    entries = {name for entry, _ in names for name in entry}
+    ops = {name for _, op in names for name in op}
+    assert entries <= set(symm_cp.__all__)
+    assert len(ops) >= 11
+    for name in ops:
+        assert hasattr(torch.ops.symm_mem, name), name
+
+
+def test_links_and_places_exist() -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+    for place in re.findall(r"^\| \d \| `([^`]+)`", README, re.MULTILINE):
+        assert (ROOT / place).exists(), place
+
+
+def test_ci_runs_the_documented_command() -> None:
+    command = "pip install torch==2.13.0 -e '.[test]' && pytest"
+    assert f"\n{command}\n" in "".join(blocks("sh"))
+    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()

@@ -1,0 +1,299 @@
+"""Symmetric memory on CPU when things go wrong, and what is left afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import resource
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
+
+import symm_cp  # noqa: F401 - registers the CPU backend
+from tests.launch import launch
+from tests.pool import Ranks
+
+Say = Callable[[object], None]
+LIMIT_MS = 300
+
+
+def make(group: dist.ProcessGroup, size: int = 1024):
+    tensor = symm_mem.empty(size, device="cpu")
+    handle = symm_mem.rendezvous(tensor, group)
+    handle.barrier()
+    return tensor, handle
+
+
+def waiting_in_vain(group: dist.ProcessGroup, op: str) -> None:
+    """Rank 0 waits for something that rank 1 does not do."""
+    _, handle = make(group)
+    if group.rank() == 0:
+        calls: dict[str, Callable[[], None]] = {
+            "barrier": lambda: handle.barrier(channel=3, timeout_ms=LIMIT_MS),
+            "wait_signal": lambda: handle.wait_signal(1, channel=3, timeout_ms=LIMIT_MS),
+            "put_signal": lambda: handle.put_signal(1, channel=3, timeout_ms=LIMIT_MS),
+        }
+        if op == "put_signal":
+            handle.put_signal(1, channel=3)  # never consumed, so that the second one has no room
+        start = time.monotonic()
+        with pytest.raises(RuntimeError) as caught:
+            calls[op]()
+        elapsed = time.monotonic() - start
+        message = str(caught.value)
+        for part in (op, "channel 3", "rank 0", "rank 1", f"{LIMIT_MS} ms"):
+            assert part in message, f"{part!r} is missing: {message}"
+        assert elapsed > LIMIT_MS / 1000 * 0.99
+    handle.barrier(channel=0)  # other channels still work
+
+
+@pytest.mark.parametrize("op", ["barrier", "put_signal", "wait_signal"])
+def test_time_outs_say_what_was_waited_for(ranks: Ranks, op: str) -> None:
+    start = time.monotonic()
+    ranks.run(3 if op == "barrier" else 2, waiting_in_vain, op)
+    assert time.monotonic() - start < 30
+
+
+def bad_time_out(group: dist.ProcessGroup) -> None:
+    _, handle = make(group)
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        handle.barrier(timeout_ms=-1)
+    handle.barrier()
+
+
+def test_negative_time_out(ranks: Ranks) -> None:
+    ranks.run(2, bad_time_out)
+
+
+def mismatched(group: dist.ProcessGroup) -> None:
+    """Every rank learns that the sizes differ, and between which ranks."""
+    size = 2048 if group.rank() == group.size() - 1 else 1024
+    with pytest.raises(RuntimeError, match="size") as caught:
+        symm_mem.rendezvous(symm_mem.empty(size, device="cpu"), group)
+    message = str(caught.value)
+    for part in (f"rank {group.rank()}", "4096", "8192"):
+        assert part in message, f"{part!r} is missing: {message}"
+    make(group)  # the group is as good as before
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_disagree_on_the_size(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, mismatched)
+
+
+def out_of_address_space(group: dist.ProcessGroup) -> None:
+    make(group)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    # Only this limit: really taking all memory would have the kernel kill whom it likes.
+    resource.setrlimit(resource.RLIMIT_AS, (used + (256 << 20), hard))
+    try:
+        before = footprint()
+        with pytest.raises(RuntimeError, match=rf"shared memory of {1 << 30} bytes"):
+            symm_mem.empty(1 << 30, dtype=torch.uint8, device="cpu")
+        assert footprint() == before
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    make(group)
+
+
+def test_more_memory_than_there_is(ranks: Ranks) -> None:
+    ranks.run(2, out_of_address_space)
+
+
+def footprint() -> tuple[int, int]:
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().count("memfd:")
+    return maps, len(os.listdir("/proc/self/fd"))
+
+
+def come_and_go(group: dist.ProcessGroup, cycles: int) -> None:
+    make(group)
+    gc.collect()
+    dist.barrier(group)
+    before = footprint()
+    for cycle in range(cycles):
+        tensor, handle = make(group, 1 + cycle * 100)
+        if cycle % 2:  # in either order
+            del tensor, handle
+        else:
+            del handle, tensor
+    assert footprint() == before
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_memory_goes_with_its_handles(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, come_and_go, 200)
+
+
+def groups_come_and_go(group: dist.ProcessGroup) -> None:
+    def cycle() -> None:
+        made = dist.new_group([0, 1])
+        make(made)
+        dist.destroy_process_group(made)
+
+    # gloo's threads end some time after their group: count what is of shared memory and sockets
+    # between the ranks only.
+    cycle()
+    gc.collect()
+    before = shared_descriptors()
+    for _ in range(10):
+        cycle()
+    gc.collect()
+    # The last group's sockets may stay until another takes its place.
+    assert shared_descriptors() <= before + 2
+
+
+def shared_descriptors() -> int:
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except FileNotFoundError:
+            continue
+        count += "memfd:" in target or "pidfd" in target
+    return count
+
+
+def test_destroyed_groups_leave_no_descriptors(ranks: Ranks) -> None:
+    ranks.run(2, groups_come_and_go)
+
+
+def no_collective_in_freeing(group: dist.ProcessGroup) -> None:
+    """Rank 0 frees everything while rank 1 keeps its own, and reads rank 0's memory."""
+    tensor, handle = make(group)
+    tensor.fill_(group.rank())
+    handle.barrier()
+    if group.rank() == 0:
+        del tensor, handle
+        gc.collect()
+    dist.barrier(group)
+    if group.rank() == 1:
+        assert handle.get_buffer(0, (1024,), torch.float32)[7].item() == 0
+        with pytest.raises(RuntimeError, match=r"wait_signal.*rank 0"):
+            handle.wait_signal(0, timeout_ms=100)
+    make(group)
+
+
+def test_freeing_is_not_collective(ranks: Ranks) -> None:
+    ranks.run(2, no_collective_in_freeing)
+
+
+def wait_for_the_dead(group: dist.ProcessGroup, say: Say, op: str, victim: int) -> None:
+    tensor = symm_mem.empty(1024, device="cpu")
+    if op != "rendezvous":
+        handle = symm_mem.rendezvous(tensor, group)
+        handle.barrier()
+    else:
+        make(group)  # the mesh exists: only this rendezvous is unfinished
+    say("ready")
+    if group.rank() == victim:
+        time.sleep(1000)
+    try:
+        if op == "barrier":
+            handle.barrier()
+        elif op == "wait_signal":
+            handle.wait_signal(victim)
+        else:
+            symm_mem.rendezvous(tensor, group)
+    except RuntimeError as error:
+        say(f"{time.monotonic()} {error}")
+    else:
+        say("came back")
+    time.sleep(1000)  # alive, so that the others find the victim alone
+
+
+@pytest.mark.parametrize("op", ["barrier", "wait_signal", "rendezvous"])
+def test_a_killed_peer_is_noticed(op: str) -> None:
+    victim = 1
+    with launch(3, wait_for_the_dead, op, victim) as ranks:
+        ranks.hear_all()
+        time.sleep(0.3)  # the others wait, asleep, by now
+        killed = time.monotonic()
+        ranks.kill(victim)
+        for rank in (0, 2):
+            when, _, message = ranks.hear(rank, timeout=20).partition(" ")
+            assert re.search(rf"rank {victim} (died|left|is gone)", message), message
+            assert float(when) - killed < 1.0
+
+
+def hold_memory(group: dist.ProcessGroup, say: Say, size: int) -> None:
+    tensor, handle = make(group, size)
+    tensor.fill_(1)
+    maps = Path("/proc/self/maps").read_text()
+    say(" ".join({line.split()[4] for line in maps.splitlines() if "memfd:symm_cp" in line}))
+    handle.wait_signal((group.rank() + 1) % group.size())
+
+
+def inodes_in_use() -> set[str]:
+    found = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            text = maps.read_text()
+        except OSError:
+            continue
+        found |= set(re.findall(r" (\d+) +/memfd:symm_cp", text))
+    return found
+
+
+def test_killing_all_leaves_nothing() -> None:
+    named_before = set(os.listdir("/dev/shm"))
+    with launch(3, hold_memory, 1 << 20) as ranks:
+        inodes = set(" ".join(ranks.hear_all()).split())
+        assert len(inodes) == 6  # data and control of each rank
+        assert inodes <= inodes_in_use()
+        ranks.kill(0, 1, 2)
+        for process in ranks.processes:
+            process.wait()
+        assert not inodes & inodes_in_use()
+    left = {name for name in set(os.listdir("/dev/shm")) - named_before if "symm" in name}
+    assert not left
+
+
+def one_leaves(group: dist.ProcessGroup, say: Say) -> None:
+    tensor, handle = make(group)
+    tensor.fill_(group.rank())
+    handle.barrier()
+    say("ready")
+    if group.rank() == 0:
+        return  # an orderly end: the process exits
+    time.sleep(1.0)
+    assert handle.get_buffer(0, (1024,), torch.float32)[3].item() == 0  # its memory stays readable
+    try:
+        handle.wait_signal(0)
+    except RuntimeError as error:
+        say(error)
+
+
+def test_a_rank_that_ends_orderly() -> None:
+    with launch(2, one_leaves) as ranks:
+        ranks.hear_all()
+        assert "rank 0 died" in ranks.hear(1)
+
+
+def many_ranks(group: dist.ProcessGroup, say: Say, rounds: int) -> None:
+    tensor, handle = make(group, 2)
+    peers = [handle.get_buffer(peer, (2,), torch.float32) for peer in range(group.size())]
+    for count in range(rounds):
+        tensor[count % 2] = count
+        handle.barrier()
+        assert all(peer[count % 2].item() == count for peer in peers)
+    say("done")
+    handle.wait_signal((group.rank() + 1) % group.size(), timeout_ms=60_000)
+
+
+def test_more_ranks_than_processors() -> None:
+    with launch(8, many_ranks, 200) as ranks:
+        assert ranks.hear_all(timeout=120) == ["done"] * 8
+
+
+def test_rendezvous_before_init_names_the_group() -> None:
+    tensor = symm_mem.empty(4, device="cpu")
+    with pytest.raises(RuntimeError, match="nobody"):
+        _SymmetricMemory.rendezvous(tensor, "nobody")

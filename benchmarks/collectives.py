@@ -1,6 +1,6 @@
 """Collectives against a memcpy of their bytes and against gloo, and the handle's barrier.
 
-    python benchmarks/collectives.py --ranks 2 --json benchmarks/results/collectives.json
+python benchmarks/collectives.py --ranks 2 --json benchmarks/results/collectives.json
 """
 
 from __future__ import annotations
@@ -22,16 +22,14 @@ _KIB = 1024
 
 
 def _gather_case(group: dist.ProcessGroup, nbytes: int) -> Case:
-    """The op as called in inference mode, where torch's autograd layer costs nothing."""
-    ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor
+    ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor.default
     name, ranks = group.group_name, group.size()
     shard = torch.randn(nbytes // 4)
     shared = symmetric(shard, group)
     full, copy = torch.randn(ranks * nbytes // 4), torch.empty(ranks * nbytes // 4)
 
     def fused(tensor: torch.Tensor) -> torch.Tensor:
-        with torch.inference_mode():
-            return wait(ops._low_contention_all_gather.default(tensor, name))
+        return wait(ops._low_contention_all_gather.default(tensor, name))
 
     def check() -> None:
         dist.all_gather_into_tensor(full, shard, group=group)
@@ -60,8 +58,7 @@ def _scatter_case(group: dist.ProcessGroup, nbytes: int) -> Case:
     want = torch.empty_like(out)
 
     def fused(tensor: torch.Tensor) -> None:
-        with torch.inference_mode():
-            ops.reduce_scatter_out.default(tensor, name, False, out)
+        ops.reduce_scatter_out.default(tensor, name, False, out)
 
     def gloo() -> None:
         dist.reduce_scatter_tensor(want, full, group=group)

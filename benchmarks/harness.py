@@ -105,7 +105,9 @@ def _processor() -> str:
     return platform.machine()
 
 
-def _children(world_size: int, folder: str, arguments: list[str]) -> Iterator[subprocess.Popen[bytes]]:
+def _children(
+    world_size: int, folder: str, arguments: list[str]
+) -> Iterator[subprocess.Popen[bytes]]:
     for rank in range(world_size):
         env = {
             **os.environ,

@@ -53,8 +53,8 @@ void* symm_cp_open(void* address, const char* group, const Layout* layout, int64
   guarded([&]() -> int64_t {
     auto mapping = find_mapping(address, std::string(group));
     if (mapping == nullptr) throw std::invalid_argument("not a rendezvoused symmetric tensor");
-    auto channel = std::make_shared<Channel>(mapping, *layout,
-                                             std::chrono::milliseconds(timeout_ms));
+    auto channel =
+        std::make_shared<Channel>(mapping, *layout, std::chrono::milliseconds(timeout_ms));
     result = new Workspace{channel, std::make_shared<Lane>(channel)};
     return 0;
   });
@@ -110,9 +110,7 @@ void* symm_cp_slot(void* workspace, int rank, uint32_t epoch) {
   return of(workspace).channel->slot(rank, epoch);
 }
 
-void symm_cp_abort(void* workspace, const char* reason) {
-  of(workspace).channel->abort(reason);
-}
+void symm_cp_abort(void* workspace, const char* reason) { of(workspace).channel->abort(reason); }
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.
 int symm_cp_is_symmetric(const void* address, const char* group) {

@@ -64,12 +64,12 @@ void Channel::wait(int peer, int flag, uint32_t epoch, const char* what) {
   const auto arrived = [epoch](uint32_t seen) { return static_cast<int32_t>(seen - epoch) >= 0; };
   wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, timeout_, arrived,
              [&](bool expired) {
-               mapping_->check_hope(
-                   peer, expired, timeout_,
-                   std::string(what) + ": rank " + std::to_string(mapping_->rank()) +
-                       " waiting for flag '" + kFlagNames[flag] + "' of rank " +
-                       std::to_string(peer) + " (call " + std::to_string(epoch) + ", seen " +
-                       std::to_string(word->load()) + ")");
+               mapping_->check_hope(peer, expired, timeout_,
+                                    std::string(what) + ": rank " +
+                                        std::to_string(mapping_->rank()) + " waiting for flag '" +
+                                        kFlagNames[flag] + "' of rank " + std::to_string(peer) +
+                                        " (call " + std::to_string(epoch) + ", seen " +
+                                        std::to_string(word->load()) + ")");
              });
 }
 

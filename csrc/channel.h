@@ -30,12 +30,12 @@ enum class Kind : int32_t { kCopy = 0, kSignal = 1, kWait = 2, kReduce = 3, kPub
 // Mirrored by runtime/cpu.py. `bytes` is per row; rows are `pitch` bytes apart.
 struct Command {
   Kind kind;
-  int32_t peer;   // signal: to; wait: from
-  int32_t flag;   // which flag of the pair of ranks
-  int32_t lag;    // wait: calls ago
-  Reference to;   // copy, reduce
-  Reference from; // copy; publish: the shard when it is in place
-  int64_t bytes;  // copy, reduce
+  int32_t peer;    // signal: to; wait: from
+  int32_t flag;    // which flag of the pair of ranks
+  int32_t lag;     // wait: calls ago
+  Reference to;    // copy, reduce
+  Reference from;  // copy; publish: the shard when it is in place
+  int64_t bytes;   // copy, reduce
   int64_t rows;
   int64_t to_pitch;
   int64_t from_pitch;
@@ -59,9 +59,9 @@ struct Record {
 static_assert(sizeof(Record) == 128);
 
 struct Layout {
-  int64_t flags;       // flag f of writer w: flags + (f * world_size + w) * 64
+  int64_t flags;  // flag f of writer w: flags + (f * world_size + w) * 64
   int64_t flag_count;
-  int64_t records;     // record of slot s: records + s * sizeof(Record)
+  int64_t records;  // record of slot s: records + s * sizeof(Record)
   int64_t slots;
   int64_t slot_bytes;
   int64_t slot_count;

@@ -11,7 +11,8 @@ Lane::~Lane() {
     std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
     // Unfinished programs are given up, so that neither this thread's join nor a peer's wait hangs.
-    if (running_ || !queue_.empty()) channel_->abort("the workspace was closed with work in flight");
+    if (running_ || !queue_.empty())
+      channel_->abort("the workspace was closed with work in flight");
     queue_.clear();
   }
   work_.notify_all();

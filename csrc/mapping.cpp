@@ -45,8 +45,8 @@ Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t bloc
     for (size_t i = 0; i < kWords; ++i)
       if (parcel.words[i] != own[i])
         throw PeerError("rendezvous of group '" + peers_->group() + "': ranks disagree on the " +
-                        kNames[i] + ": rank " + text(rank()) + " has " + text(own[i]) +
-                        ", rank " + text(peer) + " has " + text(parcel.words[i]));
+                        kNames[i] + ": rank " + text(rank()) + " has " + text(own[i]) + ", rank " +
+                        text(peer) + " has " + text(parcel.words[i]));
     remote_.push_back(Segment::map(std::move(parcel.fds[0]), block.size()));
     data_.push_back(remote_.back().data());
     remote_.push_back(Segment::map(std::move(parcel.fds[1]), control_.size()));
@@ -85,11 +85,10 @@ Word* Mapping::pad_word(int owner, int source, int channel, const char* op) cons
   const int64_t index = int64_t{channel} * world_size() + source;
   const int64_t words = static_cast<int64_t>(pad_bytes_ / sizeof(uint32_t));
   if (channel < 0 || index >= words)
-    throw std::out_of_range(std::string(op) + ": channel " + text(channel) +
-                            " is out of range: a signal pad of " +
-                            text(static_cast<int64_t>(pad_bytes_)) + " bytes has channels 0 to " +
-                            text(words / world_size() - 1) + " for " + text(world_size()) +
-                            " ranks");
+    throw std::out_of_range(
+        std::string(op) + ": channel " + text(channel) + " is out of range: a signal pad of " +
+        text(static_cast<int64_t>(pad_bytes_)) + " bytes has channels 0 to " +
+        text(words / world_size() - 1) + " for " + text(world_size()) + " ranks");
   return static_cast<Word*>(pads_[owner]) + index;
 }
 

@@ -26,8 +26,8 @@ class Mapping {
   // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control
   // segment with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both
   // values, when they disagree on sizes or on which rendezvous of the group this is.
-  Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes,
-          size_t pad_bytes, int64_t sequence);
+  Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
+          int64_t sequence);
 
   int rank() const { return peers_->rank(); }
   int world_size() const { return peers_->world_size(); }

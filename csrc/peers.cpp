@@ -61,8 +61,7 @@ std::pair<sockaddr_un, socklen_t> address_of(const std::string& token) {
   address.sun_family = AF_UNIX;
   const std::string name = "symm_cp-" + token;  // after a NUL byte: the abstract namespace
   std::memcpy(address.sun_path + 1, name.data(), name.size());
-  return {address,
-          static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
+  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
 }
 
 Descriptor new_socket() {

@@ -246,8 +246,7 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
     {
       std::lock_guard<std::mutex> lock(registry().mutex);
       auto it = block.mappings.find(name);
-      if (it != block.mappings.end() && it->second->peers() == group->peers)
-        return it->second;
+      if (it != block.mappings.end() && it->second->peers() == group->peers) return it->second;
       sequence = group->rendezvous_count++;
     }
     auto mapping = std::make_shared<Mapping>(group->peers, block.segment, block.bytes,

@@ -1,6 +1,6 @@
 // Collectives without Python steps: at once, or on a copy engine as work that `wait_tensor` awaits.
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "error.h"
 #include "plan.h"
@@ -55,8 +55,7 @@ struct Call {
         plan(*reinterpret_cast<PlanHandle*>(symmetric ? in_place : plain)) {}
 
   std::vector<void*> operands(const at::Tensor& output) const {
-    return {const_cast<void*>(input.const_data_ptr()),
-            const_cast<void*>(output.const_data_ptr())};
+    return {const_cast<void*>(input.const_data_ptr()), const_cast<void*>(output.const_data_ptr())};
   }
 };
 
@@ -93,10 +92,10 @@ bool start_transfer(int64_t workspace, int64_t plain, int64_t in_place, const at
     if (!idle && !call.symmetric && call.input.is_same(given)) call.input = given.clone();
     const auto operands = call.operands(output);
     if (idle) run_commands(*channel, call.plan->publish, *call.plan, operands, epoch);
-    const int64_t ticket = lane->submit(
-        {call.plan, !idle, operands, static_cast<uint32_t>(epoch)}, background || !idle);
-    c10d::register_work(
-        output, c10::make_intrusive<Transfer>(lane, ticket, call.input, output.storage()));
+    const int64_t ticket = lane->submit({call.plan, !idle, operands, static_cast<uint32_t>(epoch)},
+                                        background || !idle);
+    c10d::register_work(output,
+                        c10::make_intrusive<Transfer>(lane, ticket, call.input, output.storage()));
   } catch (const PeerError& error) {
     channel->abort(error.what());
     TORCH_CHECK(false, error.what());

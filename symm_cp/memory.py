@@ -73,7 +73,8 @@ def group_name(group: GroupLike) -> str:
             )
         return str(group.get_group().group_name)
     raise TypeError(
-        f"group must be a ProcessGroup, a 1-D DeviceMesh or a group name, not {type(group).__name__}"
+        "group must be a ProcessGroup, a 1-D DeviceMesh or a group name, "
+        f"not {type(group).__name__}"
     )
 
 

@@ -54,9 +54,9 @@ def find_compiler() -> str:
         if path := shutil.which(name):
             return path
     raise BuildError(
-        f"symm_cp needs a C++20 compiler to build its native part; found none of {', '.join(names)}. "
-        "Install one (Debian, Ubuntu: apt install g++; Fedora: dnf install gcc-c++; conda: "
-        "conda install gxx), or set CXX to its path, then run: symm-cp build"
+        "symm_cp needs a C++20 compiler to build its native part; found none of "
+        f"{', '.join(names)}. Install one (Debian, Ubuntu: apt install g++; Fedora: "
+        "dnf install gcc-c++; conda: conda install gxx), or set CXX to its path, then run: symm-cp build"
     )
 
 

@@ -277,6 +277,40 @@ def test_a_rank_that_ends_orderly() -> None:
         assert "rank 0 died" in ranks.hear(1)
 
 
+def world_again(group: dist.ProcessGroup, say: Say, port: int) -> None:
+    """The same group name and the same store, again and again."""
+    old = make(group)
+    for count in range(3):
+        dist.destroy_process_group()
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        rank, world_size = old[1].rank, old[1].world_size
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        assert dist.group.WORLD is not None
+        tensor, handle = make(dist.group.WORLD)
+        tensor.fill_(10 * count + rank)
+        handle.barrier()
+        peer = (rank + 1) % world_size
+        assert handle.get_buffer(peer, (1024,), torch.float32)[9].item() == 10 * count + peer
+        handle.barrier()
+        old = tensor, handle
+    say("done")
+    handle.wait_signal((rank + 1) % world_size)
+
+
+def test_the_world_is_made_again() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with launch(3, world_again, store.port) as ranks:
+        assert ranks.hear_all() == ["done"] * 3
+
+
+def test_large_blocks_ask_for_huge_pages() -> None:
+    tensor = symm_mem.empty(8 << 20, dtype=torch.uint8, device="cpu")
+    smaps = Path("/proc/self/smaps").read_text()
+    (block,) = re.findall(rf"^{tensor.data_ptr():x}-.*?VmFlags:([^\n]*)", smaps, re.S | re.M)
+    kernel_has_them = Path("/sys/kernel/mm/transparent_hugepage").exists()
+    assert ("hg" in block.split()) == kernel_has_them
+
+
 def many_ranks(group: dist.ProcessGroup, say: Say, rounds: int) -> None:
     tensor, handle = make(group, 2)
     peers = [handle.get_buffer(peer, (2,), torch.float32) for peer in range(group.size())]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from symm_cp.ops import collectives, low_contention, matmul, scaled_matmul
+from symm_cp.ops import collectives, low_contention, matmul, matmul_grad, scaled_matmul
 
 
 def register() -> None:
     """Registers all kernels with torch."""
     matmul.register()
+    matmul_grad.register()
     scaled_matmul.register()
     collectives.register()
     low_contention.register()

@@ -91,8 +91,7 @@ def _plan_two_shot(group: Group, input: torch.Tensor, reduce_op: str) -> Collect
     chunk = -(-elements // world_size)
     starts = [min(rank * chunk, elements) for rank in range(world_size)]
     sizes = tuple(
-        (end - start) * itemsize
-        for start, end in zip(starts, [*starts[1:], elements], strict=True)
+        (end - start) * itemsize for start, end in zip(starts, [*starts[1:], elements], strict=True)
     )
     offsets = tuple(start * itemsize for start in starts)
     # The slot of rank r holds its chunk; chunks at the end may be shorter.

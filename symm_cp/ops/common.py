@@ -62,7 +62,7 @@ def check_reduce_op(op: str, reduce_op: str, dtype: torch.dtype) -> bool:
 
 
 def check_divisible(op: str, name: str, dim: int, size: int, world_size: int) -> None:
-    """Raises `ValueError` unless dimension `dim`, of length `size`, splits evenly over the ranks."""
+    """Raises `ValueError` unless the ranks divide `size`, the length of dimension `dim`."""
     if size % world_size != 0:
         raise ValueError(
             f"{op}: dimension {name}={dim} has length {size}, which {world_size} ranks do not "
@@ -71,7 +71,7 @@ def check_divisible(op: str, name: str, dim: int, size: int, world_size: int) ->
 
 
 def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int) -> None:
-    """Raises unless `a` is at least 2-D and every B is a CPU matrix with `inner` rows of a's dtype."""
+    """Raises unless `a` is at least 2-D and every B a matrix of `inner` rows, of a's dtype."""
     if a.dim() < 2:
         raise ValueError(f"{op}: A must have at least 2 dimensions, has shape {list(a.shape)}")
     for index, b in enumerate(bs):
@@ -115,16 +115,29 @@ def unfused_reduce_scatter(
     return funcol.wait_tensor(_scatter(full.contiguous(), reduce_op, dim, group_name))
 
 
+def rows_of(x: torch.Tensor, dim: int, index: int, parts: int) -> torch.Tensor:
+    """Returns part `index` of `parts` along `dim` as a matrix with x's last dimension."""
+    size = x.shape[dim] // parts
+    return x.narrow(dim, index * size, size).movedim(dim, 0).flatten(0, -2)
+
+
+def front_shape(x: torch.Tensor, dim: int, times: int = 1) -> list[int]:
+    """Returns the shape of x with `dim` moved to the front and `times` as long."""
+    shape = list(x.movedim(dim, 0).shape)
+    shape[0] *= times
+    return shape
+
+
 class Sum:
-    """Adds up matrix products, in float32 for the 16-bit types, and writes the result once.
+    """Adds up several terms, in float32 for the 16-bit types, and writes the result once.
 
     A product of 16-bit matrices is rounded by the kernel; adding the rounded products in 16 bits
     would round at every step, and the error would grow with the number of ranks.
     """
 
-    def __init__(self, out: torch.Tensor) -> None:
+    def __init__(self, out: torch.Tensor, terms: int) -> None:
         self._out = out
-        wide = out.dtype not in (torch.bfloat16, torch.float16)
+        wide = terms <= 1 or out.dtype not in (torch.bfloat16, torch.float16)
         self._total = out if wide else torch.empty_like(out, dtype=torch.float32)
         self._part = None if wide else torch.empty_like(out)
         self._empty = True

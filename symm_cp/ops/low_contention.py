@@ -135,7 +135,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def register() -> None:
-    """Adds the CPU kernels, gradients, and a fake kernel (torch's averages, which integers lack)."""
+    """Adds CPU kernels, gradients, and a fake kernel (torch's averages, which integers lack)."""
     lib.impl(_GATHER, _all_gather_cpu, "CPU")
     lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")
     lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)

@@ -22,9 +22,11 @@ from symm_cp.ops.common import (
     check_divisible,
     check_matrices,
     check_reduce_op,
+    front_shape,
     group_of,
     in_test_mode,
     lib,
+    rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
@@ -36,26 +38,6 @@ lib.define(
     "_fused_matmuls_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? addend, str reduce_op, "
     "int scatter_dim, str group_name) -> Tensor"
 )
-lib.define(
-    "_fused_all_gather_weight_grad(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name)"
-    " -> Tensor[]"
-)
-lib.define(
-    "_fused_matmul_reduce_scatter_backward(Tensor grad, Tensor A, Tensor B, str reduce_op, "
-    "int scatter_dim, str group_name, bool need_a, bool need_b) -> (Tensor, Tensor)"
-)
-
-
-def rows_of(x: torch.Tensor, dim: int, index: int, parts: int) -> torch.Tensor:
-    """Returns part `index` of `parts` along `dim` as a matrix with x's last dimension."""
-    size = x.shape[dim] // parts
-    return x.narrow(dim, index * size, size).movedim(dim, 0).flatten(0, -2)
-
-
-def _front_shape(x: torch.Tensor, dim: int, times: int = 1) -> list[int]:
-    shape = list(x.movedim(dim, 0).shape)
-    shape[0] *= times
-    return shape
 
 
 # --- fused_all_gather_matmul -----------------------------------------------------------------
@@ -92,7 +74,7 @@ def _all_gather_matmul_cpu(
     shard = A.movedim(dim, 0)
     rows = shard.shape[:-1].numel()
     outs = [A.new_empty(rows * group.world_size, B.shape[1]) for B in Bs]
-    A_full = A.new_empty(_front_shape(A, dim, group.world_size)) if return_A else None
+    A_full = A.new_empty(front_shape(A, dim, group.world_size)) if return_A else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         A_rows = shards[0].view(rows, A.shape[-1])
@@ -100,7 +82,7 @@ def _all_gather_matmul_cpu(
             torch.mm(A_rows, B, out=out.narrow(0, rank * rows, rows))
 
     cpu.all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
-    lead = _front_shape(A, dim, group.world_size)[:-1]
+    lead = front_shape(A, dim, group.world_size)[:-1]
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return (A_full.movedim(0, dim) if A_full is not None else None), results
 
@@ -113,7 +95,7 @@ def _all_gather_matmul_columns(
     k = A.shape[-1]
     A_rows = A.flatten(0, -2)
     outs = [A.new_empty(A_rows.shape[0], B.shape[1]) for B in Bs]
-    sums = [Sum(out) for out in outs]
+    sums = [Sum(out, group.world_size) for out in outs]
     A_full = A.new_empty(A_rows.shape[0], k * group.world_size) if return_A else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
@@ -138,7 +120,7 @@ def _all_gather_matmul_fake(
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     world_size = world_size_of(group_name)
     dim = _check_all_gather_matmul(A, Bs, gather_dim, world_size)
-    shape = _front_shape(A, dim, world_size)
+    shape = front_shape(A, dim, world_size)
     if dim == A.dim() - 1:
         shape = [*A.shape[:-1], A.shape[-1] * world_size]
         dim = 0
@@ -167,9 +149,7 @@ def _all_gather_matmul_backward(
             used, weights, grad_A, "sum", ctx.dim, ctx.group_name
         )
     if used and any(ctx.needs_input_grad[1]):
-        found = torch.ops.symm_mem._fused_all_gather_weight_grad(
-            A, used, ctx.dim, ctx.group_name
-        )
+        found = torch.ops.symm_mem._fused_all_gather_weight_grad(A, used, ctx.dim, ctx.group_name)
         found = iter(found)
         B_grads = [next(found) if g is not None else None for g in grads]
     return A_grad, B_grads, None, None
@@ -222,23 +202,14 @@ def _multiply_and_reduce_scatter(
 
     def produce(rank: int, partial: torch.Tensor) -> None:
         into = partial.flatten(0, -2)
-        if len(As) == 1 and addend is None:
-            total = None
-        else:
-            total = Sum(into)
+        total = Sum(into, len(As) + (addend is not None))
         for A, B in zip(As, Bs, strict=True):
             left = A.flatten(0, -2) if columns else rows_of(A, dim, rank, W)
-            right = B.chunk(W, 1)[rank] if columns else B
-            if total is None:
-                torch.mm(left, right, out=into)
-            else:
-                total.add_product(left, right)
-        if total is not None:
-            if addend is not None:
-                size = shape[dim]
-                part = addend.narrow(dim, rank * size, size)
-                total.add((part if columns else part.movedim(dim, 0)).reshape(into.shape))
-            total.finish()
+            total.add_product(left, B.chunk(W, 1)[rank] if columns else B)
+        if addend is not None:
+            part = addend.narrow(dim, rank * shape[dim], shape[dim])
+            total.add((part if columns else part.movedim(dim, 0)).reshape(into.shape))
+        total.finish()
 
     what = what_is(op, As[0], detail=f"N={Bs[0].shape[1]} scatter_dim={dim} {reduce_op}")
     cpu.produce_and_reduce_scatter(group, produce, out, what, mean=mean)
@@ -312,118 +283,12 @@ def _matmul_reduce_scatter_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, 
     return A_grad if need_a else None, B_grad if need_b else None, None, None, None
 
 
-# --- gradients -------------------------------------------------------------------------------
-
-
-def _weight_grad_cpu(
-    A_shard: torch.Tensor, grads: list[torch.Tensor], gather_dim: int, group_name: str
-) -> list[torch.Tensor]:
-    """For each grad g: gathered(A_shard)^T @ g."""
-    group = group_of(group_name)
-    W, k = group.world_size, A_shard.shape[-1]
-    columns = gather_dim == A_shard.dim() - 1
-    outs = [A_shard.new_empty(k * (W if columns else 1), g.shape[-1]) for g in grads]
-    sums = [] if columns else [Sum(out) for out in outs]
-    shard = A_shard.flatten(0, -2) if columns else A_shard.movedim(gather_dim, 0)
-
-    def consume(shards: list[torch.Tensor], rank: int) -> None:
-        left = shards[0].view(-1, k).t() if shards[0].numel() else shards[0].reshape(0, k).t()
-        for index, g in enumerate(grads):
-            if columns:
-                torch.mm(left, g.flatten(0, -2), out=outs[index].narrow(0, rank * k, k))
-            else:
-                sums[index].add_product(left, rows_of(g, gather_dim, rank, W))
-
-    what = what_is("_fused_all_gather_weight_grad", A_shard, detail=f"gather_dim={gather_dim}")
-    cpu.all_gather_and_consume(group, [shard], consume, what)
-    for total in sums:
-        total.finish()
-    return outs
-
-
-def _weight_grad_fake(
-    A_shard: torch.Tensor, grads: list[torch.Tensor], gather_dim: int, group_name: str
-) -> list[torch.Tensor]:
-    columns = gather_dim == A_shard.dim() - 1
-    k = A_shard.shape[-1] * (world_size_of(group_name) if columns else 1)
-    return [A_shard.new_empty(k, g.shape[-1]) for g in grads]
-
-
-def _matmul_reduce_scatter_backward_cpu(
-    grad: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    need_a: bool,
-    need_b: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """gathered(grad) @ B^T and A^T @ gathered(grad), in one pass over the shards of grad."""
-    group = group_of(group_name)
-    W = group.world_size
-    columns = scatter_dim == A.dim() - 1
-    A_rows = A.flatten(0, -2) if columns else None
-    A_grad = A.new_empty(
-        [A.shape[:-1].numel() if need_a else 0, A.shape[-1]],
-    )
-    B_grad = B.new_empty(B.shape if need_b else (0, 0))
-    A_sum = Sum(A_grad) if columns and need_a else None
-    B_sum = Sum(B_grad) if not columns and need_b else None
-    rows = A.shape[:-1].numel() // W
-    n = B.shape[1] // W
-
-    def consume(shards: list[torch.Tensor], rank: int) -> None:
-        g = shards[0].flatten(0, -2)
-        if A_rows is not None:  # the columns of C were scattered
-            if A_sum is not None:
-                A_sum.add_product(g, B.narrow(1, rank * n, n).t())
-            if need_b:
-                B_grad.narrow(1, rank * n, n).copy_(torch.mm(A_rows.t(), g))
-            return
-        if need_a:
-            torch.mm(g, B.t(), out=A_grad.narrow(0, rank * rows, rows))
-        if B_sum is not None:
-            B_sum.add_product(rows_of(A, scatter_dim, rank, W).t(), g)
-
-    shard = grad if columns else grad.movedim(scatter_dim, 0)
-    what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=f"dim={scatter_dim}")
-    cpu.all_gather_and_consume(group, [shard], consume, what)
-    for total in (A_sum, B_sum):
-        if total is not None:
-            total.finish()
-    if reduce_op == "avg":
-        A_grad.div_(W)
-        B_grad.div_(W)
-    if need_a and not columns:
-        A_grad = A_grad.view(_front_shape(A, scatter_dim)).movedim(0, scatter_dim)
-    return A_grad.reshape(A.shape if need_a else (0, 0)).contiguous(), B_grad
-
-
-def _matmul_reduce_scatter_backward_fake(
-    grad: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    need_a: bool,
-    need_b: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return A.new_empty(A.shape if need_a else (0, 0)), B.new_empty(B.shape if need_b else (0, 0))
-
-
 # --- registration ----------------------------------------------------------------------------
 
 _KERNELS = {
     "fused_all_gather_matmul": (_all_gather_matmul_cpu, _all_gather_matmul_fake),
     "fused_matmul_reduce_scatter": (_matmul_reduce_scatter_cpu, _matmul_reduce_scatter_fake),
     "_fused_matmuls_reduce_scatter": (_matmuls_reduce_scatter_cpu, _matmuls_reduce_scatter_fake),
-    "_fused_all_gather_weight_grad": (_weight_grad_cpu, _weight_grad_fake),
-    "_fused_matmul_reduce_scatter_backward": (
-        _matmul_reduce_scatter_backward_cpu,
-        _matmul_reduce_scatter_backward_fake,
-    ),
 }
 
 

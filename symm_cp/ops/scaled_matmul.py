@@ -8,7 +8,7 @@ of all ranks' rows (replicated).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,12 +21,12 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
+    rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
     world_size_of,
 )
-from symm_cp.ops.matmul import rows_of
 from symm_cp.runtime import cpu
 
 _GATHER = "fused_all_gather_scaled_matmul"
@@ -83,7 +83,11 @@ def scale_mode(A: torch.Tensor, scale: torch.Tensor, dim: int, world_size: int) 
 
 
 def _check_gather(
-    A: torch.Tensor, Bs: list[torch.Tensor], dim: int, world_size: int, lists: dict[str, Sequence[Any]]
+    A: torch.Tensor,
+    Bs: list[torch.Tensor],
+    dim: int,
+    world_size: int,
+    lists: Mapping[str, Sequence[Any]],
 ) -> int:
     for index, B in enumerate(Bs):
         _check_operands(_GATHER, A, B, f"B[{index}]")
@@ -143,7 +147,7 @@ def _all_gather_scaled_matmul_cpu(
     dim = _check_gather(A, Bs, gather_dim, W, lists)
     mode = scale_mode(A, A_scale, dim, W)
     dtypes = [_dtype(_GATHER, given) or A.dtype for given in out_dtypes]
-    options = [
+    options: list[dict[str, Any]] = [
         {"bias": bias, "scale_result": result_scale, "fast": fast}
         for bias, result_scale, fast in zip(biases, result_scales, use_fast_accum, strict=True)
     ]

@@ -76,9 +76,7 @@ def _consume_program(
             ),
         ),
     }
-    return lower(
-        schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset()
-    )
+    return lower(schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset())
 
 
 def all_gather_and_consume(
@@ -167,9 +165,7 @@ def produce_and_reduce_scatter(
     added in rank order, in float32 for the 16-bit types.
     """
     nbytes = out.numel() * out.element_size()
-    program = _produce_program(
-        group.rank, group.world_size, nbytes, REDUCIBLE[out.dtype], mean
-    )
+    program = _produce_program(group.rank, group.world_size, nbytes, REDUCIBLE[out.dtype], mean)
     with group.call("sync", nbytes * group.world_size) as (workspace, epoch):
 
         def run_produce(target: int) -> None:

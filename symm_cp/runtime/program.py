@@ -91,7 +91,7 @@ class Program:
         what: bytes,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> None:
-        """Carries the program out in the calling thread; raises `RuntimeError` on a peer's fault."""
+        """Carries the program out in the calling thread; raises `RuntimeError` if a peer fails."""
         run = native.load().symm_cp_run
         addresses = (ctypes.c_void_p * len(operands))(*operands)
         for item, number in self.items:
@@ -285,8 +285,9 @@ def lower(
 ) -> Program:
     """Lowers a schedule of one lane.
 
-    `binding` says where each buffer lies, `slots` (for each rank) where ranks' slots differ. `Compute("reduce")` becomes native with a `reduction`;
-    every other kernel, and each copy out of a buffer in `python_copies`, becomes a call of the
-    Python kernel of its name (of `"source->target"`, with the target's chunk, for a copy).
+    `binding` says where each buffer lies, `slots` does for each rank where ranks' slots differ.
+    `Compute("reduce")` becomes native with a `reduction`; every other kernel, and each copy out of
+    a buffer in `python_copies`, becomes a call of the Python kernel of its name (for a copy:
+    `"source->target"`, with the target's chunk).
     """
     return _Lowering(schedule, binding, reduction, python_copies, slots).program()

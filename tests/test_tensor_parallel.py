@@ -1,0 +1,699 @@
+"""`symm_cp.tensor_parallel`: the styles against dense linears, and what they promise besides.
+
+B, S, K, N: batch, sequence, input and output features; W ranks. Every rank draws the same dense
+tensors (the pool seeds all ranks alike) and compares its part with that of the dense result.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from symm_cp.tensor_parallel import (
+    FusedColwiseGroup,
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+)
+from tests import reference
+from tests.pool import Ranks
+
+WORLD_SIZES = range(1, 5)
+B, S, K, N = 3, 24, 36, 60  # S, K, N: multiples of 1 to 4
+
+
+def part(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    return x.tensor_split(group.size(), dim)[group.rank()]
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+
+
+def local(x: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(x, DTensor)
+    return x.to_local()
+
+
+class Recorder(TorchDispatchMode):
+    """Names the ops that run inside, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def communicating(self) -> list[str]:
+        namespaces = ("symm_mem::", "c10d::", "_c10d_functional", "c10d_functional")
+        return [name for name in self.names if name.startswith(namespaces)]
+
+
+# --- one linear ------------------------------------------------------------------------------
+
+
+def colwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) -> None:
+    linear = nn.Linear(K, N, bias=bias, dtype=dtype)
+    weight = linear.weight.detach().clone()
+    bias_vector = linear.bias.detach().clone() if bias else None
+    x, grad = torch.randn(B, S, K).to(dtype), torch.randn(B, S, N).to(dtype)
+    parallelize_module(linear, mesh_of(group), FusedColwiseParallel(sequence_dim=dim))
+
+    x_shard = leaf(part(x, group, dim))
+    y = linear(x_shard)
+    w_part = part(weight, group, 0)
+    b_part = part(bias_vector, group, 0) if bias_vector is not None else None
+    expected = reference.matmul(x, w_part.t(), b_part)
+    if bias_vector is not None and dtype == torch.bfloat16:
+        # The product is rounded once before the bias is added.
+        rounded = reference.unit_roundoff(dtype) * expected.magnitude
+        assert ((y.double() - expected.value).abs() <= rounded + expected.bound(dtype)).all()
+    else:
+        expected.check(y)
+
+    grad_parts = list(grad.tensor_split(group.size(), -1))
+    y.backward(grad_parts[group.rank()])
+    weights = list(weight.tensor_split(group.size(), 0))
+    x_grads = reference.matmul_reduce_scatter(grad_parts, weights, dim)
+    assert x_shard.grad is not None
+    x_grads[group.rank()].check(x_shard.grad)
+    own_grad = grad_parts[group.rank()].reshape(B * S, -1)
+    reference.matmul(own_grad.t(), x.reshape(B * S, K)).check(local(linear.weight.grad))
+    if bias:
+        total = reference.matmul(own_grad.t(), torch.ones(B * S, 1, dtype=dtype))
+        reference.Expected(
+            total.value.squeeze(1), total.magnitude.squeeze(1), B * S
+        ).check(local(linear.bias.grad))
+
+
+def rowwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) -> None:
+    linear = nn.Linear(K, N, bias=bias, dtype=dtype)
+    weight = linear.weight.detach().clone()
+    bias_vector = linear.bias.detach().clone() if bias else None
+    x, grad = torch.randn(B, S, K).to(dtype), torch.randn(B, S, N).to(dtype)
+    parallelize_module(linear, mesh_of(group), FusedRowwiseParallel(sequence_dim=dim))
+
+    x_parts = [p.contiguous() for p in x.tensor_split(group.size(), -1)]
+    w_parts = list(weight.tensor_split(group.size(), 1))
+    x_part = leaf(x_parts[group.rank()])
+    y = linear(x_part)
+    expected = reference.matmul_reduce_scatter(
+        x_parts, [w.t() for w in w_parts], dim, bias=bias_vector
+    )[group.rank()]
+    if bias_vector is not None and dtype == torch.bfloat16:
+        rounded = reference.unit_roundoff(dtype) * expected.magnitude
+        assert ((y.double() - expected.value).abs() <= rounded + expected.bound(dtype)).all()
+    else:
+        expected.check(y)
+
+    y.backward(part(grad, group, dim))
+    assert x_part.grad is not None
+    reference.matmul(grad, w_parts[group.rank()]).check(x_part.grad)
+    rows = grad.reshape(B * S, N)
+    own_rows = x_parts[group.rank()].reshape(B * S, -1)
+    reference.matmul(rows.t(), own_rows).check(local(linear.weight.grad))
+    if bias:
+        # Summed within each rank, rounded, then summed over the ranks.
+        parts = [g.reshape(-1, N).sum(0) for g in grad.double().tensor_split(group.size(), dim)]
+        total = reference.matmul(rows.t(), torch.ones(B * S, 1, dtype=dtype))
+        reference.Expected(
+            total.value.squeeze(1),
+            total.magnitude.squeeze(1),
+            B * S + group.size(),
+            torch.stack(parts).abs().sum(0),
+        ).check(local(linear.bias.grad))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("check", [colwise, rowwise])
+@pytest.mark.parametrize(
+    ("dtype", "dim", "bias"),
+    [
+        (torch.float32, 1, True),
+        (torch.float32, 0, False),
+        (torch.float64, -2, True),
+        (torch.bfloat16, 1, True),
+        (torch.bfloat16, -2, False),
+    ],
+)
+def test_one_linear(
+    ranks: Ranks,
+    world_size: int,
+    check: Callable[..., None],
+    dtype: torch.dtype,
+    dim: int,
+    bias: bool,
+) -> None:
+    if dim == 0 and B % world_size:
+        dim = 1
+    ranks.run(world_size, check, dtype, dim, bias)
+
+
+# --- whole blocks ----------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    """Gated feed-forward with biases and a norm, as a model author writes it."""
+
+    def __init__(self, dim: int = K, hidden: int = N) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.w1 = nn.Linear(dim, hidden)
+        self.w3 = nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def fused_plan(dim: int = 1) -> dict[str, Any]:
+    return {
+        "": FusedColwiseGroup(("w1", "w3"), sequence_dim=dim),
+        "w2": FusedRowwiseParallel(sequence_dim=dim),
+    }
+
+
+def fused_block(group: dist.ProcessGroup, dim: int = 1) -> tuple[Block, Block]:
+    """Returns a dense block in float64, and the same in parallel."""
+    dense = Block().double()
+    block = copy.deepcopy(dense)
+    return dense, parallelize_module(block, mesh_of(group), fused_plan(dim))
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # Chains of sums of up to B * S terms in float64 err by some 1e-14; a missing or doubled term
+    # is off by 1e-3 and more.
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+def block_trains(group: dist.ProcessGroup, dim: int) -> None:
+    dense, block = fused_block(group, dim)
+    names = [name for name, _ in dense.named_parameters()]
+    assert [name for name, _ in block.named_parameters()] == names
+    assert list(block.state_dict()) == list(dense.state_dict())
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3) for m in (dense, block)]
+    for _ in range(3):
+        x = torch.randn(B, S, K, dtype=torch.float64)
+        y = dense(x)
+        y.square().sum().backward()
+        y_shard = block(part(x, group, dim))
+        same(y_shard, part(y, group, dim))
+        y_shard.square().sum().backward()
+        # The norm is outside of the styles: its gradient is a part on each rank.
+        dist.all_reduce(block.norm.weight.grad, group=group)
+        for name, parameter in block.named_parameters():
+            grad = parameter.grad
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            same(whole, dense.get_parameter(name).grad)
+        norms = [nn.utils.clip_grad_norm_([m.w1.weight, m.w2.weight], 1.0) for m in (dense, block)]
+        norms = [n.full_tensor() if isinstance(n, DTensor) else n for n in norms]
+        same(norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_block_trains_as_the_dense_one(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, block_trains, 1)
+    ranks.run(world_size, block_trains, -2)
+
+
+def placed_as_torch_does(group: dist.ProcessGroup) -> None:
+    dense, block = fused_block(group)
+    torchs = parallelize_module(
+        copy.deepcopy(dense),
+        mesh_of(group),
+        {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": RowwiseParallel()},
+    )
+    for name in ("w1.weight", "w1.bias", "w3.weight", "w3.bias", "w2.weight", "w2.bias"):
+        ours, theirs = block.get_parameter(name), torchs.get_parameter(name)
+        assert isinstance(ours, DTensor)
+        assert isinstance(theirs, DTensor)
+        assert ours.placements == theirs.placements
+        assert torch.equal(ours.full_tensor(), dense.get_parameter(name))
+        assert torch.equal(local(ours), local(theirs))
+    assert block.w2.bias.placements == (Replicate(),)
+    # A checkpoint of one loads into the other.
+    torchs.load_state_dict(block.state_dict())
+
+
+def test_parameters_are_placed_as_torch_does(ranks: Ranks) -> None:
+    ranks.run(3, placed_as_torch_does)
+
+
+def only_fused_ops(group: dist.ProcessGroup) -> None:
+    _, block = fused_block(group)
+    x_shard = leaf(torch.randn(B, S // group.size(), K, dtype=torch.float64))
+    with Recorder() as forward:
+        y_shard = block(x_shard)
+    with Recorder() as backward:
+        y_shard.sum().backward()
+    assert forward.communicating() == [
+        "symm_mem::fused_all_gather_matmul",
+        "symm_mem::fused_matmul_reduce_scatter",
+    ]
+    assert all(name.startswith("symm_mem::") for name in backward.communicating())
+    # The bias of w2; w2; then w1 and w3: input gradient, weight gradients.
+    assert len(backward.communicating()) == 4, backward.communicating()
+
+
+def test_only_fused_ops_communicate(ranks: Ranks) -> None:
+    ranks.run(2, only_fused_ops)
+
+
+# --- sharing a gather ------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Calls its projections as `how` says; (B, S, K) in, (B, S, N / W) out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(K, N, bias=False)
+        self.wk = nn.Linear(K, N, bias=False)
+        self.wv = nn.Linear(K, N, bias=False)
+
+    def forward(self, x: torch.Tensor, how: Callable[..., Any]) -> Any:
+        return how(self, x)
+
+
+class Shared:
+    """A dense attention, its parallel copy, and what its gathers were."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.dense = Attention().double()
+        self.module = copy.deepcopy(self.dense)
+        style = FusedColwiseGroup(("wq", "wk", "wv"))
+        parallelize_module(self.module, mesh_of(group), style)
+
+    def input(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(B, S, K, dtype=torch.float64)
+        return x, part(x, self.group, 1).contiguous()
+
+    def check(self, name: str, actual: torch.Tensor, x: torch.Tensor) -> None:
+        expected = self.dense.get_submodule(name)(x)
+        same(actual, part(expected, self.group, -1))
+
+    @contextmanager
+    def gathers(self, count: int, warning: str | None) -> Iterator[None]:
+        """Expects so many gathers inside, and one warning or none."""
+        with warnings.catch_warnings(record=True) as caught, Recorder() as recorder:
+            warnings.simplefilter("always")
+            yield
+        assert recorder.communicating() == ["symm_mem::fused_all_gather_matmul"] * count
+        messages = [str(w.message) for w in caught if "symm_cp" in str(w.message)]
+        assert len(messages) == (warning is not None), messages
+        assert warning is None or warning in messages[0]
+
+
+def each(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    return [m.wv(x), m.wq(x), m.wk(x)]
+
+
+def shares(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    for _ in range(2):
+        x, x_shard = shared.input()
+        with shared.gathers(1, None):
+            outputs = shared.module(x_shard, each)
+        for name, output in zip(("wv", "wq", "wk"), outputs, strict=True):
+            shared.check(name, output, x)
+    with torch.no_grad(), shared.gathers(1, None):
+        shared.module(x_shard, each)
+
+
+def modified_input(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    first = m.wq(x)
+    x.mul_(2)
+    return [first, m.wk(x), m.wv(x)]
+
+
+def does_not_share_a_modified_input(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    with torch.no_grad(), shared.gathers(3, "'wk' was called again, with another input"):
+        q, k, v = shared.module(x_shard, modified_input)
+    shared.check("wq", q, x)
+    shared.check("wk", k, 2 * x)
+    shared.check("wv", v, 2 * x)
+
+
+def another_input(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    return [m.wq(x), m.wk(x + 1), m.wv(x)]
+
+
+def does_not_share_another_input(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    with shared.gathers(2, "'wk' was called again, with another input"):
+        q, k, v = shared.module(x_shard, another_input)
+    shared.check("wq", q, x)
+    shared.check("wk", k, x + 1)
+    shared.check("wv", v, x)
+
+
+def twice(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    first = m.wq(x)
+    second = m.wq(x)
+    first.zero_()
+    return [second, m.wk(x), m.wv(x)]
+
+
+def hands_an_output_out_once(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    with torch.no_grad(), shared.gathers(2, "'wq' was called again"):
+        outputs = shared.module(x_shard, twice)
+    for name, output in zip(("wq", "wk", "wv"), outputs, strict=True):
+        shared.check(name, output, x)
+
+
+def chunks(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    return [out for piece in (x, x + 1) for out in each(m, piece)]
+
+
+def shares_once_for_each_of_several_inputs(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    with shared.gathers(2, None):
+        outputs = shared.module(x_shard, chunks)
+    for name, output in zip(("wv", "wq", "wk"), outputs[3:], strict=True):
+        shared.check(name, output, x + 1)
+
+
+def changed_weight(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    first = m.wq(x)
+    with torch.no_grad():
+        m.wk.weight.to_local().mul_(3)
+        m.wv.weight.mul_(2)
+    return [first, m.wk(x), m.wv(x)]
+
+
+def does_not_share_changed_weights(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    q, k, v = shared.module(x_shard, changed_weight)
+    shared.check("wq", q, x)
+    same(k, part(3 * shared.dense.wk(x), group, -1))
+    same(v, part(2 * shared.dense.wv(x), group, -1))
+
+
+def changed_mode(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        first = m.wq(x)
+    return [first, m.wk(x), m.wv(x)]
+
+
+def does_not_share_across_modes(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    _, x_shard = shared.input()
+    with shared.gathers(3, "in another mode"):
+        _, k, _ = shared.module(x_shard, changed_mode)
+    assert k.requires_grad
+
+
+def does_not_share_in_inference_mode(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    with torch.inference_mode(), shared.gathers(3, "in inference mode"):
+        x, x_shard = shared.input()
+        q, k, v = shared.module(x_shard, modified_input)
+        shared.check("wq", q, x)
+        shared.check("wk", k, 2 * x)
+        shared.check("wv", v, 2 * x)
+
+
+def works_outside_of_the_parent(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    with shared.gathers(1, "'wk' was called outside"):
+        shared.check("wk", shared.module.wk(x_shard), x)
+
+
+def unused(m: Attention, x: torch.Tensor) -> torch.Tensor:
+    return m.wq(x)
+
+
+def tells_of_unused_outputs(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    x, x_shard = shared.input()
+    with shared.gathers(1, "['wk', 'wv'] were computed but not used"):
+        q = shared.module(x_shard, unused)
+    shared.check("wq", q, x)
+    q.sum().backward()
+    shared.dense.wq(x).sum().backward()
+    same(local(shared.module.wq.weight.grad), part(shared.dense.wq.weight.grad, group, 0))
+    assert shared.module.wk.weight.grad is None
+
+
+def failing(m: Attention, x: torch.Tensor) -> None:
+    m.wq(x)
+    raise KeyError("on the way")
+
+
+def keeps_nothing(group: dist.ProcessGroup) -> None:
+    shared = Shared(group)
+    for how in (each, failing):
+        x_shard = leaf(shared.input()[1])
+        seen = weakref.ref(x_shard)
+        try:
+            outputs = shared.module(x_shard, how)
+        except KeyError:
+            outputs = None
+        if outputs:
+            sum(o.sum() for o in outputs).backward()
+        del x_shard, outputs
+        gc.collect()
+        assert seen() is None
+    with shared.gathers(1, None):  # the forward that failed left nothing behind
+        shared.module(shared.input()[1], each)
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        shares,
+        shares_once_for_each_of_several_inputs,
+        does_not_share_a_modified_input,
+        does_not_share_another_input,
+        does_not_share_changed_weights,
+        does_not_share_across_modes,
+        does_not_share_in_inference_mode,
+        hands_an_output_out_once,
+        works_outside_of_the_parent,
+        tells_of_unused_outputs,
+        keeps_nothing,
+    ],
+)
+def test_group(ranks: Ranks, check: Callable[..., None]) -> None:
+    ranks.run(2, check)
+
+
+# --- with the rest of torch ------------------------------------------------------------------
+
+
+def copies_and_checkpoints(group: dist.ProcessGroup) -> None:
+    dense, block = fused_block(group)
+    clone = copy.deepcopy(block)
+    assert clone.w1.shared is clone.w3.shared is not block.w1.shared
+    x = torch.randn(B, S, K, dtype=torch.float64)
+    x_shard = part(x, group, 1)
+    dense(x).sum().backward()
+    for module in (block, clone):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            checkpoint(module, x_shard, use_reentrant=False).sum().backward()
+        same(module.w1.weight.grad.full_tensor(), dense.w1.weight.grad)
+        same(module.w2.bias.grad.full_tensor(), dense.w2.bias.grad)
+
+
+def autocasts(group: dist.ProcessGroup) -> None:
+    block = parallelize_module(Block(), mesh_of(group), fused_plan())
+    x_shard = leaf(torch.randn(B, S // group.size(), K))
+    with torch.autocast("cpu", torch.bfloat16):
+        y_shard = block(x_shard)
+        assert block.w1.shared is not None
+    assert y_shard.dtype == torch.bfloat16
+    y_shard.sum().backward()
+    assert x_shard.grad is not None
+    assert x_shard.grad.dtype == torch.float32
+    assert local(block.w1.weight.grad).dtype == torch.float32
+
+
+def takes_dtensors(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    dense, block = fused_block(group)
+    parallelize_module(block, mesh, {"norm": SequenceParallel(sequence_dim=1)})
+    x = torch.randn(B, S, K, dtype=torch.float64)
+    y = dense(x)
+    y.sum().backward()
+    y_shard = block(DTensor.from_local(part(x, group, 1), mesh, [Shard(1)]))
+    same(y_shard, part(y, group, 1))
+    y_shard.sum().backward()
+    same(block.norm.weight.grad.full_tensor(), dense.norm.weight.grad)
+    same(block.w3.weight.grad.full_tensor(), dense.w3.weight.grad)
+    replicated = DTensor.from_local(x, mesh, [Replicate()])
+    with pytest.raises(ValueError, match=r"placed \(Replicate\(\),\).*needs \(Shard\(dim=1\),\)"):
+        block.w1(replicated)
+
+
+def trains_with_frozen_weights(group: dist.ProcessGroup) -> None:
+    dense, block = Block().double(), None
+    dense.w1.weight.requires_grad_(False)
+    dense.w2.bias.requires_grad_(False)
+    block = parallelize_module(copy.deepcopy(dense), mesh_of(group), fused_plan())
+    x = torch.randn(B, S, K, dtype=torch.float64)
+    dense(x).sum().backward()
+    block(part(x, group, 1)).sum().backward()
+    assert block.w1.weight.grad is None
+    assert block.w2.bias.grad is None
+    for name in ("w1.bias", "w3.weight", "w2.weight"):
+        same(block.get_parameter(name).grad.full_tensor(), dense.get_parameter(name).grad)
+
+
+def accepts_no_sharing_of_names(group: dist.ProcessGroup) -> None:
+    # A style is a recipe: one instance serves all modules that a pattern matches.
+    model = nn.ModuleDict({"a": Attention(), "b": Attention()}).double()
+    dense = copy.deepcopy(model)
+    parallelize_module(model, mesh_of(group), {"*": FusedColwiseGroup(("wq", "wk", "wv"))})
+    assert model["a"].wq.shared is not model["b"].wq.shared
+    x = torch.randn(B, S, K, dtype=torch.float64)
+    outputs = model["b"](part(x, group, 1), lambda m, x: each(m, model["a"](x, each) and x))
+    same(outputs[0], part(dense["b"].wv(x), group, -1))
+
+
+def loads_from_a_pickle(group: dist.ProcessGroup) -> None:
+    _, block = fused_block(group)
+    saved = io.BytesIO()
+    torch.save(block.state_dict(), saved)
+    saved.seek(0)
+    block.load_state_dict(torch.load(saved, weights_only=False))
+    assert pickle.loads(pickle.dumps(FusedRowwiseParallel(sequence_dim=0))).sequence_dim == 0
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        copies_and_checkpoints,
+        autocasts,
+        takes_dtensors,
+        trains_with_frozen_weights,
+        accepts_no_sharing_of_names,
+        loads_from_a_pickle,
+    ],
+)
+def test_with_torch(ranks: Ranks, check: Callable[..., None]) -> None:
+    ranks.run(2, check)
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+class OwnForward(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+
+    def apply(module: nn.Module, style: Any) -> Callable[[], object]:
+        return lambda: parallelize_module(module, mesh, style)
+
+    fused = parallelize_module(nn.Linear(K, N), mesh, FusedColwiseParallel())
+    heads = FusedColwiseParallel(multiple_of=9)
+    mixed = nn.ModuleDict({"a": nn.Linear(8, 6), "b": nn.Linear(12, 6)})
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (
+            ValueError,
+            "out_features=10 does not split over 3 ranks: needs a multiple of 3",
+            apply(nn.Linear(6, 10), FusedColwiseParallel()),
+        ),
+        (
+            ValueError,
+            "out_features=36 .* multiples of 9: needs a multiple of 27",
+            apply(nn.Linear(6, 36), heads),
+        ),
+        (
+            ValueError,
+            "in_features=10 does not split over 3 ranks",
+            apply(nn.Linear(10, 6), FusedRowwiseParallel()),
+        ),
+        (
+            ValueError,
+            "wk.out_features=7 does not split",
+            apply(
+                nn.ModuleDict({"wq": nn.Linear(6, 9), "wk": nn.Linear(6, 7)}),
+                FusedColwiseGroup(("wq", "wk")),
+            ),
+        ),
+        (ValueError, "no linear named 'c'", apply(mixed, FusedColwiseGroup(("a", "c")))),
+        (ValueError, "need one in_features", apply(mixed, FusedColwiseGroup(("a", "b")))),
+        (ValueError, "is a DTensor already", apply(fused, FusedRowwiseParallel())),
+        (NotImplementedError, "got OwnForward", apply(OwnForward(6, 6), FusedColwiseParallel())),
+        (NotImplementedError, "got Embedding", apply(nn.Embedding(6, 6), FusedRowwiseParallel())),
+        (ValueError, "out of range for a 1-D input", lambda: fused(torch.ones(K))),
+        (ValueError, "is the last dimension of an input", lambda: fused(torch.ones(3, K))),
+        (ValueError, "has 7 features on this rank, needs 36", lambda: fused(torch.ones(3, 2, 7))),
+        (ValueError, "sequence_dim=-1", lambda: FusedColwiseParallel(sequence_dim=-1)),
+        (ValueError, "multiple_of=0", lambda: FusedColwiseParallel(multiple_of=0)),
+        (ValueError, "each of them once", lambda: FusedColwiseGroup(("a", "a"))),
+        (TypeError, "sequence of names, not 'ab'", lambda: FusedColwiseGroup("ab")),
+        (TypeError, "not str", lambda: FusedRowwiseParallel(sequence_dim="1")),  # type: ignore[arg-type]
+    ]
+    for error, message, call in cases:
+        with pytest.raises(error, match=message):
+            call()
+    row = parallelize_module(nn.Linear(K, N), mesh, FusedRowwiseParallel())
+    with pytest.raises(ValueError, match="which 3 ranks do not divide"):
+        row(torch.ones(2, 10, K // 3))
+    assert row(torch.ones(2, 9, K // 3)).shape == (2, 3, N)  # all is well after the errors
+    # Nothing was changed by a group that could not be applied.
+    assert not any(isinstance(p, DTensor) for p in mixed.parameters())
+
+
+def test_errors(ranks: Ranks) -> None:
+    ranks.run(3, refuses)
+
+
+def refuses_a_mesh_of_two_dimensions(group: dist.ProcessGroup) -> None:
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="must have one dimension, this one has 2"):
+        FusedColwiseParallel()._apply(nn.Linear(4, 4), mesh)
+    linear = parallelize_module(nn.Linear(4, 4), mesh["tp"], FusedColwiseParallel())
+    assert linear(torch.ones(1, 3, 4)).shape == (1, 6, 2)
+
+
+def test_mesh(ranks: Ranks) -> None:
+    ranks.run(4, refuses_a_mesh_of_two_dimensions)

@@ -112,6 +112,10 @@ void* symm_cp_slot(void* workspace, int rank, uint32_t epoch) {
 
 void symm_cp_abort(void* workspace, const char* reason) { of(workspace).channel->abort(reason); }
 
+void symm_cp_prefault(void* address, int64_t bytes) {
+  prefault(address, static_cast<size_t>(bytes));
+}
+
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.
 int symm_cp_is_symmetric(const void* address, const char* group) {
   return find_mapping(address, std::string(group)) != nullptr ? 1 : 0;

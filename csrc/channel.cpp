@@ -1,5 +1,6 @@
 #include "channel.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "error.h"
@@ -15,6 +16,13 @@ const char* const kFlagNames[] = {"ready", "reduced", "done"};
 template <class T>
 T* at(void* base, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + offset);
+}
+
+// By pages: memcpy of a large block uses string instructions, which page faults slow down.
+void copy_bytes(char* to, const char* from, int64_t bytes) {
+  constexpr int64_t kPage = 4096;
+  for (int64_t at = 0; at < bytes; at += kPage)
+    std::memcpy(to + at, from + at, static_cast<size_t>(std::min(kPage, bytes - at)));
 }
 
 int64_t element_bytes(DType dtype) {
@@ -123,9 +131,9 @@ void Channel::copy_rows(const Command& command, void* const* operands, uint32_t 
   char* to = static_cast<char*>(resolve(command.to, operands, epoch, what));
   const char* from = static_cast<const char*>(resolve(command.from, operands, epoch, what));
   if (to == from) return;
+  if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   for (int64_t row = 0; row < command.rows; ++row)
-    std::memcpy(to + row * command.to_pitch, from + row * command.from_pitch,
-                static_cast<size_t>(command.bytes));
+    copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes);
 }
 
 void Channel::reduce_rows(const Command& command, const Reference* references,
@@ -134,6 +142,7 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
   for (int i = 0; i < command.sources; ++i)
     sources.push_back(resolve(references[command.first_source + i], operands, epoch, what));
   char* to = static_cast<char*>(resolve(command.to, operands, epoch, what));
+  if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   const auto dtype = static_cast<DType>(command.dtype);
   for (int64_t row = 0; row < command.rows; ++row) {
     reduce(to, sources.data(), command.sources, command.bytes / element_bytes(dtype), dtype,

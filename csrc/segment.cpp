@@ -5,6 +5,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <utility>
 
 #include "error.h"
@@ -17,6 +18,7 @@ namespace symm_cp {
 
 namespace {
 constexpr size_t kHugePage = size_t{2} << 20;
+constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 }  // namespace
 
@@ -65,6 +67,18 @@ Segment Segment::map(Descriptor fd, size_t size) {
   segment.attach(false);
   segment.fd_.reset();  // the mapping keeps the memory
   return segment;
+}
+
+void prefault(void* address, size_t size) {
+  const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  const auto begin = (reinterpret_cast<uintptr_t>(address) + page - 1) / page * page;
+  const auto end = (reinterpret_cast<uintptr_t>(address) + size) / page * page;
+  if (size < kPrefault || end <= begin) return;
+  // One page in the middle tells: an allocator hands out large blocks that are fresh throughout.
+  unsigned char resident = 1;
+  const auto middle = (begin + (end - begin) / 2) / page * page;
+  if (mincore(reinterpret_cast<void*>(middle), page, &resident) != 0 || (resident & 1) != 0) return;
+  madvise(reinterpret_cast<void*>(begin), end - begin, MADV_POPULATE_WRITE);  // else they fault
 }
 
 void Segment::attach(bool populate) {

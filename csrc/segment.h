@@ -51,4 +51,8 @@ class Segment {
 
 size_t round_to_pages(size_t size);
 
+// Takes the pages of a large fresh result in one system call, which costs half of what the page
+// faults of the copy or matmul that fills it would. Does nothing where pages are there already.
+void prefault(void* address, size_t size);
+
 }  // namespace symm_cp

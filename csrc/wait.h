@@ -5,6 +5,7 @@
 #pragma once
 
 #include <linux/futex.h>
+#include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -56,8 +57,9 @@ inline void publish(Word* word, Word* sleepers, uint32_t value) {
 // How long to spin before sleeping. More ranks than processors must not spin: the rank that is
 // waited for needs the processor.
 inline int spin_rounds(int world_size) {
-  const long processors = sysconf(_SC_NPROCESSORS_ONLN);
-  return world_size <= processors ? 2000 : 20;
+  cpu_set_t allowed;
+  const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
+  return known && world_size <= CPU_COUNT(&allowed) ? 2000 : 20;
 }
 
 // Returns once `ready(value of word)` holds. `still_hopeful(expired)` runs about every 50 ms while

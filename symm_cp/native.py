@@ -220,6 +220,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_shard": (_VOID, [_VOID, _INT, _EPOCH, _TEXT]),
     "symm_cp_slot": (_VOID, [_VOID, _INT, _EPOCH]),
     "symm_cp_abort": (None, [_VOID, _TEXT]),
+    "symm_cp_prefault": (None, [_VOID, _LONG]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
 }
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -112,11 +112,26 @@ def matmul(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -
 
 
 def all_gather_matmul(
-    a_shards: Sequence[torch.Tensor], bs: Sequence[torch.Tensor], gather_dim: int
+    a_shards: Sequence[torch.Tensor],
+    bs: Sequence[torch.Tensor],
+    gather_dim: int,
+    *,
+    partials_in_dtype: bool = False,
 ) -> tuple[torch.Tensor, list[Expected]]:
-    """Returns the gathered A and ``A @ B`` for each B."""
+    """Returns the gathered A and ``A @ B`` for each B.
+
+    A gather along the last dimension splits the sum over k. With `partials_in_dtype` each rank's
+    part of it may be rounded to the dtype before the parts are added.
+    """
     a = gather(a_shards, gather_dim)
-    return a, [matmul(a, b) for b in bs]
+    outputs = [matmul(a, b) for b in bs]
+    if partials_in_dtype and gather_dim % a.dim() == a.dim() - 1:
+        world_size = len(a_shards)
+        for i, b in enumerate(bs):
+            parts = zip(a_shards, b.tensor_split(world_size), strict=True)
+            partials = torch.stack([matmul(x, y).value.abs() for x, y in parts]).sum(0)
+            outputs[i] = replace(outputs[i], partials=partials)
+    return a, outputs
 
 
 def matmul_reduce_scatter(

@@ -60,6 +60,20 @@ def local(x: torch.Tensor | None) -> torch.Tensor:
     return x.to_local()
 
 
+def weight_grad(
+    grad: torch.Tensor, x: torch.Tensor, world_size: int, dim: int
+) -> reference.Expected:
+    """grad^T @ x over all rows; the products of the shards along `dim` may be rounded each."""
+    pairs = zip(grad.tensor_split(world_size, dim), x.tensor_split(world_size, dim), strict=True)
+    products = [reference.matmul(g.flatten(0, -2).t(), a.flatten(0, -2)) for g, a in pairs]
+    return reference.Expected(
+        torch.stack([p.value for p in products]).sum(0),
+        torch.stack([p.magnitude for p in products]).sum(0),
+        sum(p.terms for p in products),
+        torch.stack([p.value.abs() for p in products]).sum(0),
+    )
+
+
 class Recorder(TorchDispatchMode):
     """Names the ops that run inside, forward and backward."""
 
@@ -106,13 +120,14 @@ def colwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) 
     x_grads = reference.matmul_reduce_scatter(grad_parts, weights, dim)
     assert x_shard.grad is not None
     x_grads[group.rank()].check(x_shard.grad)
-    own_grad = grad_parts[group.rank()].reshape(B * S, -1)
-    reference.matmul(own_grad.t(), x.reshape(B * S, K)).check(local(linear.weight.grad))
+    own_grad = grad_parts[group.rank()]
+    weight_grad(own_grad, x, group.size(), dim).check(local(linear.weight.grad))
     if bias:
-        total = reference.matmul(own_grad.t(), torch.ones(B * S, 1, dtype=dtype))
-        reference.Expected(
-            total.value.squeeze(1), total.magnitude.squeeze(1), B * S
-        ).check(local(linear.bias.grad))
+        rows = own_grad.reshape(B * S, -1)
+        total = reference.matmul(rows.t(), torch.ones(B * S, 1, dtype=dtype))
+        reference.Expected(total.value.squeeze(1), total.magnitude.squeeze(1), B * S).check(
+            local(linear.bias.grad)
+        )
 
 
 def rowwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) -> None:
@@ -138,10 +153,10 @@ def rowwise(group: dist.ProcessGroup, dtype: torch.dtype, dim: int, bias: bool) 
     y.backward(part(grad, group, dim))
     assert x_part.grad is not None
     reference.matmul(grad, w_parts[group.rank()]).check(x_part.grad)
-    rows = grad.reshape(B * S, N)
-    own_rows = x_parts[group.rank()].reshape(B * S, -1)
-    reference.matmul(rows.t(), own_rows).check(local(linear.weight.grad))
+    own_x = x_parts[group.rank()]
+    weight_grad(grad, own_x, group.size(), dim).check(local(linear.weight.grad))
     if bias:
+        rows = grad.reshape(B * S, N)
         # Summed within each rank, rounded, then summed over the ranks.
         parts = [g.reshape(-1, N).sum(0) for g in grad.double().tensor_split(group.size(), dim)]
         total = reference.matmul(rows.t(), torch.ones(B * S, 1, dtype=dtype))

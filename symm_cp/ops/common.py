@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
+from symm_cp import native
 from symm_cp.memory import Group, resolve
 from symm_cp.runtime.cpu import REDUCIBLE
 
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = torch.library.Library("symm_mem", "FRAGMENT")
 
+_PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _MAX_WHAT = 103  # csrc/channel.h: Record::what
 
 
@@ -32,6 +36,17 @@ def nbytes_of(tensor: torch.Tensor) -> int:
 def real(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a complex tensor as pairs of real numbers, which is how it is summed."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def new_result(
+    like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Returns an empty tensor whose memory is there already, where it is large."""
+    result = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
+    nbytes = nbytes_of(result)
+    if nbytes >= _PREFAULT_BYTES:
+        native.load().symm_cp_prefault(result.data_ptr(), nbytes)
+    return result
 
 
 def in_test_mode() -> bool:

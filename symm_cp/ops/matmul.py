@@ -26,6 +26,7 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
+    new_result,
     rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
@@ -73,8 +74,8 @@ def _all_gather_matmul_cpu(
         return _all_gather_matmul_columns(A, Bs, group_name, what, return_A)
     shard = A.movedim(dim, 0)
     rows = shard.shape[:-1].numel()
-    outs = [A.new_empty(rows * group.world_size, B.shape[1]) for B in Bs]
-    A_full = A.new_empty(front_shape(A, dim, group.world_size)) if return_A else None
+    outs = [new_result(A, (rows * group.world_size, B.shape[1])) for B in Bs]
+    A_full = new_result(A, front_shape(A, dim, group.world_size)) if return_A else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         A_rows = shards[0].view(rows, A.shape[-1])
@@ -94,9 +95,9 @@ def _all_gather_matmul_columns(
     group = group_of(group_name)
     k = A.shape[-1]
     A_rows = A.flatten(0, -2)
-    outs = [A.new_empty(A_rows.shape[0], B.shape[1]) for B in Bs]
+    outs = [new_result(A, (A_rows.shape[0], B.shape[1])) for B in Bs]
     sums = [Sum(out, group.world_size) for out in outs]
-    A_full = A.new_empty(A_rows.shape[0], k * group.world_size) if return_A else None
+    A_full = new_result(A, (A_rows.shape[0], k * group.world_size)) if return_A else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         for total, B in zip(sums, Bs, strict=True):
@@ -107,7 +108,7 @@ def _all_gather_matmul_columns(
         total.finish()
     lead = A.shape[:-1]
     results = [out.view(*lead, out.shape[1]) for out in outs]
-    return (A_full.view(*lead, -1) if A_full is not None else None), results
+    return (A_full.view(*lead, k * group.world_size) if A_full is not None else None), results
 
 
 def _all_gather_matmul_fake(
@@ -198,7 +199,7 @@ def _multiply_and_reduce_scatter(
     columns = dim == As[0].dim() - 1
     shape = _scattered_shape(As[0], Bs[0], dim, W)
     front = shape if columns else [shape[dim], *shape[:dim], *shape[dim + 1 :]]
-    out = As[0].new_empty(front)
+    out = new_result(As[0], front)
 
     def produce(rank: int, partial: torch.Tensor) -> None:
         into = partial.flatten(0, -2)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from symm_cp.ops.common import Sum, front_shape, group_of, lib, rows_of, what_is, world_size_of
+from symm_cp.ops.common import (
+    Sum,
+    front_shape,
+    group_of,
+    lib,
+    new_result,
+    rows_of,
+    what_is,
+    world_size_of,
+)
 from symm_cp.runtime import cpu
 
 lib.define(
@@ -24,12 +33,12 @@ def _weight_grad_cpu(
     group = group_of(group_name)
     W, k = group.world_size, A_shard.shape[-1]
     columns = gather_dim == A_shard.dim() - 1
-    outs = [A_shard.new_empty(k * (W if columns else 1), g.shape[-1]) for g in grads]
+    outs = [new_result(A_shard, (k * (W if columns else 1), g.shape[-1])) for g in grads]
     sums = [] if columns else [Sum(out, W) for out in outs]
     shard = A_shard.flatten(0, -2) if columns else A_shard.movedim(gather_dim, 0)
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        left = shards[0].view(-1, k).t() if shards[0].numel() else shards[0].reshape(0, k).t()
+        left = shards[0].flatten(0, -2).t()
         for index, g in enumerate(grads):
             if columns:
                 torch.mm(left, g.flatten(0, -2), out=outs[index].narrow(0, rank * k, k))
@@ -66,10 +75,8 @@ def _matmul_reduce_scatter_backward_cpu(
     W = group.world_size
     columns = scatter_dim == A.dim() - 1
     A_rows = A.flatten(0, -2) if columns else None
-    A_grad = A.new_empty(
-        [A.shape[:-1].numel() if need_a else 0, A.shape[-1]],
-    )
-    B_grad = B.new_empty(B.shape if need_b else (0, 0))
+    A_grad = new_result(A, (A.shape[:-1].numel() if need_a else 0, A.shape[-1]))
+    B_grad = new_result(B, B.shape if need_b else (0, 0))
     A_sum = Sum(A_grad, W) if columns and need_a else None
     B_sum = Sum(B_grad, W) if not columns and need_b else None
     rows = A.shape[:-1].numel() // W

@@ -21,6 +21,7 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
+    new_result,
     rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
@@ -161,9 +162,9 @@ def _all_gather_scaled_matmul_cpu(
     if mode == "sharded":
         shard.append(A_scale.movedim(dim, 0))
     rows = shard[0].shape[:-1].numel()
-    outs = [A.new_empty(rows * W, B.shape[1], dtype=d) for B, d in zip(Bs, dtypes, strict=True)]
+    outs = [new_result(A, (rows * W, B.shape[1]), d) for B, d in zip(Bs, dtypes, strict=True)]
     lead = [shard[0].shape[0] * W, *shard[0].shape[1:-1]]
-    A_full = A.new_empty([*lead, A.shape[-1]])
+    A_full = new_result(A, [*lead, A.shape[-1]])
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         if mode == "sharded":
@@ -174,7 +175,7 @@ def _all_gather_scaled_matmul_cpu(
             scale = A_scale
         for out, B, scale_b, extra in zip(outs, Bs, B_scales, options, strict=True):
             part = out.narrow(0, rank * rows, rows)
-            _scaled_mm_out(shards[0].view(rows, -1), B, scale, scale_b, part, **extra)
+            _scaled_mm_out(shards[0].view(rows, A.shape[-1]), B, scale, scale_b, part, **extra)
 
     cpu.all_gather_and_consume(group, shard, consume, what, gathered=A_full)
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
@@ -209,11 +210,11 @@ def _gathered_then_scaled(
             scale = unfused_all_gather(A_scale, dim, group_name)
     else:
         rows = A.flatten(0, -2)
-        A_full = A.new_empty(rows.shape[0], rows.shape[1] * group.world_size)
+        A_full = new_result(A, (rows.shape[0], rows.shape[1] * group.world_size))
         cpu.all_gather_and_consume(
             group, [rows], lambda shards, rank: None, what, gathered=A_full, columns=True
         )
-        A_full = A_full.view(*A.shape[:-1], -1)
+        A_full = A_full.view(*A.shape[:-1], A_full.shape[-1])
     lead = A_full.shape[:-1]
     if mode != "tensor":
         scale = scale.flatten(0, -2).contiguous()
@@ -370,7 +371,7 @@ def _scaled_matmul_reduce_scatter_cpu(
     front[dim] //= W
     if not columns:
         front = [front[dim], *front[:dim], *front[dim + 1 :]]
-    out = A.new_empty(front, dtype=_partial_dtype(dtype))
+    out = new_result(A, front, _partial_dtype(dtype))
     if in_test_mode():
         parts = []
         for rank in range(W):

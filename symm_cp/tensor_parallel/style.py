@@ -26,14 +26,14 @@ def _check_sequence_dim(who: str, sequence_dim: int) -> None:
 
 
 def _check_linear(who: str, module: nn.Module) -> nn.Linear:
-    # A subclass may have a forward of its own, which would be lost.
-    if type(module) is not nn.Linear or "forward" in vars(module):
-        raise NotImplementedError(f"{who}: needs an nn.Linear itself, got {type(module).__name__}")
-    if isinstance(module.weight, DTensor):
+    if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
         raise ValueError(
             f"{who}: the weight is a DTensor already: apply one style to a linear, once, and "
             "before fully_shard"
         )
+    # A subclass may have a forward of its own, which would be lost.
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        raise NotImplementedError(f"{who}: needs an nn.Linear itself, got {type(module).__name__}")
     return module
 
 

@@ -1,0 +1,117 @@
+"""The arguments of `symm-cp demo`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from symm_cp.demo.data import read_text
+from symm_cp.demo.model import ModelConfig
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_HEAD_DIMS = (64, 32, 16, 8)
+_MIN_HEADS = 4
+_HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return value
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the demo's arguments to a parser."""
+    add = parser.add_argument
+    add("--ranks", type=_positive, help="processes to spread the model over (default: 2)")
+    add("--steps", type=_positive, default=12, help="training steps of each way (%(default)s)")
+    add("--text", type=Path, help="file to learn (default: the source of the standard library)")
+    add("--dim", type=_positive, default=512, help="features of the model (%(default)s)")
+    add("--layers", type=_positive, default=4, help="layers (%(default)s)")
+    add("--seq", type=_positive, default=512, help="bytes in a sequence (%(default)s)")
+    add("--batch", type=_positive, default=4, help="sequences in a batch (%(default)s)")
+    add("--dtype", choices=sorted(_DTYPES), default="float32", help="(%(default)s)")
+    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write all losses and times there as well")
+    # How a rank that the demo started itself finds the others; see launch.py.
+    add("--rendezvous", type=Path, help=argparse.SUPPRESS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked arguments."""
+
+    ranks: int
+    steps: int
+    text: Path | None
+    seq: int
+    batch: int
+    dtype: torch.dtype
+    seed: int
+    json: Path | None
+    rendezvous: Path | None
+    model: ModelConfig
+
+
+def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
+    for head_dim in _HEAD_DIMS:
+        heads = dim // head_dim
+        if dim % head_dim == 0 and heads >= _MIN_HEADS and heads % 2 == 0:
+            break
+    else:
+        raise ValueError(
+            f"--dim {dim} does not make an even number of at least {_MIN_HEADS} heads: "
+            f"needs a multiple of {2 * _HEAD_DIMS[-1]}, at least {_MIN_HEADS * _HEAD_DIMS[-1]}"
+        )
+    kv_heads = heads // 2
+    if kv_heads % ranks != 0:
+        raise ValueError(
+            f"--dim {dim} makes {heads} heads with {kv_heads} key/value heads, which {ranks} ranks "
+            f"do not divide: use --dim {2 * ranks * head_dim} or another multiple of it, or other "
+            "--ranks"
+        )
+    unit = _HIDDEN_UNIT * ranks
+    hidden = -(-8 * dim // (3 * unit)) * unit
+    return ModelConfig(dim, layers, heads, kv_heads, hidden)
+
+
+def _ranks(given: int | None, environment: Mapping[str, str]) -> int:
+    if "WORLD_SIZE" not in environment:
+        return given or 2
+    started = int(environment["WORLD_SIZE"])
+    if given not in (None, started):
+        raise ValueError(f"--ranks {given}, but WORLD_SIZE={started} ranks were started")
+    return started
+
+
+def check(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Options:
+    """Returns checked options; raises `ValueError` saying what was given and what is needed."""
+    ranks = _ranks(arguments.ranks, os.environ if environment is None else environment)
+    seq = arguments.seq
+    if seq % ranks != 0:
+        raise ValueError(
+            f"--seq {seq} does not split over {ranks} ranks: use a multiple of {ranks}"
+        )
+    text, name = read_text(arguments.text)
+    if len(text) <= seq:
+        raise ValueError(f"{name} has {len(text)} bytes: --seq {seq} needs at least {seq + 1}")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    return Options(
+        ranks=ranks,
+        steps=arguments.steps,
+        text=arguments.text,
+        seq=seq,
+        batch=arguments.batch,
+        dtype=_DTYPES[arguments.dtype],
+        seed=arguments.seed,
+        json=arguments.json,
+        rendezvous=arguments.rendezvous,
+        model=_model_config(arguments.dim, arguments.layers, ranks),
+    )

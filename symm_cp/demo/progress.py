@@ -1,0 +1,42 @@
+"""A progress bar on stderr; plain lines, and few of them, where that is no terminal."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from typing import TextIO
+
+_BAR = 24
+_PLAIN_LINES = 10
+
+
+class Progress:
+    """Shows how many of `total` units are done."""
+
+    def __init__(self, total: int, out: TextIO | None = None) -> None:
+        self._out = sys.stderr if out is None else out
+        self._total = total
+        self._done = 0
+        self._shown = -1
+        self._terminal = self._out.isatty()
+
+    def advance(self, text: str) -> None:
+        """Counts one more unit as done, and shows what is going on."""
+        self._done += 1
+        if self._terminal:
+            filled = _BAR * self._done // self._total
+            line = f"[{'#' * filled}{'.' * (_BAR - filled)}] {self._done}/{self._total} {text}"
+            width = shutil.get_terminal_size().columns - 1
+            self._write(f"\r\x1b[K{line[:width]}")
+        elif (tenth := _PLAIN_LINES * self._done // self._total) > self._shown:
+            self._shown = tenth
+            self._write(f"{self._done}/{self._total} {text}\n")
+
+    def close(self) -> None:
+        """Removes the bar."""
+        if self._terminal:
+            self._write("\r\x1b[K")
+
+    def _write(self, text: str) -> None:
+        self._out.write(text)
+        self._out.flush()

@@ -1,0 +1,151 @@
+"""What each rank does: trains the variants on the same batches and measures their steps."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from symm_cp.demo import variants
+from symm_cp.demo.data import batches, read_text
+from symm_cp.demo.model import VOCABULARY, Rotation, Transformer, rotation
+from symm_cp.demo.options import Options
+from symm_cp.demo.progress import Progress
+from symm_cp.demo.report import Result, show
+from symm_cp.demo.variants import Variant
+
+_LEARNING_RATE = 2e-3
+_TIMEOUT = datetime.timedelta(minutes=5)  # longer than a step of any size that is no mistake
+
+
+@dataclass
+class Trainer:
+    """A variant on its way: its optimizer, losses and seconds of each step."""
+
+    variant: Variant
+    positions: Rotation
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        parameters = self.variant.model.parameters()
+        self._optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9)
+
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> None:
+        """Trains on one batch, (S, B), of which this is one of `parts` equal parts by sequence."""
+        start = time.perf_counter()
+        logits = self.variant.model(inputs, self.positions)
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1)) / parts
+        loss.backward()
+        self.variant.sum_gradients()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.seconds.append(time.perf_counter() - start)
+        self.losses.append(loss.item())
+
+
+class Run:
+    """The whole demo on one rank."""
+
+    def __init__(self, options: Options, group: dist.ProcessGroup) -> None:
+        self.options = options
+        self.group = group
+        self.rank = group.rank()
+        config = options.model
+        text, self.text_name = read_text(options.text)
+        self.text_bytes = len(text)
+        self.batches = batches(text, options.steps, options.seq, options.batch, options.seed)
+        torch.manual_seed(options.seed)
+        self.model = Transformer(config).to(options.dtype)
+        self.positions = rotation(options.seq, config.head_dim, options.dtype)
+        self.progress = Progress(4 * options.steps) if self.rank == 0 else None
+
+    def result(self) -> Result:
+        """Trains everything; the result is the same on all ranks."""
+        dense = self.train_dense()
+        spread = self.train_spread()
+        if self.progress is not None:
+            self.progress.close()
+        return Result(
+            options=self.options,
+            text=f"{self.text_bytes / 1e6:.1f} MB of {self.text_name}",
+            parameters=sum(p.numel() for p in self.model.parameters()),
+            losses={t.variant.name: self.total(t.losses).tolist() for t in (dense, *spread)},
+            seconds={t.variant.name: self.slowest(t.seconds).tolist() for t in (dense, *spread)},
+        )
+
+    def train_dense(self) -> Trainer:
+        """Trains on rank 0; after each step the others, which sleep meanwhile, hear of it."""
+        trainer = Trainer(variants.dense(self.model), self.positions)
+        for batch in self.batches:
+            if self.rank == 0:
+                trainer.step(batch[:-1], batch[1:], 1)
+            else:
+                trainer.losses.append(0.0)
+                trainer.seconds.append(0.0)
+            self.advance(trainer)
+            dist.barrier(self.group)
+        return trainer
+
+    def train_spread(self) -> list[Trainer]:
+        """Trains the other variants, a step of each in turn, so that all meet the same machine."""
+        made = (
+            variants.unfused(self.model, self.group),
+            variants.fused(self.model, self.group),
+            variants.compute_alone(self.model, self.group),
+        )
+        trainers = [Trainer(variant, self.positions) for variant in made]
+        for index, batch in enumerate(self.batches):
+            inputs, targets = self.own_part(batch[:-1]), self.own_part(batch[1:])
+            first = index % len(trainers)
+            for trainer in (*trainers[first:], *trainers[:first]):
+                dist.barrier(self.group)
+                trainer.step(inputs, targets, self.group.size())
+                self.advance(trainer)
+        return trainers
+
+    def own_part(self, batch: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the sequence."""
+        return batch.chunk(self.group.size())[self.rank]
+
+    def total(self, losses: list[float]) -> torch.Tensor:
+        """The sum over the ranks: each one's is its part of the mean."""
+        total = torch.tensor(losses, dtype=torch.float64)
+        dist.all_reduce(total, group=self.group)
+        return total
+
+    def slowest(self, seconds: list[float]) -> torch.Tensor:
+        """The time of the slowest rank, for each step."""
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+        return slowest
+
+    def advance(self, trainer: Trainer) -> None:
+        """Shows that a step is done."""
+        if self.progress is not None:
+            step = f"step {len(trainer.losses)}/{self.options.steps}"
+            self.progress.advance(f"{trainer.variant.name}: {step}, {trainer.seconds[-1]:.2f} s")
+
+
+def run_rank(options: Options) -> int:
+    """Runs the demo as one rank of the processes that are started; returns the exit code."""
+    torch.set_num_threads(1)
+    store = options.rendezvous
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store / 'store'}" if store is not None else "env://",
+        rank=int(os.environ["RANK"]),
+        world_size=options.ranks,
+        timeout=_TIMEOUT,
+    )
+    assert dist.group.WORLD is not None
+    result = Run(options, dist.group.WORLD).result()
+    dist.destroy_process_group()
+    if int(os.environ["RANK"]) == 0:
+        show(result)
+    return 0 if result.agree() else 1

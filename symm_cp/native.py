@@ -56,7 +56,8 @@ def find_compiler() -> str:
     raise BuildError(
         "symm_cp needs a C++20 compiler to build its native part; found none of "
         f"{', '.join(names)}. Install one (Debian, Ubuntu: apt install g++; Fedora: "
-        "dnf install gcc-c++; conda: conda install gxx), or set CXX to its path, then run: symm-cp build"
+        "dnf install gcc-c++; conda: conda install gxx), or set CXX to its path, "
+        "then run: symm-cp build"
     )
 
 

@@ -74,7 +74,7 @@ int64_t symm_cp_run(void* workspace, const Command* commands, int count,
   });
 }
 
-// A handle of a plan, for transfer.cpp; `publish` of the `count` commands come before the rest.
+// A handle of a plan, for collectives.cpp; `publish` of the `count` commands come before the rest.
 void* symm_cp_plan(const Command* commands, int count, int publish, const Reference* references,
                    int reference_count, const char* what) {
   auto plan = std::make_shared<Plan>();

@@ -30,7 +30,7 @@ from . import env
 
 _ABI = 1  # symm_cp_abi() of csrc/c_api.cpp
 # The files that include torch's headers; the others compile in a second each.
-_TORCH_SOURCES = {"symmetric_memory.cpp", "transfer.cpp"}
+_TORCH_SOURCES = {"symmetric_memory.cpp", "collectives.cpp"}
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
 
 

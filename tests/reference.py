@@ -149,6 +149,7 @@ def matmul_reduce_scatter(
     magnitude = torch.stack([p.magnitude for p in products]).sum(0) * factor
     value, partials = values.sum(0) * factor, values.abs().sum(0) * factor
     if bias is not None:
+        partials = partials + value.abs()  # the sum may be rounded before the bias is added
         value, magnitude = value + bias.double(), magnitude + bias.double().abs()
     terms = sum(p.terms for p in products) + 2
     return _split(Expected(value, magnitude, terms, partials), world_size, scatter_dim)

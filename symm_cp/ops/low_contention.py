@@ -6,8 +6,6 @@ soon as the call has returned, a symmetric one (which peers read in place) after
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed._functional_collectives as funcol
 
@@ -113,38 +111,14 @@ def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
 
 
-def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.group_name = inputs
-
-
-def _gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    scattered = torch.ops.symm_mem._low_contention_reduce_scatter(grad, "sum", ctx.group_name)
-    return torch.ops._c10d_functional.wait_tensor(scattered), None
-
-
-def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.reduce_op, ctx.group_name = inputs
-
-
-def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    gathered = torch.ops.symm_mem._low_contention_all_gather(grad, ctx.group_name)
-    gathered = torch.ops._c10d_functional.wait_tensor(gathered)
-    if ctx.reduce_op == "avg":
-        gathered = gathered / world_size_of(ctx.group_name)
-    return gathered, None, None
-
-
 def register() -> None:
-    """Adds CPU kernels, gradients, and a fake kernel (torch's averages, which integers lack)."""
+    """Adds CPU kernels, and a fake kernel (torch's averages, which integers lack).
+
+    The gradients are registered by csrc/collectives.cpp.
+    """
     lib.impl(_GATHER, _all_gather_cpu, "CPU")
     lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")
     lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
-    torch.library.register_autograd(
-        f"symm_mem::{_GATHER}", _gather_backward, setup_context=_gather_setup, lib=lib
-    )
-    torch.library.register_autograd(
-        f"symm_mem::{_SCATTER}", _scatter_backward, setup_context=_scatter_setup, lib=lib
-    )
 
 
 def low_contention_all_gather(shard: torch.Tensor, *, group: GroupLike) -> torch.Tensor:

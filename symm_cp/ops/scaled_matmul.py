@@ -348,7 +348,8 @@ def _scaled_matmul_reduce_scatter_cpu(
     )  # fmt: skip
     # The rows of A are the rows of the output, in whatever shape A came: view A as the output is.
     view = A.reshape(*full[:-1], A.shape[-1])
-    scale = A_scale if A_scale.numel() == 1 else A_scale.reshape(*full[:-1], 1)
+    # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
+    scale = A_scale.reshape((1, 1) if A_scale.numel() == 1 else (*full[:-1], 1))
     columns = dim == len(full) - 1
     n = B.shape[1] // W if columns else B.shape[1]
 

@@ -209,7 +209,8 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
     return block->bytes;
   }
 
-  bool has_allocation(void* ptr) override {
+  // Not marked `override`: torch 2.11 has no such method.
+  bool has_allocation(void* ptr) {
     std::lock_guard<std::mutex> lock(registry().mutex);
     return registry().find(ptr) != nullptr;
   }

@@ -171,9 +171,9 @@ def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tens
     op = "get_remote_tensors"
     _check_dense(op, "x", x)
     group = resolve(group_name)
-    if not torch_symm_mem.is_symm_mem_tensor(x):
-        raise ValueError(f"{op}: x is not in symmetric memory: allocate it with symm_mem.empty()")
     handle = torch_symm_mem.rendezvous(x, group.name)
+    if handle is None:
+        raise ValueError(f"{op}: x is not in symmetric memory: allocate it with symm_mem.empty()")
     return [handle.get_remote_tensor(peer, x.shape, x.dtype) for peer in range(group.world_size)]
 
 

@@ -1,0 +1,58 @@
+"""The command `symm-cp`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from symm_cp import __version__
+
+
+def _parser() -> argparse.ArgumentParser:
+    from symm_cp import doctor
+    from symm_cp.demo import options
+
+    parser = argparse.ArgumentParser(
+        prog="symm-cp", description="Symmetric-memory fused compute-collective ops for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"symm_cp {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    demo = commands.add_parser(
+        "demo",
+        help="train a small transformer on real text: in one process, unfused and fused",
+        description="Train a small transformer on real text in one process, with collectives "
+        "between the matmuls, and with collectives fused into them; compare losses and times.",
+    )
+    options.add_arguments(demo)
+    check = commands.add_parser(
+        "doctor", help="tell what works here, and what to do about the rest"
+    )
+    doctor.add_arguments(check)
+    commands.add_parser("build", help="build the native part now rather than at first use")
+    return parser
+
+
+def _build() -> int:
+    from symm_cp import native
+
+    try:
+        print(native.build(verbose=True))
+    except native.BuildError as error:
+        print(f"symm-cp build: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    given = _parser().parse_args(arguments)
+    if given.command == "build":
+        return _build()
+    if given.command == "doctor":
+        from symm_cp import doctor
+
+        return doctor.main(given)
+    from symm_cp.demo import launch
+
+    return launch.main(given)

@@ -1,0 +1,181 @@
+"""`symm-cp doctor`: what is here, what works, and what to do about each thing that does not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import platform
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from symm_cp import __version__, native
+
+_KEYS = ("CPU", "CUDA", "Meta", "Autograd")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: its state is "ok", "missing" (with what to do) or "info"."""
+
+    section: str
+    name: str
+    state: str
+    detail: str
+    advice: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp doctor`."""
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def _versions() -> list[Finding]:
+    rows = {
+        "symm_cp": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
+    }
+    return [Finding("versions", name, "info", detail) for name, detail in rows.items()]
+
+
+def _compiler() -> Finding:
+    try:
+        return Finding("native part", "compiler", "ok", native.find_compiler())
+    except native.BuildError as error:
+        return Finding("native part", "compiler", "missing", "none found", str(error))
+
+
+def _library() -> Finding:
+    try:
+        native.load()
+    except native.BuildError as error:
+        return Finding("native part", "library", "missing", "not built", str(error))
+    return Finding("native part", "library", "ok", str(native.library_path()))
+
+
+def _round_trip() -> None:
+    """Uses symmetric memory on CPU for real, in a group of this one process if there is none."""
+    made = not dist.is_initialized()
+    with tempfile.TemporaryDirectory() as folder:
+        if made:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
+        try:
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            tensor = symm_mem.empty(16, device="cpu").fill_(1.0)
+            symm_mem.rendezvous(tensor, group).barrier()
+            name = group.group_name
+            total = torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name)
+            if not torch.equal(total, torch.ones(16)):
+                raise RuntimeError(f"an all-reduce over one rank gave {total.tolist()}")
+        finally:
+            if made:
+                dist.destroy_process_group()
+
+
+def _cpu() -> Finding:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        advice = "install a build of torch with torch.distributed and gloo"
+        return Finding("backends", "CPU", "missing", "torch has no gloo", advice)
+    try:
+        _round_trip()
+    except RuntimeError as error:
+        advice = "run symm-cp build, then symm-cp doctor again; report the error if it stays"
+        return Finding("backends", "CPU", "missing", str(error).splitlines()[0], advice)
+    return Finding("backends", "CPU", "ok", "symmetric memory in anonymous shared memory")
+
+
+def _cuda() -> list[Finding]:
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        detail = "no device found" if built else "torch is built without CUDA"
+        advice = "check the driver with nvidia-smi" if built else "install a CUDA build of torch"
+        return [Finding("backends", "CUDA", "missing", detail, advice)]
+    count = torch.cuda.device_count()
+    findings = []
+    for device in range(count):
+        about = torch.cuda.get_device_properties(device)
+        peers = [
+            str(peer)
+            for peer in range(count)
+            if peer != device and torch.cuda.can_device_access_peer(device, peer)
+        ]
+        multicast = symm_mem._SymmetricMemory.has_multicast_support(
+            torch._C._autograd.DeviceType.CUDA, device
+        )
+        engines = getattr(about, "async_engine_count", None)
+        detail = (
+            f"{about.name}; reaches {', '.join(peers) or 'no peer'}; "
+            f"{'has' if multicast else 'no'} multicast; "
+            f"copy engines: {engines if engines is not None else 'not told by torch'}"
+        )
+        findings.append(Finding("backends", f"CUDA {device}", "ok", detail))
+    return findings
+
+
+def _nvshmem() -> Finding:
+    if importlib.util.find_spec("nvshmem") is None:
+        advice = "pip install 'symm_cp[nvshmem]' on a machine with NVIDIA GPUs"
+        return Finding("backends", "NVSHMEM", "missing", "nvshmem4py is not installed", advice)
+    return Finding("backends", "NVSHMEM", "ok", "nvshmem4py is installed")
+
+
+def _op_findings() -> list[Finding]:
+    names = sorted(
+        {schema.name for schema in torch._C._jit_get_all_schemas() if "symm_mem::" in schema.name}
+    )
+    findings = []
+    for name in names:
+        kernels = [
+            key for key in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        ]
+        findings.append(
+            Finding("ops", name.removeprefix("symm_mem::"), "info", ", ".join(kernels) or "none")
+        )
+    return findings
+
+
+def examine() -> list[Finding]:
+    """Looks at everything; takes a second, or the time of a build if there was none yet."""
+    return [
+        *_versions(),
+        _compiler(),
+        _library(),
+        _cpu(),
+        *_cuda(),
+        _nvshmem(),
+        *_op_findings(),
+    ]
+
+
+def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None:
+    width = max(len(finding.name) for finding in findings)
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            line(f"\n{section}" + (" (kernels there are)" if section == "ops" else ""))
+        mark = {"ok": "+", "missing": "-", "info": " "}[finding.state]
+        line(f" {mark} {finding.name:<{width}}  {finding.detail}")
+        if finding.advice:
+            advice = " ".join(finding.advice.split())
+            line(f"   {'':<{width}}  -> {advice}")
+
+
+def main(given: argparse.Namespace) -> int:
+    """Prints the findings; returns 1 when the CPU backend does not work, else 0."""
+    findings = examine()
+    if given.json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=1))
+    else:
+        _print(findings)
+    works = any(f.name == "CPU" and f.state == "ok" for f in findings)
+    return 0 if works else 1

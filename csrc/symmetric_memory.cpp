@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "error.h"
+#include "gil.h"
 #include "mapping.h"
 
 namespace symm_cp {
@@ -227,6 +228,7 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
     TORCH_CHECK_VALUE(name.has_value(),
                       "rendezvous: group_name was given neither here nor at the allocation");
     const size_t offset = static_cast<size_t>(static_cast<char*>(ptr) - block->segment.data());
+    const WithoutGil others_may_run;
     try {
       return c10::make_intrusive<CpuSymmetricMemory>(block, mapping_of(*block, *name), offset);
     } catch (const PeerError& error) {

@@ -15,6 +15,8 @@
 #include <cstdint>
 #include <ctime>
 
+#include "gil.h"
+
 namespace symm_cp {
 
 using Word = std::atomic<uint32_t>;
@@ -71,6 +73,7 @@ void wait_until(Word* word, Word* sleepers, int spins, Clock::duration timeout, 
     if (ready(word->load(std::memory_order_acquire))) return;
     cpu_relax();
   }
+  const WithoutGil others_may_run;
   const auto deadline = Clock::now() + timeout;
   constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
   while (true) {

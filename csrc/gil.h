@@ -1,0 +1,32 @@
+// Lets other Python threads run while this one waits.
+//
+// torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held: on
+// CUDA they only enqueue. Here they block, and two threads that wait in two groups, in another order
+// on another rank, would wait for each other.
+#pragma once
+
+// Found in the running interpreter, so that no Python headers are needed; null without one.
+extern "C" {
+int PyGILState_Check() __attribute__((weak));
+void* PyEval_SaveThread() __attribute__((weak));
+void PyEval_RestoreThread(void*) __attribute__((weak));
+}
+
+namespace symm_cp {
+
+class WithoutGil {
+ public:
+  WithoutGil() {
+    if (PyGILState_Check != nullptr && PyGILState_Check() == 1) state_ = PyEval_SaveThread();
+  }
+  ~WithoutGil() {
+    if (state_ != nullptr) PyEval_RestoreThread(state_);
+  }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  void* state_ = nullptr;
+};
+
+}  // namespace symm_cp

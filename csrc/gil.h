@@ -1,8 +1,8 @@
 // Lets other Python threads run while this one waits.
 //
-// torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held: on
-// CUDA they only enqueue. Here they block, and two threads that wait in two groups, in another order
-// on another rank, would wait for each other.
+// torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held:
+// on CUDA they only enqueue. Here they block, and two threads that wait in two groups, in another
+// order on another rank, would wait for each other.
 #pragma once
 
 // Found in the running interpreter, so that no Python headers are needed; null without one.

@@ -213,7 +213,7 @@ Received Peers::receive_parcel(int peer, steady_clock::time_point deadline) {
   message.msg_control = control;
   message.msg_controllen = sizeof(control);
   const ssize_t bytes = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
-  if (bytes <= 0) throw PeerError(who + " left");
+  if (bytes <= 0) throw PeerError(who + (dead(peer) ? " died" : " left or gave up"));
   received.words.resize(static_cast<size_t>(bytes) / sizeof(int64_t));
   for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
        header = CMSG_NXTHDR(&message, header)) {
@@ -235,7 +235,11 @@ std::vector<Received> Peers::exchange(const Parcel& parcel) {
     for (int peer = 0; peer < world_size_; ++peer)
       if (peer != rank_) all[peer] = receive_parcel(peer, deadline);
   } catch (...) {
-    broken_ = true;  // parcels of this exchange may still arrive: the next one would read them
+    // Parcels of this exchange may still arrive, and the next one would take them for its own. A
+    // peer that comes late finds the socket shut, and makes a new mesh with the others.
+    broken_ = true;
+    for (const Peer& peer : peers_)
+      if (peer.socket.valid()) shutdown(peer.socket.get(), SHUT_RDWR);
     throw;
   }
   return all;

@@ -5,7 +5,9 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <utility>
 
 #include "error.h"
@@ -20,6 +22,23 @@ namespace {
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
+
+// Memory that can be had without a process being killed for it, by the system's account and by that
+// of the container (control groups, version 2).
+size_t available_memory() {
+  size_t available = SIZE_MAX;
+  std::ifstream meminfo("/proc/meminfo");
+  std::string name, unit;
+  size_t value = 0;
+  while (meminfo >> name >> value >> unit)
+    if (name == "MemAvailable:") available = value * 1024;
+  size_t limit = 0, used = 0;
+  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit &&
+      std::ifstream("/sys/fs/cgroup/memory.current") >> used && limit > used)
+    available = std::min(available, limit - used);
+  return available;
+}
+
 }  // namespace
 
 int Descriptor::release() { return std::exchange(fd_, -1); }
@@ -46,6 +65,11 @@ Segment Segment::create(size_t size, const std::string& label) {
   segment.size_ = round_to_pages(size);
   segment.fd_ = Descriptor(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const std::string what = "shared memory of " + std::to_string(segment.size_) + " bytes";
+  // Small ones are not worth reading files for.
+  if (segment.size_ >= kHugePage && segment.size_ > available_memory()) {
+    errno = ENOMEM;
+    throw SystemError("cannot take " + what);
+  }
   if (!segment.fd_.valid()) throw SystemError("cannot create " + what);
   if (ftruncate(segment.fd(), static_cast<off_t>(segment.size_)) != 0)
     throw SystemError("cannot reserve " + what);

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -48,11 +49,12 @@ def source_dir() -> Path:
 
 
 def find_compiler() -> str:
-    """Returns the path of a C++ compiler, or raises `BuildError` saying what to install."""
+    """Returns the command of a C++ compiler, or raises `BuildError` saying what to install."""
     names = [chosen] if (chosen := env.compiler()) else ["c++", "g++", "clang++"]
     for name in names:
-        if path := shutil.which(name):
-            return path
+        program, *options = shlex.split(name)  # as in CXX="ccache g++"
+        if path := shutil.which(program):
+            return shlex.join([path, *options])
     raise BuildError(
         "symm_cp needs a C++20 compiler to build its native part; found none of "
         f"{', '.join(names)}. Install one (Debian, Ubuntu: apt install g++; Fedora: "
@@ -103,7 +105,7 @@ def _run(command: list[str]) -> None:
 
 
 def _compile(target: Path) -> None:
-    compiler = find_compiler()
+    compiler = shlex.split(find_compiler())
     # Not named after the process: a killed build leaves its folder, and containers repeat numbers.
     scratch = Path(tempfile.mkdtemp(prefix="tmp", dir=target.parent))
     try:
@@ -117,7 +119,7 @@ def _compile(target: Path) -> None:
             # Those files hold no arithmetic: -O1 halves its time.
             extra = [*includes, abi, "-O1"] if source.name in _TORCH_SOURCES else []
             out = scratch / f"{source.stem}.o"
-            jobs.append([compiler, *_FLAGS, *extra, "-c", str(source), "-o", str(out)])
+            jobs.append([*compiler, *_FLAGS, *extra, "-c", str(source), "-o", str(out)])
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(_run, jobs))
         libraries = [
@@ -128,7 +130,7 @@ def _compile(target: Path) -> None:
         libraries += ["-ltorch_cpu", "-lc10", "-pthread"]
         objects = [job[-1] for job in jobs]
         library = scratch / target.name
-        _run([compiler, "-shared", *objects, "-o", str(library), *libraries])
+        _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
         library.replace(target)  # atomic: a reader sees the whole library or none
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.memory import Group, GroupLike, group_name
 from symm_cp.ops.common import (
     Sum,
     check_dim,
@@ -40,6 +40,9 @@ lib.define(
     "int scatter_dim, str group_name) -> Tensor"
 )
 
+
+# How many rows are gathered at a time where a matmul cannot do without: bounds the extra memory.
+_BLOCK_ROWS = 1024
 
 # --- fused_all_gather_matmul -----------------------------------------------------------------
 
@@ -91,13 +94,31 @@ def _all_gather_matmul_cpu(
 def _all_gather_matmul_columns(
     A: torch.Tensor, Bs: list[torch.Tensor], group_name: str, what: bytes, return_A: bool
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
-    """Gathers the last dimension, which the matmul sums over: a sum of one product a shard."""
+    """Gathers the last dimension, which the matmul sums over."""
     group = group_of(group_name)
-    k = A.shape[-1]
     A_rows = A.flatten(0, -2)
     outs = [new_result(A, (A_rows.shape[0], B.shape[1])) for B in Bs]
+    shape = (A_rows.shape[0], A.shape[-1] * group.world_size)
+    A_full = new_result(A, shape) if return_A else None
+    if A.dtype.itemsize == 2:
+        _multiply_gathered_blocks(group, A_rows, Bs, outs, A_full, what)
+    else:
+        _add_products_of_shards(group, A_rows, Bs, outs, A_full, what)
+    lead = A.shape[:-1]
+    results = [out.view(*lead, out.shape[1]) for out in outs]
+    return (A_full.view(*lead, shape[1]) if A_full is not None else None), results
+
+
+def _add_products_of_shards(
+    group: Group,
+    A_rows: torch.Tensor,
+    Bs: list[torch.Tensor],
+    outs: list[torch.Tensor],
+    A_full: torch.Tensor | None,
+    what: bytes,
+) -> None:
+    k = A_rows.shape[1]
     sums = [Sum(out, group.world_size) for out in outs]
-    A_full = new_result(A, (A_rows.shape[0], k * group.world_size)) if return_A else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         for total, B in zip(sums, Bs, strict=True):
@@ -106,9 +127,28 @@ def _all_gather_matmul_columns(
     cpu.all_gather_and_consume(group, [A_rows], consume, what, gathered=A_full, columns=True)
     for total in sums:
         total.finish()
-    lead = A.shape[:-1]
-    results = [out.view(*lead, out.shape[1]) for out in outs]
-    return (A_full.view(*lead, k * group.world_size) if A_full is not None else None), results
+
+
+def _multiply_gathered_blocks(
+    group: Group,
+    A_rows: torch.Tensor,
+    Bs: list[torch.Tensor],
+    outs: list[torch.Tensor],
+    A_full: torch.Tensor | None,
+    what: bytes,
+) -> None:
+    """For 16-bit types: products of shards would each be rounded, whole rows are rounded once."""
+
+    def combine(shards: list[torch.Tensor]) -> None:
+        for begin in range(0, A_rows.shape[0], _BLOCK_ROWS):
+            rows = slice(begin, begin + _BLOCK_ROWS)
+            block = torch.cat([shard[rows] for shard in shards], 1)
+            if A_full is not None:
+                A_full[rows] = block
+            for out, B in zip(outs, Bs, strict=True):
+                torch.mm(block, B, out=out[rows])
+
+    cpu.all_gather_and_combine(group, A_rows, combine, what)
 
 
 def _all_gather_matmul_fake(
@@ -134,6 +174,7 @@ def _all_gather_matmul_setup(
 ) -> None:
     A, Bs, gather_dim, ctx.group_name = inputs
     ctx.dim = gather_dim % A.dim()
+    ctx.set_materialize_grads(False)  # an unused output costs nothing
     ctx.save_for_backward(A, *Bs)
 
 

@@ -61,6 +61,14 @@ def _check_operands(op: str, A: torch.Tensor, B: torch.Tensor, name: str) -> Non
         raise ValueError(f"{op}: {name} must be a matrix, has shape {list(B.shape)}")
 
 
+def _check_weight_scale(op: str, name: str, scale: torch.Tensor, B: torch.Tensor) -> None:
+    if scale.numel() != 1 and list(scale.shape) != [1, B.shape[1]]:
+        raise ValueError(
+            f"{op}: {name} of shape {list(scale.shape)} does not fit B of shape {list(B.shape)}: "
+            f"needs one number or {[1, B.shape[1]]}"
+        )
+
+
 def scale_mode(A: torch.Tensor, scale: torch.Tensor, dim: int, world_size: int) -> str:
     """Returns "tensor", "sharded" or "replicated"; raises `ValueError` for another shape.
 
@@ -103,6 +111,7 @@ def _check_gather(
                 f"{_GATHER}: B[{index}] of shape {list(B.shape)} needs {inner} rows to follow A of "
                 f"shape {list(A.shape)}"
             )
+        _check_weight_scale(_GATHER, f"B_scales[{index}]", lists["B_scales"][index], B)
     return dim
 
 
@@ -262,6 +271,7 @@ def _check_scatter(
     A: torch.Tensor,
     B: torch.Tensor,
     A_scale: torch.Tensor,
+    B_scale: torch.Tensor,
     reduce_op: str,
     orig_dim: int,
     dim: int,
@@ -276,6 +286,7 @@ def _check_scatter(
             f"{_SCATTER}: B of shape {list(B.shape)} needs {A.shape[-1]} rows to follow A of shape "
             f"{list(A.shape)}"
         )
+    _check_weight_scale(_SCATTER, "B_scale", B_scale, B)
     if A_scale.numel() != 1 and list(A_scale.shape) != [*A.shape[:-1], 1]:
         raise ValueError(
             f"{_SCATTER}: A_scale of shape {list(A_scale.shape)} does not fit A of shape "
@@ -343,7 +354,7 @@ def _scaled_matmul_reduce_scatter_cpu(
     W = group.world_size
     dtype = _dtype(_SCATTER, out_dtype) or A.dtype
     full, dim, _, mean = _check_scatter(
-        A, B, A_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
+        A, B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
         output_shape, W, dtype,
     )  # fmt: skip
     # The rows of A are the rows of the output, in whatever shape A came: view A as the output is.
@@ -406,7 +417,7 @@ def _scaled_matmul_reduce_scatter_fake(
     W = world_size_of(group_name)
     dtype = _dtype(_SCATTER, out_dtype) or A.dtype
     full, dim, _, _ = _check_scatter(
-        A, B, A_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
+        A, B, A_scale, B_scale, reduce_op, orig_scatter_dim, scatter_dim_after_maybe_reshape,
         output_shape, W, dtype,
     )  # fmt: skip
     full[dim] //= W

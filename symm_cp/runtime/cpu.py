@@ -141,6 +141,51 @@ def all_gather_and_consume(
 
 
 @lru_cache(maxsize=512)
+def _combine_program(
+    rank: int, world_size: int, in_place: bool, nbytes: int, strided: bool
+) -> Program:
+    schedule = builders.one_shot_all_reduce(rank, world_size, in_place=in_place)
+    shard = (Extent.even(0, nbytes),)
+    binding: Binding = {
+        "input": shard,
+        "symmetric": shard,
+        "slot": (Extent.even(None, nbytes),),
+    }
+    return lower(schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset())
+
+
+def all_gather_and_combine(
+    group: Group,
+    shard: torch.Tensor,
+    combine: Callable[[list[torch.Tensor]], None],
+    what: bytes,
+) -> None:
+    """Calls `combine(shards of all ranks)` once, when all are there, to be read where they lie.
+
+    For what needs all shards at once. In place as in `all_gather_and_consume`.
+    """
+    in_place = shard.is_contiguous() and is_symmetric(shard, group)
+    nbytes = shard.numel() * shard.element_size()
+    program = _combine_program(
+        group.rank, group.world_size, in_place, nbytes, not shard.is_contiguous()
+    )
+    with group.call("sync", 0 if in_place else nbytes) as (workspace, epoch):
+
+        def view(rank: int) -> torch.Tensor:
+            if rank != group.rank:
+                at = workspace.shard(rank, epoch, what)
+            else:
+                at = shard.data_ptr() if in_place else workspace.slot(epoch)
+            return workspace.view(at, shard.shape, shard.dtype)
+
+        kernels = {
+            "reduce": lambda _: combine([view(rank) for rank in range(group.world_size)]),
+            "input->slot": lambda _: view(group.rank).copy_(shard),
+        }
+        program.run(workspace, epoch, [shard.data_ptr()], what, kernels)
+
+
+@lru_cache(maxsize=512)
 def _produce_program(rank: int, world_size: int, nbytes: int, dtype: int, mean: bool) -> Program:
     schedule = builders.produce_and_reduce_scatter(rank, world_size)
     binding: Binding = {

@@ -86,6 +86,7 @@ class Ranks:
 
     def __init__(self, session_seed: int) -> None:
         self.session_seed = session_seed
+        self._runs = 0
         self._processes: list[_Process] = []
         self._store: dist.TCPStore | None = None
         self._test = ""
@@ -110,11 +111,12 @@ class Ranks:
         if not 1 <= world_size <= SIZE:
             raise ValueError(f"{world_size=} is not in 1 to {SIZE}")
         seed = self._next_seed() if seed is None else seed
+        self._runs += 1
         self.start()
         call = pickle.dumps((function, args, kwargs))
         for process in self._processes[:world_size]:
             process.mark()
-            process.pipe.send_bytes(pickle.dumps((world_size, seed, sys.path, call)))
+            process.pipe.send_bytes(pickle.dumps((world_size, seed, self._runs, sys.path, call)))
         name = f"{function.__module__}.{function.__qualname__}, {world_size} ranks"
         run = self._collect(world_size, timeout)
         if not run.failures and not run.pending():

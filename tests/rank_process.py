@@ -32,6 +32,10 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
+_FIRST_GROUP = 1000
+_GROUPS_OF_A_RUN = 1000
+
+
 def make_groups(rank: int, size: int, port: int) -> dict[int, dist.ProcessGroup]:
     """Returns the groups of ranks 0..W-1 that this rank is in, by W."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
@@ -64,7 +68,10 @@ def describe(error: BaseException) -> str:
 def answer(message: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
     """Runs one call and returns the pickled reply."""
     try:
-        world_size, seed, path, call = pickle.loads(message)
+        world_size, seed, run, path, call = pickle.loads(message)
+        # torch names groups by a counter of the process. A run with fewer ranks that makes groups
+        # would leave the counters apart, and the next groups of all ranks would not find together.
+        dist.distributed_c10d._world.group_count = _FIRST_GROUP + _GROUPS_OF_A_RUN * run
         sys.path[:] = path
         function, args, kwargs = pickle.loads(call)
         random.seed(seed)

@@ -1,0 +1,216 @@
+"""All ops on random shapes, dims, dtypes and strides, against dense references."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import symm_cp
+from tests import reference
+from tests.pool import Ranks
+
+FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+FLOAT8 = torch.float8_e4m3fn
+OPS = torch.ops.symm_mem
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tensor:
+    """The same values as x: contiguous, transposed, with gaps, or in symmetric memory."""
+    if kind == 1 and x.dim() > 1:
+        return x.transpose(0, -1).contiguous().transpose(0, -1)
+    if kind == 2 and x.dim() > 0:
+        gaps = torch.zeros(*x.shape[:-1], x.shape[-1] * 2, dtype=x.dtype)
+        gaps[..., ::2] = x
+        return gaps[..., ::2]
+    if kind == 3 and x.numel() > 0:
+        # At another place in the block on each rank.
+        block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device="cpu")
+        symm_mem.rendezvous(block, group)
+        return block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
+    return x
+
+
+def random_shape(dims: int, sizes: list[int], last: list[int]) -> list[int]:
+    shape = [random.choice(sizes) for _ in range(dims - 1)] + [random.choice(last)]
+    if random.random() < 0.06:
+        shape[random.randrange(dims)] = 0
+    return shape
+
+
+def gathers(group: dist.ProcessGroup, index: int) -> None:
+    W, rank = group.size(), group.rank()
+    dtype, dims = random.choice(FLOATING), random.choice([2, 3, 4])
+    dim = random.randrange(-dims, dims)
+    shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
+    K = shape[-1] * (W if dim % dims == dims - 1 else 1)
+    weights = [torch.randn(K, random.choice([1, 3, 8, 17])).to(dtype) for _ in range(index % 4)]
+    shards = [torch.randn(shape).to(dtype) for _ in range(W)]
+    kind = random.randrange(4)
+    full, expected = reference.all_gather_matmul(shards, weights, dim)
+    shard = laid_out(shards[rank], group, kind)
+    given = [laid_out(b, group, random.randrange(3) if kind != 3 else 0) for b in weights]
+    gathered, outputs = symm_cp.all_gather_matmul(
+        shard, given, gather_dim=dim, group=group, return_gathered=True
+    )
+    assert torch.equal(gathered, full)
+    again = symm_cp.all_gather_matmul(shard, given, gather_dim=dim, group=group)
+    for output, repeated, exact in zip(outputs, again, expected, strict=True):
+        exact.check(output)
+        assert torch.equal(output, repeated)
+
+
+def scatters(group: dist.ProcessGroup, index: int) -> None:
+    W, rank = group.size(), group.rank()
+    dtype, dims = random.choice(FLOATING), random.choice([2, 3, 4])
+    dim = random.randrange(-dims, dims)
+    shape = random_shape(dims, [1, 2, 3, 5, 8], [1, 4, 7, 16, 33])
+    N = random.choice([1, 3, 8, 17])
+    if dim % dims == dims - 1:
+        N *= W
+    else:
+        shape[dim] *= W
+    a = [torch.randn(shape).to(dtype) for _ in range(W)]
+    b = [torch.randn(shape[-1], N).to(dtype) for _ in range(W)]
+    reduce_op = random.choice(["sum", "avg"])
+    expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op)[rank]
+    given = laid_out(a[rank], group, random.randrange(3))
+    output = symm_cp.matmul_reduce_scatter(
+        given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
+    )
+    assert output.is_contiguous()
+    expected.check(output)
+
+
+def scaled_gathers(group: dist.ProcessGroup, index: int) -> None:
+    W, rank = group.size(), group.rank()
+    dims = random.choice([2, 3])
+    dim = random.randrange(-dims, dims)
+    columns = dim % dims == dims - 1
+    shape = random_shape(dims, [1, 2, 3, 5, 8], [16, 32, 48])
+    shape[-1] = shape[-1] or 16
+    mode = ["tensor", "replicated", "sharded"][index % (2 if columns else 3)]
+    dtype = random.choice([torch.bfloat16, torch.float32])
+    shards = [torch.randn(shape).to(FLOAT8) for _ in range(W)]
+    K, N = shape[-1] * (W if columns else 1), random.choice([16, 32])
+    weight = torch.randn(N, K).to(FLOAT8).t()
+    weight_scale = torch.rand(()) + 0.5 if mode == "tensor" else torch.rand(1, N) + 0.5
+    bias = torch.randn(N).to(dtype) if index % 2 else None
+    full = torch.cat(shards, dim)
+    scales: Any = torch.rand(()) + 0.5
+    if mode == "replicated":
+        scales = torch.rand(*full.shape[:-1], 1) + 0.5
+    elif mode == "sharded":
+        scales = [torch.rand(*shape[:-1], 1) + 0.5 for _ in range(W)]
+    own_scale = scales[rank] if mode == "sharded" else scales
+    _, expected = reference.scaled_all_gather_matmul(
+        shards, scales, [weight], [weight_scale], dim, [bias]
+    )
+    gathered, output = symm_cp.scaled_all_gather_matmul(
+        shards[rank], weight, own_scale, weight_scale,
+        gather_dim=dim, group=group, bias=bias, out_dtype=dtype,
+    )  # fmt: skip
+    assert torch.equal(gathered.view(torch.uint8), full.view(torch.uint8))
+    assert output.dtype == dtype
+    expected[0].check(output)
+
+
+def scaled_scatters(group: dist.ProcessGroup, index: int) -> None:
+    W, rank = group.size(), group.rank()
+    dims = random.choice([2, 3])
+    dim = random.randrange(-dims, dims)
+    shape = random_shape(dims, [1, 2, 3, 5, 8], [16, 32, 48])
+    shape[-1] = shape[-1] or 16
+    N = random.choice([16, 32])
+    if dim % dims == dims - 1:
+        N *= W
+    else:
+        shape[dim] *= W
+    by_row = bool(index % 2)
+    dtype = random.choice([torch.bfloat16, torch.float32])
+    a = [torch.randn(shape).to(FLOAT8) for _ in range(W)]
+    b = [torch.randn(N, shape[-1]).to(FLOAT8).t() for _ in range(W)]
+    a_scale = [torch.rand(*shape[:-1], 1) + 0.5 if by_row else torch.rand(()) + 0.5 for _ in a]
+    b_scale = [torch.rand(1, N) + 0.5 if by_row else torch.rand(()) + 0.5 for _ in b]
+    bias = torch.randn(N).to(dtype) if random.random() < 0.5 else None
+    reduce_op = random.choice(["sum", "avg"])
+    expected = reference.scaled_matmul_reduce_scatter(a, a_scale, b, b_scale, dim, reduce_op, bias)
+    output = symm_cp.scaled_matmul_reduce_scatter(
+        a[rank], b[rank], a_scale[rank], b_scale[rank],
+        scatter_dim=dim, reduce_op=reduce_op, group=group, bias=bias, out_dtype=dtype,
+    )  # fmt: skip
+    assert output.dtype == dtype
+    expected[rank].check(output)
+
+
+def check_sum(actual: torch.Tensor, exact: reference.Expected) -> None:
+    """Integers wrap, as they do in torch."""
+    if actual.dtype.is_floating_point:
+        exact.check(actual)
+    else:
+        assert torch.equal(actual, exact.value.to(torch.int64).to(actual.dtype))
+
+
+def collectives(group: dist.ProcessGroup, index: int) -> None:
+    W, rank, name = group.size(), group.rank(), group.group_name
+    dtype = random.choice([*FLOATING, torch.int64, torch.int32, torch.uint8])
+    shape = [random.choice([1, 2, 3, 64, 1000])] + [random.choice([1, 3, 8])] * random.randrange(3)
+    kind = random.randrange(4)
+
+    def numbers(size: list[int]) -> torch.Tensor:
+        if dtype.is_floating_point:
+            return torch.randn(size).to(dtype)
+        return torch.randint(0, 20, size).to(dtype)
+
+    shards = [numbers(shape) for _ in range(W)]
+    fulls = [numbers([shape[0] * W, *shape[1:]]) for _ in range(W)]
+    shard, full = laid_out(shards[rank], group, kind), laid_out(fulls[rank], group, kind)
+    pending = [OPS._low_contention_all_gather(shard, name) for _ in range(3)]
+    reduce_op = random.choice(["sum", "avg"]) if dtype.is_floating_point else "sum"
+    scattered = OPS._low_contention_reduce_scatter(full, reduce_op, name)
+    small = torch.randn(3, 5)
+    symm_cp.all_gather_matmul(small, small.t().contiguous(), group=group)  # in between
+    if kind != 3:
+        shard.zero_(), full.zero_()  # a plain input may be overwritten at once
+    check_sum(wait(scattered), reference.reduce_scatter(fulls, 0, reduce_op)[rank])
+    for gathered in reversed(pending):
+        assert torch.equal(wait(gathered), torch.cat(shards))
+    given = laid_out(fulls[rank], group, kind)
+    out = torch.empty_like(shards[rank])
+    OPS.reduce_scatter_out(given, name, False, out)
+    check_sum(out, reference.reduce_scatter(fulls, 0)[rank])
+    total = reference.reduce(fulls)
+    check_sum(OPS.one_shot_all_reduce(given, "sum", name), total)
+    if given.is_contiguous():
+        check_sum(OPS.two_shot_all_reduce_(given.clone(), "sum", name), total)
+    OPS.two_shot_all_reduce_(given, "sum", name)
+    check_sum(given, total)
+
+
+def repeat(group: dist.ProcessGroup, case: Callable[..., None], count: int) -> None:
+    for index in range(count):
+        state = random.getstate()
+        try:
+            case(group, index)
+        except Exception as error:
+            raise AssertionError(
+                f"{case.__name__}, case {index}, {hash(state)}: {error}"
+            ) from error
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("case", "count"),
+    [(gathers, 60), (scatters, 60), (scaled_gathers, 30), (scaled_scatters, 30), (collectives, 40)],
+)
+def test_random(ranks: Ranks, world_size: int, case: Callable[..., None], count: int) -> None:
+    ranks.run(world_size, repeat, case, count)

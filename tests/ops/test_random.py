@@ -27,7 +27,7 @@ def wait(tensor: torch.Tensor) -> torch.Tensor:
 def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tensor:
     """The same values as x: contiguous, transposed, with gaps, or in symmetric memory."""
     if kind == 1 and x.dim() > 1:
-        return x.transpose(0, -1).contiguous().transpose(0, -1)
+        return x.transpose(0, -1).clone(memory_format=torch.contiguous_format).transpose(0, -1)
     if kind == 2 and x.dim() > 0:
         gaps = torch.zeros(*x.shape[:-1], x.shape[-1] * 2, dtype=x.dtype)
         gaps[..., ::2] = x
@@ -37,7 +37,7 @@ def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tens
         block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device="cpu")
         symm_mem.rendezvous(block, group)
         return block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
-    return x
+    return x.clone()
 
 
 def random_shape(dims: int, sizes: list[int], last: list[int]) -> list[int]:

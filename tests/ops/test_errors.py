@@ -1,0 +1,192 @@
+"""What the ops refuse, what they say, and that they work right after; and ranks that fail."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+import symm_cp
+from symm_cp import memory
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+FLOAT8 = torch.float8_e4m3fn
+
+
+def works(group: dist.ProcessGroup) -> None:
+    """A good call, of a size that other ones did not have."""
+    x = torch.randn(7, 5) + group.rank()
+    w = torch.randn(5, 3)
+    full = [torch.empty_like(x) for _ in range(group.size())]
+    dist.all_gather(full, x, group=group)
+    torch.testing.assert_close(symm_cp.all_gather_matmul(x, w, group=group), torch.cat(full) @ w)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+    ones = torch.ones
+    f8 = ones(4, 16).to(FLOAT8)
+    w8 = ones(16, 16).to(FLOAT8).t()
+    one = torch.tensor(1.0)
+
+    def gather(a: torch.Tensor, b: torch.Tensor, dim: int = 0) -> object:
+        return OPS.fused_all_gather_matmul(a, [b], dim, name)
+
+    def scatter(a: torch.Tensor, b: torch.Tensor, op: str = "sum", dim: int = 0) -> object:
+        return OPS.fused_matmul_reduce_scatter(a, b, op, dim, name)
+
+    def scaled(scale: torch.Tensor, b_scale: torch.Tensor, biases: list[None]) -> object:
+        return OPS.fused_all_gather_scaled_matmul(
+            f8, [w8], scale, [b_scale], 0, name, biases, [None], [torch.float32], [False]
+        )
+
+    def scaled_scatter(shape: list[int], scale: torch.Tensor, b_scale: torch.Tensor) -> object:
+        return OPS.fused_scaled_matmul_reduce_scatter(
+            f8, w8, scale, b_scale, "sum", 0, 0, name, shape, None, None, torch.float32
+        )
+
+    cases = [
+        (ValueError, r"fused_all_gather_matmul: gather_dim=2 is out of range for a 2-D",
+         lambda: gather(ones(2, 3), ones(3, 2), 2)),
+        (ValueError, r"gather_dim=-3 is out of range", lambda: gather(ones(2, 3), ones(3, 2), -3)),
+        (ValueError, r"A must have at least 2 dimensions, has shape \[3\]",
+         lambda: gather(ones(3), ones(3, 2))),
+        (ValueError, r"B\[0\] must be a matrix, has shape \[1, 3, 2\]",
+         lambda: gather(ones(2, 3), ones(1, 3, 2))),
+        (ValueError, r"B\[0\] of shape \[4, 2\] needs 3 rows to follow A of shape \[2, 3\]",
+         lambda: gather(ones(2, 3), ones(4, 2))),
+        (ValueError, r"B\[0\] of shape \[3, 2\] needs 6 rows",
+         lambda: gather(ones(2, 3), ones(3, 2), 1)),
+        (TypeError, r"B\[0\] is torch.float64 and A is torch.float32",
+         lambda: gather(ones(2, 3), ones(3, 2).double())),
+        (ValueError, r"no process group named 'nobody'",
+         lambda: OPS.fused_all_gather_matmul(ones(2, 3), [ones(3, 2)], 0, "nobody")),
+        (ValueError, r"fused_matmul_reduce_scatter: reduce_op='max' must be 'sum' or 'avg'",
+         lambda: scatter(ones(2, 3), ones(3, 2), "max")),
+        (ValueError, r"dimension scatter_dim=0 has length 3, which 2 ranks do not divide",
+         lambda: scatter(ones(3, 3), ones(3, 2))),
+        (ValueError, r"scatter_dim=1 has length 5", lambda: scatter(ones(2, 3), ones(3, 5), dim=1)),
+        (ValueError, r"scatter_dim=-3 is out of range",
+         lambda: scatter(ones(2, 3), ones(3, 2), dim=-3)),
+        (ValueError, r"A_scale of shape \[3, 1\] fits no mode for A of shape \[4, 16\]",
+         lambda: scaled(ones(3, 1), one, [None])),
+        (ValueError, r"B_scales\[0\] of shape \[1, 3\] does not fit",
+         lambda: scaled(one, ones(1, 3), [None])),
+        (ValueError, r"0 biases for 1 Bs", lambda: scaled(one, one, [])),
+        (ValueError, r"output_shape=\[3, 16\] does not hold a product of shape \[4, 16\]",
+         lambda: scaled_scatter([3, 16], one, one)),
+        (ValueError, r"A_scale of shape \[2, 1\] does not fit A",
+         lambda: scaled_scatter([4, 16], ones(2, 1), one)),
+        (ValueError, r"_low_contention_all_gather: tensor must have at least 1 dimension",
+         lambda: OPS._low_contention_all_gather(one, name)),
+        (ValueError, r"dimension dim=0 has length 3, which 2 ranks do not divide",
+         lambda: OPS._low_contention_reduce_scatter(ones(3), "sum", name)),
+        (TypeError, r"reduce_op='avg' of torch.int32 is not defined",
+         lambda: OPS._low_contention_reduce_scatter(ones(4).int(), "avg", name)),
+        (TypeError, r"cannot reduce torch.float8_e4m3fn",
+         lambda: OPS._low_contention_reduce_scatter(f8, "sum", name)),
+        (ValueError, r"output is torch.float32 \[3\], needs torch.float32 \[2\]",
+         lambda: OPS.reduce_scatter_out(ones(4), name, False, ones(3))),
+        (ValueError, r"out is torch.float32 \[3\], needs torch.float32 \[4\]",
+         lambda: OPS.one_shot_all_reduce_out(ones(4), "sum", name, ones(3))),
+        (ValueError, r"x is not in symmetric memory",
+         lambda: OPS.get_remote_tensors(ones(4), name)),
+        (TypeError, r"group must be a ProcessGroup", lambda: symm_cp.reserve(3, 1)),
+        (ValueError, r"nbytes=-1 must not be negative", lambda: symm_cp.reserve(group, -1)),
+        (ValueError, r"channel='x' must be one of",
+         lambda: symm_cp.get_workspace(group, 1, channel="x")),
+    ]  # fmt: skip
+    works(group)
+    before = memory.resolve(group).workspace("sync", 0)
+    for error, message, call in cases:
+        with pytest.raises(error, match=message):
+            call()
+    works(group)
+    # Refused before any communication: the workspace is the one from before.
+    assert memory.resolve(group).workspace("sync", 0) is before
+
+
+def test_bad_arguments(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def disagrees(group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    calls = [
+        lambda: symm_cp.all_gather_matmul(torch.ones(2 + rank, 4), torch.ones(4, 2), group=group),
+        lambda: symm_cp.all_gather_matmul(
+            torch.ones(2, 4, dtype=torch.float64 if rank else torch.float32),
+            torch.ones(4, 2, dtype=torch.float64 if rank else torch.float32),
+            group=group,
+        ),
+        lambda: symm_cp.matmul_reduce_scatter(
+            torch.ones(12, 4), torch.ones(4, 2), group=group, reduce_op="avg" if rank else "sum"
+        ),
+        lambda: torch.ops._c10d_functional.wait_tensor(
+            OPS._low_contention_all_gather(torch.ones(2 + rank, 3), group.group_name)
+        ),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"ranks disagree|gave up"):
+            call()
+        works(group)
+        dist.barrier(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_disagree(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, disagrees)
+
+
+def one_fails(group: dist.ProcessGroup, victim: int) -> None:
+    x, w = torch.ones(4, 4), torch.ones(4, 4)
+    works(group)
+    original = torch.mm
+    if group.rank() == victim:
+
+        def broken(*args: object, **kwargs: object) -> torch.Tensor:
+            raise MemoryError("no room for a matrix")
+
+        torch.mm = broken
+    start = time.monotonic()
+    try:
+        with pytest.raises((MemoryError, RuntimeError), match="no room for a matrix"):
+            symm_cp.matmul_reduce_scatter(x, w, group=group)
+    finally:
+        torch.mm = original
+    assert time.monotonic() - start < 2
+    works(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_kernel_that_fails_on_one_rank(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, one_fails, world_size - 1)
+
+
+def in_test_mode(group: dist.ProcessGroup) -> None:
+    W = group.size()
+    a, w = torch.randn(4 * W, 2, 6), torch.randn(6, 4 * W)
+    tall = torch.randn(6 * W, 3)
+
+    def calls(dim: int) -> list[object]:
+        gathered = symm_cp.all_gather_matmul(
+            a, tall if dim == 2 else w, gather_dim=dim, group=group, return_gathered=True
+        )
+        if a.shape[dim] % W != 0 and dim != 2:
+            return [gathered]
+        return [gathered, symm_cp.matmul_reduce_scatter(a, w, scatter_dim=dim, group=group)]
+
+    for dim in range(3):
+        fused = calls(dim)
+        with torch_symm_mem._test_mode():
+            unfused = calls(dim)
+        torch.testing.assert_close(fused, unfused)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_test_mode)

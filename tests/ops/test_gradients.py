@@ -1,0 +1,160 @@
+"""Gradients of the ops against those of the dense computation, on all ranks together."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+SHAPES = [(3, 4), (2, 3, 5), (2, 2, 3, 4)]
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = grad.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def gather_gradients(group: dist.ProcessGroup) -> None:
+    """Each rank's loss is its own: a weight's dense gradient is the sum of those of all ranks."""
+    W, rank = group.size(), group.rank()
+    for shape in SHAPES:
+        for dim in range(-len(shape), len(shape)):
+            full = list(shape)
+            full[dim] *= W
+            A, Bs = rand(*full), [rand(full[-1], 6), rand(full[-1], 3)]
+            probes = [[rand(*full[:-1], 6), rand(*full[:-1], 3)] for _ in range(W)]
+            A_probes = [rand(*full) for _ in range(W)]
+            for use_A, used in itertools.product((False, True), ((0, 1), (0,), (1,), ())):
+                if not use_A and not used:
+                    continue
+                dense_A = A.clone().requires_grad_()
+                dense_Bs = [B.clone().requires_grad_() for B in Bs]
+                loss = sum(
+                    ((dense_A @ dense_Bs[i]) * probes[r][i]).sum() for r in range(W) for i in used
+                ) + sum((dense_A * A_probes[r]).sum() for r in range(W) if use_A)
+                loss.backward()
+                shard = A.chunk(W, dim)[rank].clone().requires_grad_()
+                weights = [B.clone().requires_grad_() for B in Bs]
+                gathered, outputs = symm_cp.all_gather_matmul(
+                    shard, weights, gather_dim=dim, group=group, return_gathered=True
+                )
+                own = sum((outputs[i] * probes[rank][i]).sum() for i in used)
+                if use_A:
+                    own = own + (gathered * A_probes[rank]).sum()
+                own.backward()
+                torch.testing.assert_close(shard.grad, dense_A.grad.chunk(W, dim)[rank])
+                for i, (weight, dense_B) in enumerate(zip(weights, dense_Bs, strict=True)):
+                    if i in used:
+                        torch.testing.assert_close(total(weight.grad, group), dense_B.grad)
+                    else:
+                        assert weight.grad is None
+
+
+@WORLD_SIZES
+def test_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gather_gradients)
+
+
+def scatter_gradients(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    for shape in SHAPES:
+        for dim, reduce_op in itertools.product(range(-len(shape), len(shape)), ("sum", "avg")):
+            size, N = list(shape), 4
+            if dim % len(shape) == len(shape) - 1:
+                N *= W
+            else:
+                size[dim] *= W
+            As = [rand(*size).requires_grad_() for _ in range(W)]
+            Bs = [rand(size[-1], N).requires_grad_() for _ in range(W)]
+            product = sum(A @ B for A, B in zip(As, Bs, strict=True))
+            product = product / (W if reduce_op == "avg" else 1)
+            probe = torch.randn_like(product)
+            (product * probe).sum().backward()
+            for need_a, need_b in ((True, True), (True, False), (False, True)):
+                a = As[rank].detach().clone().requires_grad_(need_a)
+                b = Bs[rank].detach().clone().requires_grad_(need_b)
+                output = symm_cp.matmul_reduce_scatter(
+                    a, b, scatter_dim=dim, reduce_op=reduce_op, group=group
+                )
+                (output * probe.chunk(W, dim)[rank]).sum().backward()
+                for given, exact, needed in ((a, As[rank], need_a), (b, Bs[rank], need_b)):
+                    if needed:
+                        torch.testing.assert_close(given.grad, exact.grad)
+                    else:
+                        assert given.grad is None
+
+
+@WORLD_SIZES
+def test_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, scatter_gradients)
+
+
+def collective_gradients(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    probes = [rand(3 * W, 2) for _ in range(W)]
+    x = rand(3, 2).requires_grad_()
+    (symm_cp.low_contention_all_gather(x, group=group) * probes[rank]).sum().backward()
+    torch.testing.assert_close(x.grad, sum(probes).chunk(W)[rank])
+    for reduce_op in ("sum", "avg"):
+        x = rand(3 * W, 2).requires_grad_()
+        parts = [rand(3, 2) for _ in range(W)]
+        out = symm_cp.low_contention_reduce_scatter(x, reduce_op=reduce_op, group=group)
+        (out * parts[rank]).sum().backward()
+        torch.testing.assert_close(x.grad, torch.cat(parts) / (W if reduce_op == "avg" else 1))
+        y = rand(5).requires_grad_()
+        weights = [rand(5) for _ in range(W)]
+        reduced = torch.ops.symm_mem.one_shot_all_reduce(y, reduce_op, group.group_name)
+        (reduced * weights[rank]).sum().backward()
+        torch.testing.assert_close(y.grad, sum(weights) / (W if reduce_op == "avg" else 1))
+
+
+@WORLD_SIZES
+def test_collectives(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, collective_gradients)
+
+
+def checks_numerically(group: dist.ProcessGroup) -> None:
+    A, B = rand(4, 3).requires_grad_(), rand(3, 2).requires_grad_()
+
+    def both(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        up = symm_cp.all_gather_matmul(a, b, gather_dim=-2, group=group)
+        return symm_cp.matmul_reduce_scatter(up, b.t(), scatter_dim=0, group=group)
+
+    assert torch.autograd.gradcheck(both, (A, B))
+
+
+def test_gradcheck(ranks: Ranks) -> None:
+    ranks.run(1, checks_numerically)
+
+
+def low_precision(group: dist.ProcessGroup) -> None:
+    """In bfloat16 the weight gradient stays close to the dense one, whatever W is."""
+    W, rank = group.size(), group.rank()
+    shards = [torch.randn(64, 32).bfloat16() for _ in range(W)]
+    B, probe = torch.randn(32, 16).bfloat16(), torch.randn(64 * W, 16).bfloat16()
+    shard, weight = shards[rank].clone().requires_grad_(), B.clone().requires_grad_()
+    output = symm_cp.all_gather_matmul(shard, weight, group=group)
+    (output * probe).sum().backward()
+    exact = torch.cat(shards).double().t() @ probe.double()
+    parts = sum(
+        (s.double().t() @ p.double()).abs() for s, p in zip(shards, probe.chunk(W), strict=True)
+    )
+    # One rounding for each shard's product and one of the sum.
+    bound = torch.finfo(torch.bfloat16).eps / 2 * (parts + exact.abs()) * 1.01 + 1e-4
+    assert ((weight.grad.double() - exact).abs() <= bound).all()
+
+
+@WORLD_SIZES
+def test_low_precision(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, low_precision)

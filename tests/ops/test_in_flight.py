@@ -1,0 +1,127 @@
+"""Several ops under way at once: asynchronous ones, two groups, two threads, random mixes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def wait(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def returns_at_once(group: dist.ProcessGroup, elements: int) -> None:
+    name, rank, W = group.group_name, group.rank(), group.size()
+    wait(OPS._low_contention_all_gather(torch.zeros(elements), name))  # makes the workspace
+    dist.barrier(group)
+    if rank == 1:
+        time.sleep(0.5)
+    start = time.monotonic()
+    pending = [
+        OPS._low_contention_all_gather(torch.full((elements,), float(rank + i)), name)
+        for i in range(4)
+    ]
+    assert time.monotonic() - start < 0.25  # rank 1 is not there yet
+    for i, gathered in enumerate(pending):
+        expected = torch.arange(W, dtype=torch.float32).repeat_interleave(elements) + i
+        assert torch.equal(wait(gathered), expected)
+    assert rank == 1 or time.monotonic() - start > 0.25
+
+
+@pytest.mark.parametrize("elements", [10, 100_000])
+def test_low_contention_returns_at_once(ranks: Ranks, elements: int) -> None:
+    ranks.run(2, returns_at_once, elements)
+
+
+def never_waited_for(group: dist.ProcessGroup) -> None:
+    name, W = group.group_name, group.size()
+    for elements in (4, 50_000):
+        for _ in range(5):
+            OPS._low_contention_all_gather(torch.ones(elements), name)
+        gathered = wait(OPS._low_contention_all_gather(torch.ones(elements), name))
+        assert torch.equal(gathered, torch.ones(W * elements))
+
+
+@WORLD_SIZES
+def test_outputs_that_nobody_waits_for(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, never_waited_for)
+
+
+def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:
+    """Random ops of random sizes, all ranks alike; returns a sum of each result."""
+    choose = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed * 100 + group.rank())
+    name, W = group.group_name, group.size()
+    sums, pending = [], []
+    for _ in range(count):
+        m, k, n = (choose.choice([1, 3, 16, 65]) for _ in range(3))
+        x = torch.randn(m * W, k, generator=generator)
+        w = torch.randn(k, n, generator=generator)
+        kind = choose.randrange(6)
+        if kind == 0:
+            result = symm_cp.all_gather_matmul(x, w, group=group)
+        elif kind == 1:
+            result = symm_cp.matmul_reduce_scatter(x, w, group=group)
+        elif kind == 2:
+            pending.append(OPS._low_contention_all_gather(x, name))
+            continue
+        elif kind == 3:
+            pending.append(OPS._low_contention_reduce_scatter(x, "sum", name))
+            continue
+        elif kind == 4:
+            result = OPS.one_shot_all_reduce(x, "sum", name)
+        else:
+            result = OPS.two_shot_all_reduce_(x, "sum", name)
+        sums.append(result.double().sum().item())
+        if pending and choose.random() < 0.5:
+            sums.append(wait(pending.pop(choose.randrange(len(pending)))).double().sum().item())
+    sums += [wait(tensor).double().sum().item() for tensor in pending]
+    return sums
+
+
+def mixes_repeat(group: dist.ProcessGroup, seed: int) -> None:
+    assert mix(group, 150, seed) == mix(group, 150, seed)  # to the last bit
+
+
+@WORLD_SIZES
+def test_mixes_are_deterministic(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, mixes_repeat, random.randrange(1000))
+
+
+def in_two_groups(group: dist.ProcessGroup) -> None:
+    """Ops on overlapping groups in turn, then in two threads that start in another order."""
+    ranks = list(range(group.size()))
+    groups = [dist.new_group(ranks) for _ in range(2)]
+    for seed in range(3):
+        for own in groups:
+            mix(own, 20, seed)
+    expected = [mix(own, 60, 7) for own in groups]
+    results: dict[int, list[float]] = {}
+
+    def use(index: int) -> None:
+        results[index] = mix(groups[index], 60, 7)
+
+    threads = [threading.Thread(target=use, args=(index,)) for index in (0, 1)]
+    for thread in threads if group.rank() == 0 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[0], results[1]] == expected
+    for own in groups:
+        dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_two_groups_and_two_threads(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_two_groups)

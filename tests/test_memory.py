@@ -1,0 +1,114 @@
+"""Workspaces: their size, growth, release and names."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import symm_cp
+from symm_cp import memory
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def footprint() -> tuple[int, int, int]:
+    """Descriptors, mappings of ours, threads."""
+    with open("/proc/self/maps") as maps:
+        ours = sum("symm_cp" in line for line in maps)
+    return len(os.listdir("/proc/self/fd")), ours, len(os.listdir("/proc/self/task"))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "slot", "expected"),
+    [(1, 0, 4096), (2, 1, 3 * 4096), (2, 4096, 3 * 4096), (2, 4097, 5 * 4096), (64, 8, 6 * 4096)],
+)
+def test_the_formula(world_size: int, slot: int, expected: int) -> None:
+    assert memory.workspace_bytes(world_size, slot) == expected
+
+
+def sizes(group: dist.ProcessGroup) -> None:
+    own = dist.new_group(list(range(group.size())))
+    state = memory.resolve(own)
+    assert state.known("sync") is None
+    x, w = torch.ones(100, 64), torch.ones(64, 8)
+    symm_cp.all_gather_matmul(x, w, group=own)
+    first = state.known("sync")
+    assert first is not None
+    assert first.nbytes == memory.workspace_bytes(own.size(), 100 * 64 * 4)
+    symm_cp.all_gather_matmul(x[:10], w, group=own)
+    assert state.known("sync") is first  # a smaller call fits
+    symm_cp.all_gather_matmul(torch.ones(200, 64), w, group=own)
+    assert state.known("sync").nbytes == memory.workspace_bytes(own.size(), 200 * 64 * 4)
+    symm_cp.reserve(own, 1 << 20)
+    reserved = [symm_cp.get_workspace(own, 0, channel=c) for c in memory.CHANNELS]
+    for _ in range(3):
+        symm_cp.all_gather_matmul(torch.ones(4096, 64), w, group=own)
+        symm_cp.low_contention_all_gather(torch.ones(4096, 64), group=own).sum()
+    assert [state.known(c) for c in memory.CHANNELS] == reserved  # nothing had to grow
+    dist.destroy_process_group(own)
+
+
+@WORLD_SIZES
+def test_sizes(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, sizes)
+
+
+def stays_flat(group: dist.ProcessGroup, calls: int) -> None:
+    w = torch.ones(16, 16)
+    for index in range(calls):
+        x = torch.ones(1 + index % 50, 16)
+        symm_cp.all_gather_matmul(x, w, group=group)
+        if index % 10 == 0:
+            symm_cp.low_contention_all_gather(x, group=group).sum()
+        if index == 500:
+            before = footprint()
+    assert footprint() == before
+
+
+def test_10000_calls(ranks: Ranks) -> None:
+    ranks.run(2, stays_flat, 10_000)
+
+
+def goes_with_the_group(group: dist.ProcessGroup) -> None:
+    counts = []
+    for index in range(4):
+        own = dist.new_group(list(range(group.size())))
+        x = torch.full((300, 300), float(index))
+        total = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", own.group_name)
+        assert torch.equal(total, x * group.size())
+        symm_cp.low_contention_all_gather(x, group=own).sum()
+        dist.barrier(group)
+        dist.destroy_process_group(own)
+        del own
+        gc.collect()
+        counts.append(footprint())
+    assert counts[1] == counts[2] == counts[3]
+
+
+@WORLD_SIZES
+def test_released_with_the_group(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, goes_with_the_group)
+
+
+def names(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    workspaces = [symm_cp.get_workspace(g, 8) for g in (group, mesh, group.group_name)]
+    assert workspaces[0] is workspaces[1] is workspaces[2]
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    with pytest.raises(ValueError, match="must have one dimension, this one has 2: pick one"):
+        symm_cp.get_workspace(two, 8)
+    # The rows of the mesh are two groups at once.
+    x = torch.full((2, 2), float(group.rank()))
+    out = symm_cp.all_gather_matmul(x, torch.eye(2), group=two["tp"])
+    row = group.rank() // 2 * 2
+    assert out[:, 0].tolist() == [row, row, row + 1, row + 1]
+
+
+def test_names_of_groups(ranks: Ranks) -> None:
+    ranks.run(4, names)

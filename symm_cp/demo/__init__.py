@@ -1,0 +1,1 @@
+"""The main job of `symm-cp demo`: a transformer trained three ways, compared."""

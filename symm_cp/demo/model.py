@@ -48,7 +48,7 @@ def rotation(length: int, head_dim: int, dtype: torch.dtype) -> Rotation:
 
 
 def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
-    """Rotates the pairs (i, i + E / 2) of x, (B, H, S, E), by angles that grow with the position."""
+    """Rotates the pairs (i, i + E / 2) of x, (B, H, S, E), by angles that grow with position."""
     cos, sin = by
     first, second = x.chunk(2, -1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)

@@ -148,4 +148,5 @@ def run_rank(options: Options) -> int:
     dist.destroy_process_group()
     if int(os.environ["RANK"]) == 0:
         show(result)
+    # Every rank has the same result; 1 also says so to a launcher that is not ours.
     return 0 if result.agree() else 1

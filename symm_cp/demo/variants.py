@@ -20,13 +20,13 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.demo.model import Transformer
 from symm_cp.memory import group_name
+from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 from symm_cp.tensor_parallel import FusedColwiseGroup, FusedRowwiseParallel
 
 _BY_ROWS = ("wq", "wk", "wv", "w1", "w3")
@@ -44,7 +44,7 @@ class Variant:
     all_reduce: Exchange
 
     def replicated(self) -> list[nn.Parameter]:
-        """The parameters outside of blocks' linears: on each rank they see a part of the sequence."""
+        """The parameters outside of blocks' linears: each rank's see a part of the sequence."""
         split = tuple(f".{name}.weight" for name in (*_BY_ROWS, *_BY_COLUMNS))
         return [p for name, p in self.model.named_parameters() if not name.endswith(split)]
 
@@ -86,10 +86,10 @@ def unfused(model: Transformer, group: dist.ProcessGroup) -> Variant:
     """Communication by torch's functional collectives, between the matmuls."""
 
     def gather(shard: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.all_gather_tensor(shard.contiguous(), 0, group))
+        return unfused_all_gather(shard, 0, group.group_name)
 
     def scatter(full: torch.Tensor) -> torch.Tensor:
-        return funcol.wait_tensor(funcol.reduce_scatter_tensor(full.contiguous(), "sum", 0, group))
+        return unfused_reduce_scatter(full, "sum", 0, group.group_name)
 
     def all_reduce(total: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(total, group=group)

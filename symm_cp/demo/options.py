@@ -61,21 +61,17 @@ class Options:
 
 def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     for head_dim in _HEAD_DIMS:
-        heads = dim // head_dim
-        if dim % head_dim == 0 and heads >= _MIN_HEADS and heads % 2 == 0:
+        # Each rank gets whole key/value heads, and each of those serves two query heads.
+        if dim % (2 * ranks * head_dim) == 0 and dim >= _MIN_HEADS * head_dim:
             break
     else:
+        smallest = 2 * ranks * _HEAD_DIMS[-1]
         raise ValueError(
-            f"--dim {dim} does not make an even number of at least {_MIN_HEADS} heads: "
-            f"needs a multiple of {2 * _HEAD_DIMS[-1]}, at least {_MIN_HEADS * _HEAD_DIMS[-1]}"
+            f"--dim {dim} does not split into heads over {ranks} ranks: needs a multiple of "
+            f"{smallest}, at least {max(smallest, _MIN_HEADS * _HEAD_DIMS[-1])}"
         )
+    heads = dim // head_dim
     kv_heads = heads // 2
-    if kv_heads % ranks != 0:
-        raise ValueError(
-            f"--dim {dim} makes {heads} heads with {kv_heads} key/value heads, which {ranks} ranks "
-            f"do not divide: use --dim {2 * ranks * head_dim} or another multiple of it, or other "
-            "--ranks"
-        )
     unit = _HIDDEN_UNIT * ranks
     hidden = -(-8 * dim // (3 * unit)) * unit
     return ModelConfig(dim, layers, heads, kv_heads, hidden)

@@ -36,17 +36,17 @@ class Result:
         unit = torch.finfo(self.options.dtype).eps
         return 50 * unit * max(max(self.losses[DENSE]), 1.0) * self.options.steps
 
-    def worst(self) -> float:
-        """The largest distance of a loss from that of the one process."""
-        return max(
+    def distances(self) -> list[float]:
+        """How far each loss is from that of the one process at the same step."""
+        return [
             abs(loss - exact)
             for name in _TRAINED
             for loss, exact in zip(self.losses[name], self.losses[DENSE], strict=True)
-        )
+        ]
 
     def agree(self) -> bool:
         """Tells whether all losses agree; not-a-numbers never do."""
-        return self.worst() <= self.tolerance()
+        return all(distance <= self.tolerance() for distance in self.distances())
 
     def median_seconds(self, name: str) -> float:
         """The median step, without the first ones."""
@@ -78,7 +78,7 @@ def _lines(result: Result) -> list[str]:
         lines.append(f"{step + 1:<16}{losses}")
     verdict = "agree" if result.agree() else "DIFFER"
     lines += [
-        f"losses {verdict}: at most {result.worst():.1e} apart, allowed are "
+        f"losses {verdict}: at most {max(result.distances()):.1e} apart, allowed are "
         f"{result.tolerance():.1e} ({options.dtype}, {options.steps} steps)",
         "",
         f"{'':<16}{'ranks':>8}{'step':>12}{'speed-up':>12}",

@@ -1,0 +1,126 @@
+"""The main job as a user runs it, on sizes that take seconds; and its verdict on wrong results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from symm_cp.demo import options as demo_options
+from symm_cp.demo.data import batches
+from symm_cp.demo.report import COMPUTE, DENSE, FUSED, UNFUSED, Result
+
+TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
+
+
+def run(*arguments: str, module: str = "symm_cp") -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", module, *arguments],
+        capture_output=True, text=True, timeout=120, check=False, env=env,
+    )  # fmt: skip
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo_options.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_losses_agree(ranks: int, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(256)) * 20)
+    out = tmp_path / "out.json"
+    done = run("demo", *TINY, "--ranks", str(ranks), "--text", str(text), "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    assert "losses agree" in done.stdout
+    report = json.loads(out.read_text())
+    assert report["agree"]
+    assert len(report["losses"]["fused"]) == 3
+    assert report["losses"]["fused"] == pytest.approx(report["losses"]["one process"], abs=1e-4)
+    assert report["losses"]["fused"][0] == pytest.approx(5.5, abs=0.3)  # log(256), untrained
+
+
+def test_under_torchrun() -> None:
+    done = run(
+        "--standalone", "--nproc-per-node", "2", "-m", "symm_cp", "demo", *TINY,
+        module="torch.distributed.run",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("losses agree") == 1
+
+
+def result(fused: list[float]) -> Result:
+    exact = [5.5, 5.0]
+    return Result(
+        options=demo_options.check(parsed(), {}),
+        text="",
+        parameters=1,
+        losses={DENSE: exact, UNFUSED: exact, FUSED: fused, COMPUTE: [0.0, 0.0]},
+        seconds={DENSE: [4.0] * 2, UNFUSED: [3.0] * 2, FUSED: [2.25] * 2, COMPUTE: [2.0] * 2},
+    )
+
+
+@pytest.mark.parametrize("fused", [[5.5, 5.01], [5.5, float("nan")], [5.49, 5.0]])
+def test_losses_that_differ_are_noticed(fused: list[float]) -> None:
+    assert not result(fused).agree()
+    assert result([5.5, 5.0]).agree()
+    assert result([5.5, 5.0]).hidden() == pytest.approx(0.75)
+
+
+def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
+    """A kernel whose result is off by a part in a thousand is enough."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import torch\n"
+        "original = torch.mm\n"
+        "def wrong(*args, **kwargs):\n"
+        "    result = original(*args, **kwargs)\n"
+        "    return result.mul_(1.001) if 'out' in kwargs else result\n"
+        "torch.mm = wrong\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "symm_cp", "demo", *TINY],
+        capture_output=True, text=True, timeout=120, check=False, env=env,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "losses DIFFER" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--seq", "49"], "--seq 49 does not split over 2 ranks"),
+        (
+            ["--ranks", "3", "--seq", "48"],
+            "--dim 512 does not split into heads over 3 ranks: needs a multiple of 48",
+        ),
+        (
+            ["--dim", "24"],
+            "--dim 24 does not split into heads over 2 ranks: needs a multiple of 32",
+        ),
+        (["--text", "/nowhere/at/all"], "--text /nowhere/at/all: cannot be read"),
+        (["--json", "/nowhere/at/all"], "there is no folder /nowhere/at"),
+        (["--steps", "0"], "must be a whole number of at least 1"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: list[str], message: str) -> None:
+    done = run("demo", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_batches_are_windows_of_the_text() -> None:
+    text = torch.arange(100, dtype=torch.uint8)
+    made = batches(text, steps=3, seq=5, batch=4, seed=1)
+    assert made.shape == (3, 6, 4)
+    assert torch.equal(made[:, 1:], made[:, :-1] + 1)
+    assert torch.equal(made, batches(text, steps=3, seq=5, batch=4, seed=1))

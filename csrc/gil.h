@@ -19,7 +19,8 @@ class WithoutGil {
   WithoutGil() {
     if (PyGILState_Check != nullptr && PyGILState_Check() == 1) state_ = PyEval_SaveThread();
   }
-  ~WithoutGil() {
+  // In an interpreter that ends meanwhile, taking the lock ends the thread by unwinding its stack.
+  ~WithoutGil() noexcept(false) {
     if (state_ != nullptr) PyEval_RestoreThread(state_);
   }
   WithoutGil(const WithoutGil&) = delete;

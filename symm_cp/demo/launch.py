@@ -28,7 +28,12 @@ def main(given: argparse.Namespace) -> int:
     if "RANK" in os.environ:
         from symm_cp.demo.train import run_rank
 
-        return run_rank(options)
+        code = run_rank(options)
+        # Not by way of the interpreter's end: threads of gloo that still hold tensors then abort
+        # the process now and again.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     with tempfile.TemporaryDirectory(prefix="symm-cp-demo-") as folder:
         return _run_ranks(options.ranks, Path(folder))
 

@@ -31,6 +31,10 @@ def _gather_case(group: dist.ProcessGroup, nbytes: int) -> Case:
     def fused(tensor: torch.Tensor) -> torch.Tensor:
         return wait(ops._low_contention_all_gather.default(tensor, name))
 
+    def in_inference_mode() -> torch.Tensor:
+        with torch.inference_mode():
+            return fused(shared)
+
     def check() -> None:
         dist.all_gather_into_tensor(full, shard, group=group)
         assert torch.equal(fused(shared), full) and torch.equal(fused(shard), full)
@@ -40,6 +44,7 @@ def _gather_case(group: dist.ProcessGroup, nbytes: int) -> Case:
         {
             "memcpy": lambda: torch.empty_like(copy).copy_(full),
             "symmetric input": lambda: fused(shared),
+            "the same, inference mode": in_inference_mode,
             "plain input": lambda: fused(shard),
             "gloo": lambda: dist.all_gather_into_tensor(torch.empty_like(copy), shard, group=group),
         },

@@ -81,14 +81,17 @@ void run_collective(int64_t workspace, int64_t plain, int64_t in_place, const at
   }
 }
 
-// Leaves a collective to the copy engine; false when the engine has failed, and nothing was done.
+// Leaves a collective to the copy engine and returns its output, which is complete once it was
+// waited for; nothing when the engine has failed, and nothing was done.
 // When the engine is idle the slot is free: then the caller publishes its input itself, and the
 // peers can begin. Otherwise the input is copied aside and all is left to the engine. Either way a
 // plain input may be overwritten once this has returned.
-bool start_transfer(int64_t workspace, int64_t plain, int64_t in_place, const at::Tensor& given,
-                    const at::Tensor& output, int64_t epoch, bool background) {
+std::optional<at::Tensor> start_transfer(int64_t workspace, int64_t plain, int64_t in_place,
+                                         const at::Tensor& given, at::IntArrayRef shape,
+                                         int64_t epoch, bool background) {
   auto& [channel, lane] = *reinterpret_cast<Workspace*>(workspace);
-  if (lane->failed()) return false;
+  if (lane->failed()) return std::nullopt;
+  at::Tensor output = at::empty(shape, given.options());
   try {
     Call call(*channel, plain, in_place, given);
     const bool idle = lane->idle();
@@ -103,7 +106,7 @@ bool start_transfer(int64_t workspace, int64_t plain, int64_t in_place, const at
     channel->abort(error.what());
     TORCH_CHECK(false, error.what());
   }
-  return true;
+  return output;
 }
 
 using torch::autograd::AutogradContext;
@@ -183,8 +186,8 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_
 
 TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
   m.def(
-      "start_transfer(int workspace, int plain, int in_place, Tensor input, Tensor output, "
-      "int epoch, bool background) -> bool",
+      "start_transfer(int workspace, int plain, int in_place, Tensor input, int[] shape, "
+      "int epoch, bool background) -> Tensor?",
       torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, start_transfer));
   m.def(
       "run_collective(int workspace, int plain, int in_place, Tensor input, Tensor output, "

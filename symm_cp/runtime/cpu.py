@@ -269,23 +269,22 @@ class Collective:
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         """Starts the collective on a copy engine; `wait_tensor` completes the returned output."""
-        output = tensor.new_empty(self.output)
-        begin = torch.ops.symm_cp.start_transfer.default
         with group.lock:
             while True:
                 workspace = self._workspace(group, "async", tensor)
                 try:
-                    if begin(
+                    output = torch.ops.symm_cp.start_transfer.default(
                         workspace.handle,
                         *self._handles,
                         tensor,
-                        output,
+                        self.output,
                         workspace.next_epoch(),
                         self._wake,
-                    ):
-                        return output
+                    )
                 except RuntimeError:
                     group.discard("async", workspace)
                     raise
+                if output is not None:
+                    return output
                 # An earlier transfer failed, here as at the peers: all make a new workspace.
                 group.discard("async", workspace)

@@ -53,10 +53,13 @@ def _measure(case: Case, group: dist.ProcessGroup) -> dict[str, object]:
     names = list(case.variants)
     for name in names:  # warm up: workspaces, packed weights, page faults
         _time(case, case.variants[name], barrier)
-    own = [
-        [_time(case, case.variants[name], barrier) for name in names]
-        for _ in range(case.repetitions)
-    ]
+    own = []
+    for repetition in range(case.repetitions):
+        # Another one goes first each time: what runs before leaves its data in the caches.
+        first = repetition % len(names)
+        order = [*names[first:], *names[:first]]
+        taken = {name: _time(case, case.variants[name], barrier) for name in order}
+        own.append([taken[name] for name in names])
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     limit = times[:, :1]

@@ -20,7 +20,7 @@ from symm_cp.ops.common import (
     real,
     what_is,
 )
-from symm_cp.runtime.cpu import REDUCIBLE, Collective
+from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
 from symm_cp.runtime.program import Binding, Extent, Reduction, lower
 from symm_cp.schedule import builders
 
@@ -54,14 +54,7 @@ def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str) -> Colle
         "output": (Extent.even(1, nbytes),),
     }
     reduction = Reduction(REDUCIBLE[real(input).dtype], mean)
-    plain, in_place = (
-        lower(
-            builders.one_shot_all_reduce(group.rank, group.world_size, in_place=in_place),
-            binding,
-            reduction=reduction,
-        )
-        for in_place in (False, True)
-    )
+    plain, in_place = lower_both(builders.one_shot_all_reduce, group, binding, reduction)
     what = what_is(_ALL_REDUCE, input, detail=reduce_op)
     return Collective(plain, in_place, what, tuple(input.shape), nbytes)
 
@@ -142,14 +135,7 @@ def _plan_scatter_out(group: Group, input: torch.Tensor, split_last_dim: bool) -
         "output": (Extent.even(1, part * rows),),
     }
     reduction = Reduction(REDUCIBLE[real(input).dtype], mean=False)
-    plain, in_place = (
-        lower(
-            builders.reduce_scatter(group.rank, world_size, in_place=in_place),
-            binding,
-            reduction=reduction,
-        )
-        for in_place in (False, True)
-    )
+    plain, in_place = lower_both(builders.reduce_scatter, group, binding, reduction)
     what = what_is(_SCATTER_OUT, input, detail=f"split_last_dim={split_last_dim}")
     return Collective(plain, in_place, what, tuple(shape), nbytes)
 

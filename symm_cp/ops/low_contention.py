@@ -22,8 +22,8 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
-from symm_cp.runtime.cpu import REDUCIBLE, Collective
-from symm_cp.runtime.program import Extent, Reduction, lower
+from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
+from symm_cp.runtime.program import Extent, Reduction
 from symm_cp.schedule import builders
 
 _GATHER = "_low_contention_all_gather"
@@ -41,10 +41,7 @@ def _plan_gather(group: Group, tensor: torch.Tensor) -> Collective:
         "slot": (Extent.even(None, nbytes),),
         "output": (Extent.even(1, nbytes, world_size),),
     }
-    plain, in_place = (
-        lower(builders.all_gather(group.rank, world_size, in_place=in_place), binding)
-        for in_place in (False, True)
-    )
+    plain, in_place = lower_both(builders.all_gather, group, binding)
     shape = (tensor.shape[0] * world_size, *tensor.shape[1:])
     return Collective(plain, in_place, what_is(_GATHER, tensor), shape, nbytes)
 
@@ -69,14 +66,7 @@ def _plan_scatter(group: Group, tensor: torch.Tensor, reduce_op: str) -> Collect
         "output": (Extent.even(1, chunk),),
     }
     reduction = Reduction(REDUCIBLE[real(tensor).dtype], mean)
-    plain, in_place = (
-        lower(
-            builders.reduce_scatter(group.rank, world_size, in_place=in_place),
-            binding,
-            reduction=reduction,
-        )
-        for in_place in (False, True)
-    )
+    plain, in_place = lower_both(builders.reduce_scatter, group, binding, reduction)
     shape = (tensor.shape[0] // world_size, *tensor.shape[1:])
     what = what_is(_SCATTER, tensor, detail=reduce_op)
     return Collective(plain, in_place, what, shape, nbytes)

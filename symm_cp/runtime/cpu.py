@@ -15,6 +15,7 @@ import torch
 from symm_cp.memory import Group, Workspace, is_symmetric
 from symm_cp.runtime.program import Binding, Extent, Program, Reduction, lower
 from symm_cp.schedule import builders
+from symm_cp.schedule.steps import Schedule
 
 # Parts of a shard begin on cache lines, so that scales behind float8 data stay aligned.
 _ALIGN = 64
@@ -221,6 +222,20 @@ def produce_and_reduce_scatter(
                 produce(target, workspace.view(at, out.shape, out.dtype))
 
         program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})
+
+
+def lower_both(
+    builder: Callable[..., Schedule],
+    group: Group,
+    binding: Binding,
+    reduction: Reduction | None = None,
+) -> tuple[Program, Program]:
+    """Lowers what a `Collective` needs: a builder's schedules for a plain input and in place."""
+    plain, in_place = (
+        lower(builder(group.rank, group.world_size, in_place=place), binding, reduction=reduction)
+        for place in (False, True)
+    )
+    return plain, in_place
 
 
 class Collective:

@@ -5,7 +5,7 @@ in the calling thread, `"async"` for those that a copy engine carries out, so th
 in flight at once. The calls of a channel are numbered 1, 2, 3, ... alike on every rank (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
-    4096 * ceil((3 * 64 * W + 2 * 128) / 4096) + 2 * 4096 * ceil(slot / 4096)   bytes a rank
+    4096 * ceil((4 * 64 * W + 2 * 128) / 4096) + 2 * 4096 * ceil(slot / 4096)   bytes a rank
 
 for a slot of `slot` bytes and W ranks: flags (a cache line for each name and writer), records (what
 each of the two calls under way is), then the two slots. The slot is as large as the largest call so
@@ -32,7 +32,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from . import env, native
 
 #: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
-FLAGS = ("ready", "reduced", "done")
+FLAGS = ("ready", "reduced", "taken", "done")
 #: The channels of a group.
 CHANNELS = ("sync", "async")
 

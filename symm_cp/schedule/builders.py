@@ -18,7 +18,10 @@ Flags
     ``"ready"``    what the peer wants to read is written. Signalled once to each peer in each call
                    of every builder, and awaited with no lag.
     ``"reduced"``  two-shot all-reduce: this rank's chunk is reduced, and what it needed of the
-                   peer's memory has been read.
+                   peer's memory has been read. In a gather, consume and reduce-scatter: what came
+                   of the peer's shard is ready for it.
+    ``"taken"``    a rank has read what was computed for it, so that its place may be used again in
+                   the same call.
     ``"done"``     this rank has read the peer's memory. Needed in two cases only. *In place*: the
                    caller may overwrite the symmetric tensor once the call has returned, so the
                    call waits for the done-signals at its end. *One slot*: the next call overwrites
@@ -160,6 +163,72 @@ def produce_and_reduce_scatter(rank: int, world_size: int, *, slots: int = 2) ->
         output if source == rank else Region(source, "slot", rank) for source in range(world_size)
     )
     steps.append(Compute("reduce", rank, partials, (output,)))
+    if slots == 1:
+        steps += _signals(others, "done")
+    return Schedule(name, rank, world_size, {"compute": tuple(steps)}, slots)
+
+
+@_cached
+def consume_and_reduce_scatter(
+    rank: int, world_size: int, *, ring: bool = False, slots: int = 2
+) -> Schedule:
+    """Consume every rank's shard; what comes of it is summed at the rank that the shard is from.
+
+    ``Compute("consume", p, reads=(shard of p,), writes=...)`` runs for each rank p in the order of
+    ``all_gather_and_consume`` and writes a partial sum for rank p: for the own shard into
+    ``"output"``, for a peer's into the own slot. The shard lies in chunk ``"shard"`` of the slot
+    (number W), so that gathering and scattering share a slot.
+
+    Without ``ring`` the slot has one partial sum for each rank (chunk p), and at the end
+    ``Compute("reduce", rank, reads, (output,))`` adds them in rank order. With ``ring`` the slot
+    has two (chunks 0 and 1, used in turn) whatever W is; ``Compute("add", p, (partial, output),
+    (output,))`` adds each as it comes, in the order rank, rank-1, ... Both orders are fixed, so
+    results do not depend on timing.
+
+    Lane ``"compute"``. Source: the backward pass of ring attention (Liu et al., 2023), by way of
+    shared memory.
+    """
+    name = "consume_and_reduce_scatter"
+    check_place(name, rank, world_size, slots)
+    others = peers(rank, world_size)
+    # In a ring, who comes so late has sent its partial sum before, and its shard before that.
+    late = [ring and 2 * turn >= world_size - 1 for turn in range(len(others))]
+    shard, output = world_size, Region(rank, "output")
+    steps: list[Step] = []
+    if others:
+        own = Region(rank, "slot", shard)
+        steps += [*_claim_slot(others, slots), Copy(Region(rank, "input"), own)]
+    # Publishes the shard to those that wait for it: this rank's place is their turn.
+    turns = {peer: (rank - peer - 1) % world_size for peer in others}
+    steps += _signals((peer for peer in others if not late[turns[peer]]), "ready")
+    steps.append(Compute("consume", rank, (Region(rank, "input"),), (output,)))
+    for turn, peer in enumerate(others):
+        partial = Region(rank, "slot", turn % 2 if ring else peer)
+        if not late[turn]:
+            # Awaits the peer's shard.
+            steps.append(Wait(peer, "ready"))
+        if ring and turn >= 2:
+            # The partial sum that lies there has been taken.
+            steps.append(Wait(others[turn - 2], "taken"))
+        steps.append(Compute("consume", peer, (Region(peer, "slot", shard),), (partial,)))
+        # Publishes the peer's partial sum.
+        steps.append(Signal(peer, "reduced"))
+        if ring:
+            # In this turn the rank as far behind computed for this one.
+            source = (rank - turn - 1) % world_size
+            steps.append(Wait(source, "reduced"))
+            theirs = Region(source, "slot", turn % 2)
+            steps.append(Compute("add", source, (theirs, output), (output,)))
+            if turn + 2 < len(others):
+                steps.append(Signal(source, "taken"))
+    if not ring:
+        # Awaits what the peers computed for this rank.
+        steps += _waits(others, "reduced")
+        parts = tuple(
+            output if source == rank else Region(source, "slot", rank)
+            for source in range(world_size)
+        )
+        steps.append(Compute("reduce", rank, parts, (output,)))
     if slots == 1:
         steps += _signals(others, "done")
     return Schedule(name, rank, world_size, {"compute": tuple(steps)}, slots)

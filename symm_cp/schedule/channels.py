@@ -53,6 +53,7 @@ CHANNELS: Mapping[str, tuple[Pattern, ...]] = MappingProxyType(
         "sync": (
             *_patterns(builders.all_gather_and_consume, "in_place", "gather", "accumulate"),
             *_patterns(builders.produce_and_reduce_scatter),
+            *_patterns(builders.consume_and_reduce_scatter, "ring"),
             *_patterns(builders.one_shot_all_reduce, "in_place"),
             *_patterns(builders.two_shot_all_reduce),
             *_patterns(builders.all_to_all, "in_place"),

@@ -219,6 +219,7 @@ def test_which_patterns_wait_for_done_with_one_slot() -> None:
     assert names == {
         "all_gather_and_consume",
         "produce_and_reduce_scatter",
+        "consume_and_reduce_scatter",
         "one_shot_all_reduce",
         "all_to_all",
         "all_gather",

@@ -1,0 +1,133 @@
+"""Layouts: which chunks of a sequence each rank holds, and in which order.
+
+A sequence is cut into chunks, numbered in sequence order. `chunk_order` lists the chunks of rank 0,
+then those of rank 1, and so on, equally many for each rank; `chunk_lengths` gives the length of
+each chunk by its number. Chunks may be empty, so any sequence can be spread over any ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class Span:
+    """Consecutive positions: `length` of them from position `start`, held from row `row` on."""
+
+    start: int
+    length: int
+    row: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a sequence is spread over ranks. Raises `ValueError` unless its parts fit together."""
+
+    world_size: int
+    chunk_order: tuple[int, ...]
+    chunk_lengths: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        chunks, ranks = len(self.chunk_order), self.world_size
+        if ranks < 1:
+            raise ValueError(f"world_size={ranks} must be at least 1")
+        if chunks == 0 or chunks % ranks != 0:
+            raise ValueError(
+                f"chunk_order has {chunks} chunks, which {ranks} ranks do not divide: every rank "
+                "needs equally many (chunks may be empty)"
+            )
+        if sorted(self.chunk_order) != list(range(chunks)):
+            raise ValueError(
+                f"chunk_order={_shown(self.chunk_order)} must be a permutation of 0..{chunks - 1}"
+            )
+        if len(self.chunk_lengths) != chunks:
+            raise ValueError(
+                f"chunk_lengths has {len(self.chunk_lengths)} entries for {chunks} chunks: needs "
+                "one for each chunk, by its number"
+            )
+        if min(self.chunk_lengths) < 0:
+            raise ValueError(f"chunk_lengths={_shown(self.chunk_lengths)} must not be negative")
+
+    @cached_property
+    def length(self) -> int:
+        """The length of the whole sequence."""
+        return sum(self.chunk_lengths)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """How many positions each rank holds."""
+        return tuple(
+            sum(self.chunk_lengths[chunk] for chunk in self.chunks(rank))
+            for rank in range(self.world_size)
+        )
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks that a rank holds, in the order of its rows."""
+        each = len(self.chunk_order) // self.world_size
+        return self.chunk_order[rank * each : (rank + 1) * each]
+
+    @cached_property
+    def _starts(self) -> tuple[int, ...]:
+        return (0, *itertools.accumulate(self.chunk_lengths))
+
+    @cached_property
+    def _spans(self) -> tuple[tuple[Span, ...], ...]:
+        return tuple(tuple(self._joined(rank)) for rank in range(self.world_size))
+
+    def spans(self, rank: int) -> tuple[Span, ...]:
+        """What a rank holds: longest runs of consecutive positions, in the order of its rows."""
+        return self._spans[rank]
+
+    def _joined(self, rank: int) -> Iterator[Span]:
+        start = length = row = 0
+        for chunk in self.chunks(rank):
+            if self.chunk_lengths[chunk] == 0:
+                continue
+            if length and self._starts[chunk] != start + length:
+                yield Span(start, length, row)
+                row += length
+                length = 0
+            if length == 0:
+                start = self._starts[chunk]
+            length += self.chunk_lengths[chunk]
+        if length:
+            yield Span(start, length, row)
+
+    def positions(self, rank: int) -> Iterator[int]:
+        """The position in the sequence of each row of a rank."""
+        for span in self.spans(rank):
+            yield from range(span.start, span.start + span.length)
+
+
+def _shown(numbers: tuple[int, ...]) -> str:
+    text = ", ".join(map(str, numbers[:16]))
+    return f"[{text}, ...]" if len(numbers) > 16 else f"[{text}]"
+
+
+def even_lengths(length: int, chunks: int) -> tuple[int, ...]:
+    """Cuts a length into chunks that differ by at most 1, the longer ones first."""
+    if length < 0:
+        raise ValueError(f"{length=} must not be negative")
+    each, more = divmod(length, chunks)
+    return tuple(each + (chunk < more) for chunk in range(chunks))
+
+
+def sequential(length: int, world_size: int) -> Layout:
+    """Rank r holds the r-th part of the sequence."""
+    return Layout(world_size, tuple(range(world_size)), even_lengths(length, world_size))
+
+
+def head_tail_order(world_size: int) -> tuple[int, ...]:
+    """The chunks of rank 0, of rank 1, ...: chunk r and, from the end, chunk 2W-1-r."""
+    return tuple(chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank))
+
+
+def head_tail(length: int, world_size: int) -> Layout:
+    """Rank r holds chunks r and 2W-1-r of 2W: the same work for all under a causal mask.
+
+    Source: the zigzag layout of ring-flash-attention, torch's `_HeadTailLoadBalancer`.
+    """
+    return Layout(world_size, head_tail_order(world_size), even_lengths(length, 2 * world_size))

@@ -1,0 +1,229 @@
+"""Which work of attention a mask leaves, as tiles of query rows and key rows.
+
+A tile is one call of an attention kernel: some rows of this rank's queries against some rows of
+one rank's keys. What a mask rules out is in no tile, and most tiles need no mask: they are full, or
+causal from their first row and key. Documents and causal masks are cut exactly; the slanted edges
+of a sliding window are what remains for tiles with a band.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from symm_cp.schedule.layout import Layout, Span
+
+# Rows of queries in a tile with a band: bounds the memory of its mask, and the work it wastes.
+_BAND_ROWS = 256
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Query i sees key j of its document when -left <= j - i <= right (None: no limit).
+
+    `documents` are boundaries, from 0 to the length of the sequence.
+    """
+
+    left: int | None = None
+    right: int | None = None
+    documents: tuple[int, ...] | None = None
+
+    def __bool__(self) -> bool:
+        return (self.left, self.right, self.documents) != (None, None, None)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows [q_begin, q_end) of queries against rows [k_begin, k_end) of keys.
+
+    Key k_begin + j is seen by query q_begin + i when low <= j - i <= high (None: no limit).
+    """
+
+    q_begin: int
+    q_end: int
+    k_begin: int
+    k_end: int
+    low: int | None = None
+    high: int | None = None
+
+    @property
+    def full(self) -> bool:
+        """Every query sees every key."""
+        return self.low is None and self.high is None
+
+    @property
+    def causal(self) -> bool:
+        """Query i sees keys 0 to i: what kernels know as causal, aligned at the upper left."""
+        return self.low is None and self.high == 0
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a query and a key that it sees there are."""
+        rows, keys = self.q_end - self.q_begin, self.k_end - self.k_begin
+        if self.full:
+            return rows * keys
+        total = 0
+        for i in range(rows):
+            first = 0 if self.low is None else max(0, i + self.low)
+            last = keys - 1 if self.high is None else min(keys - 1, i + self.high)
+            total += max(0, last - first + 1)
+        return total
+
+
+@lru_cache(maxsize=1024)
+def tiles(layout: Layout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
+    """The tiles of a rank's queries and the keys of rank `owner`, of one sequence."""
+    if rank == owner and _is_causal(mask) and _ascends(layout.spans(rank)):
+        rows = layout.lengths[rank]
+        return (Tile(0, rows, 0, rows, high=0),) if rows else ()
+    keys: dict[int, list[Span]] = {}
+    for document, k in _by_document(layout.spans(owner), mask):
+        keys.setdefault(document, []).append(k)
+    found = [
+        tile
+        for document, q in _by_document(layout.spans(rank), mask)
+        for k in keys.get(document, ())
+        for tile in _cut(q, k, mask)
+    ]
+    return tuple(_join_rows(_join_keys(found)))
+
+
+def pairs(layout: Layout, mask: Mask, rank: int) -> int:
+    """How many pairs of a query and a key a rank computes: its share of the work."""
+    return sum(
+        tile.pairs
+        for owner in range(layout.world_size)
+        for tile in tiles(layout, mask, rank, owner)
+    )
+
+
+def _is_causal(mask: Mask) -> bool:
+    return mask == Mask(right=0)
+
+
+def _ascends(spans: tuple[Span, ...]) -> bool:
+    # Rows in sequence order: then causal by row is causal by position, gaps or not.
+    return all(a.start < b.start for a, b in itertools.pairwise(spans))
+
+
+def _by_document(spans: tuple[Span, ...], mask: Mask) -> Iterator[tuple[int, Span]]:
+    """Cuts spans where documents end, and numbers the documents."""
+    edges = mask.documents or ()
+    for span in spans:
+        begin, end = span.start, span.start + span.length
+        while begin < end:
+            # Boundaries may repeat (empty documents): the last one that is not beyond counts.
+            document = bisect_right(edges, begin)
+            stop = min(end, edges[document]) if document < len(edges) else end
+            yield document, Span(begin, stop - begin, span.row + begin - span.start)
+            begin = stop
+
+
+def _cut(q: Span, k: Span, mask: Mask) -> Iterator[Tile]:
+    """The tiles of two spans; positions become rows, the band's limits follow."""
+    shift = k.start - q.start
+    low = None if mask.left is None else -mask.left - shift
+    high = None if mask.right is None else mask.right - shift
+    whole = Tile(q.row, q.row + q.length, k.row, k.row + k.length, low, high)
+    if low is None or low <= -(q.length - 1):  # no query is too far to the right
+        yield from _below(whole)
+        return
+    for begin in range(0, q.length, _BAND_ROWS):
+        rows = min(_BAND_ROWS, q.length - begin)
+        yield from _banded(whole, begin, rows, low + begin, None if high is None else high + begin)
+
+
+def _below(tile: Tile) -> Iterator[Tile]:
+    """Cuts "j <= i + high" into full tiles and one that is causal from its first row."""
+    rows, keys, high = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin, tile.high
+    if high is None or high >= keys - 1:
+        yield Tile(tile.q_begin, tile.q_end, tile.k_begin, tile.k_end)
+        return
+    first = max(0, -high)  # rows before it see nothing
+    if first >= rows:
+        return
+    seen = max(0, high)  # keys before it are seen by all
+    if seen:
+        yield Tile(tile.q_begin, tile.q_end, tile.k_begin, tile.k_begin + seen)
+    # The diagonal is a square; rows below it see all its keys.
+    side = min(rows - first, keys - seen)
+    q_begin, k_begin = tile.q_begin + first, tile.k_begin + seen
+    yield Tile(q_begin, q_begin + side, k_begin, k_begin + side, high=0)
+    if q_begin + side < tile.q_end:
+        yield Tile(q_begin + side, tile.q_end, k_begin, tile.k_end)
+
+
+def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> Iterator[Tile]:
+    """The tiles of a few rows whose first sees keys low to high."""
+    keys = whole.k_end - whole.k_begin
+    first = max(0, low)
+    last = keys if high is None else min(keys, high + rows)
+    if first >= last:
+        return
+    q_begin, q_end = whole.q_begin + begin, whole.q_begin + begin + rows
+
+    def tile(k_from: int, k_to: int) -> Iterator[Tile]:
+        if k_from >= k_to:
+            return
+        near = low - k_from <= -(rows - 1)
+        far = high is None or high - k_from >= k_to - k_from - 1
+        part = Tile(q_begin, q_end, whole.k_begin + k_from, whole.k_begin + k_to)
+        if near and far:
+            yield part
+            return
+        yield Tile(
+            part.q_begin,
+            part.q_end,
+            part.k_begin,
+            part.k_end,
+            None if near else low - k_from,
+            None if far or high is None else high - k_from,
+        )
+
+    # In between, all rows see all keys.
+    middle = max(first, low + rows - 1)
+    until = last if high is None else min(last, high + 1)
+    if until - middle < rows:
+        yield from tile(first, last)
+        return
+    yield from tile(first, middle)
+    yield from tile(middle, until)
+    yield from tile(until, last)
+
+
+def _join_keys(found: list[Tile]) -> list[Tile]:
+    """Joins full tiles of the same queries whose keys adjoin."""
+    joined: list[Tile] = []
+    for tile in found:
+        last = joined[-1] if joined else None
+        adjoins = last is not None and (last.q_begin, last.q_end, last.k_end) == (
+            tile.q_begin,
+            tile.q_end,
+            tile.k_begin,
+        )
+        if last is not None and last.full and tile.full and adjoins:
+            joined[-1] = Tile(last.q_begin, last.q_end, last.k_begin, tile.k_end)
+        else:
+            joined.append(tile)
+    return joined
+
+
+def _join_rows(found: list[Tile]) -> list[Tile]:
+    """Joins full tiles of the same keys whose queries adjoin."""
+    joined: list[Tile] = []
+    ends: dict[tuple[int, int, int], int] = {}  # (k_begin, k_end, q_end) -> place in joined
+    for tile in found:
+        if not tile.full:
+            joined.append(tile)
+            continue
+        place = ends.pop((tile.k_begin, tile.k_end, tile.q_begin), None)
+        if place is None:
+            place = len(joined)
+            joined.append(tile)
+        else:
+            joined[place] = Tile(joined[place].q_begin, tile.q_end, tile.k_begin, tile.k_end)
+        ends[tile.k_begin, tile.k_end, tile.q_end] = place
+    return joined

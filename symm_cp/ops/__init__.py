@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from symm_cp.ops import collectives, low_contention, matmul, matmul_grad, scaled_matmul
+from symm_cp.ops import attention, collectives, low_contention, matmul, matmul_grad, scaled_matmul
 
 
 def register() -> None:
@@ -12,3 +12,4 @@ def register() -> None:
     scaled_matmul.register()
     collectives.register()
     low_contention.register()
+    attention.register()

@@ -7,13 +7,15 @@ bytes that name the call in errors and by which ranks notice that they disagree.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
 from symm_cp.memory import Group, Workspace, is_symmetric
-from symm_cp.runtime.program import Binding, Extent, Program, Reduction, lower
+from symm_cp.runtime.program import Binding, Extent, Kernel, Program, Reduction, lower
 from symm_cp.schedule import builders
 from symm_cp.schedule.steps import Schedule
 
@@ -35,6 +37,12 @@ REDUCIBLE: dict[torch.dtype, int] = {
     torch.float64: 7,
     torch.bfloat16: 15,
 }
+
+
+#: The shapes of the tensors of a shard.
+Shapes: TypeAlias = Sequence[tuple[int, ...]]
+#: Takes the shards of a rank, and the rank.
+Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
 
 
 def _aligned(nbytes: int) -> int:
@@ -80,12 +88,45 @@ def _consume_program(
     return lower(schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset())
 
 
+class _Shards:
+    """What the ranks contribute to a call, as tensors: one's own as given, and in slots.
+
+    `shapes` gives the shapes of each rank's shard; without it all are like one's own.
+    """
+
+    def __init__(
+        self, group: Group, own: Sequence[torch.Tensor], shapes: Sequence[Shapes] | None
+    ) -> None:
+        self.group = group
+        self.own = own
+        like = tuple(tuple(t.shape) for t in own)
+        self.shapes = (like,) * group.world_size if shapes is None else shapes
+        self.strided = not all(t.is_contiguous() for t in own)
+        self.nbytes = tuple(t.numel() * t.element_size() for t in own)
+        self.slot_bytes = max(self._offsets(rank)[-1] for rank in range(group.world_size))
+
+    def _offsets(self, rank: int) -> tuple[int, ...]:
+        sizes = zip(self.shapes[rank], self.own, strict=True)
+        return part_offsets([math.prod(shape) * t.element_size() for shape, t in sizes])
+
+    def at(self, workspace: Workspace, base: int, rank: int) -> list[torch.Tensor]:
+        """The shard of a rank at an address."""
+        places = zip(self._offsets(rank), self.shapes[rank], self.own, strict=False)
+        return [workspace.view(base + offset, shape, t.dtype) for offset, shape, t in places]
+
+    def fill(self, workspace: Workspace, base: int) -> None:
+        """Copies one's own shard to an address."""
+        for slot, tensor in zip(self.at(workspace, base, self.group.rank), self.own, strict=True):
+            slot.copy_(tensor)
+
+
 def all_gather_and_consume(
     group: Group,
     shard: Sequence[torch.Tensor],
-    consume: Callable[[list[torch.Tensor], int], None],
+    consume: Consume,
     what: bytes,
     *,
+    shapes: Sequence[Shapes] | None = None,
     gathered: torch.Tensor | None = None,
     columns: bool = False,
 ) -> None:
@@ -94,29 +135,17 @@ def all_gather_and_consume(
     `shard` is one or more tensors of any strides; `consume` gets contiguous ones (its own as
     given, when there is but one use for it). A single contiguous tensor in symmetric memory that
     was rendezvoused with the group is read in place, without a copy: on all ranks or on none.
-    `gathered`, if given, receives the first tensor of all ranks: chunk r of its first dimension,
-    or with `columns` column block r.
+    `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, receives
+    the first tensor of all ranks: chunk r of its first dimension, or with `columns` column block r.
     """
     world_size, rank = group.world_size, group.rank
     in_place = len(shard) == 1 and shard[0].is_contiguous() and is_symmetric(shard[0], group)
-    strided = not all(t.is_contiguous() for t in shard)
-    nbytes = tuple(t.numel() * t.element_size() for t in shard)
-    offsets = part_offsets(nbytes)
+    shards = _Shards(group, shard, shapes)
     rows = shard[0].shape[0] if columns else 1
     program = _consume_program(
-        rank, world_size, in_place, nbytes, rows, strided, gathered is not None
+        rank, world_size, in_place, shards.nbytes, rows, shards.strided, gathered is not None
     )
-    with group.call("sync", 0 if in_place else offsets[-1]) as (workspace, epoch):
-
-        def views(base: int) -> list[torch.Tensor]:
-            return [
-                workspace.view(base + offset, t.shape, t.dtype)
-                for offset, t in zip(offsets, shard, strict=False)
-            ]
-
-        def fill_slot(_: int) -> None:
-            for slot, tensor in zip(views(workspace.slot(epoch)), shard, strict=True):
-                slot.copy_(tensor)
+    with group.call("sync", 0 if in_place else shards.slot_bytes) as (workspace, epoch):
 
         def fill_gathered(chunk: int) -> None:
             assert gathered is not None
@@ -124,9 +153,9 @@ def all_gather_and_consume(
 
         def run_consume(source: int) -> None:
             if source != rank:
-                consume(views(workspace.shard(source, epoch, what)), source)
-            elif strided and world_size > 1:
-                consume(views(workspace.slot(epoch)), rank)
+                consume(shards.at(workspace, workspace.shard(source, epoch, what), source), source)
+            elif shards.strided and world_size > 1:
+                consume(shards.at(workspace, workspace.slot(epoch), rank), rank)
             else:
                 consume([t.contiguous() for t in shard], rank)
 
@@ -135,7 +164,7 @@ def all_gather_and_consume(
             operands.append(gathered.data_ptr())
         kernels = {
             "consume": run_consume,
-            "input->slot": fill_slot,
+            "input->slot": lambda _: shards.fill(workspace, workspace.slot(epoch)),
             "input->gathered": fill_gathered,
         }
         program.run(workspace, epoch, operands, what, kernels)
@@ -222,6 +251,70 @@ def produce_and_reduce_scatter(
                 produce(target, workspace.view(at, out.shape, out.dtype))
 
         program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})
+
+
+@lru_cache(maxsize=512)
+def _exchange_program(
+    rank: int, world_size: int, partials: tuple[int, ...], dtype: int, ring: bool
+) -> Program:
+    schedule = builders.consume_and_reduce_scatter(rank, world_size, ring=ring)
+    places = _exchange_offsets(partials, ring)
+    # In a ring, chunk 0 or 1 of a peer's slot is read as this rank's partial sum.
+    sizes = (partials[rank],) * 2 if ring else partials
+    binding: Binding = {
+        "slot": (Extent(None, places[: len(sizes)], sizes),),
+        "output": (Extent.even(0, partials[rank]),),
+    }
+    copies = frozenset({"input"})
+    return lower(schedule, binding, reduction=Reduction(dtype, False), python_copies=copies)
+
+
+def _exchange_offsets(partials: tuple[int, ...], ring: bool) -> tuple[int, ...]:
+    """Where the partial sums begin in a slot, and behind them the shard."""
+    return part_offsets((max(partials),) * 2 if ring else partials)
+
+
+def consume_and_reduce_scatter(
+    group: Group,
+    shard: Sequence[torch.Tensor],
+    consume: Callable[[list[torch.Tensor], int, torch.Tensor], None],
+    out: torch.Tensor,
+    what: bytes,
+    *,
+    shapes: Sequence[Shapes],
+    partials: Shapes,
+    ring: bool = False,
+) -> None:
+    """Calls `consume(shards of rank r, r, partial)` for each rank r; `out` sums what is for it.
+
+    As `all_gather_and_consume`; and `consume` writes this rank's contribution to rank r into the
+    contiguous `partial` of shape `partials[r]` and dtype of `out`: memory that r reads, or for
+    one's own rank `out` itself. Its own shard it gets as given. The sums are taken in rank order;
+    with `ring` in the order rank, rank-1, ..., and then the slot takes two partial sums at a time
+    instead of one for each rank.
+    """
+    rank, itemsize = group.rank, out.element_size()
+    shards = _Shards(group, shard, shapes)
+    sizes = tuple(math.prod(shape) * itemsize for shape in partials)
+    program = _exchange_program(rank, group.world_size, sizes, REDUCIBLE[out.dtype], ring)
+    places = _exchange_offsets(sizes, ring)
+    turns = {peer: turn for turn, peer in enumerate(builders.peers(rank, group.world_size))}
+    with group.call("sync", places[-1] + shards.slot_bytes) as (workspace, epoch):
+
+        def run_consume(source: int) -> None:
+            if source == rank:
+                consume(list(shard), rank, out)
+                return
+            at = workspace.slot(epoch) + places[turns[source] % 2 if ring else source]
+            partial = workspace.view(at, partials[source], out.dtype)
+            base = workspace.shard(source, epoch, what) + places[-1]
+            consume(shards.at(workspace, base, source), source, partial)
+
+        kernels: dict[str, Kernel] = {
+            "consume": run_consume,
+            "input->slot": lambda _: shards.fill(workspace, workspace.slot(epoch) + places[-1]),
+        }
+        program.run(workspace, epoch, [out.data_ptr()], what, kernels)
 
 
 def lower_both(

@@ -180,7 +180,7 @@ class _Lowering:
                 self._call(f"{step.src.buffer}->{step.dst.buffer}", chunk)
             else:
                 self._copy(step)
-        elif step.kernel == "reduce" and self.reduction is not None:
+        elif step.kernel in ("reduce", "add") and self.reduction is not None:
             self._reduce(step, self.reduction)
         else:
             self._call(step.kernel, step.index)
@@ -286,8 +286,8 @@ def lower(
     """Lowers a schedule of one lane.
 
     `binding` says where each buffer lies, `slots` does for each rank where ranks' slots differ.
-    `Compute("reduce")` becomes native with a `reduction`; every other kernel, and each copy out of
-    a buffer in `python_copies`, becomes a call of the Python kernel of its name (for a copy:
-    `"source->target"`, with the target's chunk).
+    `Compute("reduce")` and `Compute("add")` become native with a `reduction`; every other kernel,
+    and each copy out of a buffer in `python_copies`, becomes a call of the Python kernel of its
+    name (for a copy: `"source->target"`, with the target's chunk).
     """
     return _Lowering(schedule, binding, reduction, python_copies, slots).program()

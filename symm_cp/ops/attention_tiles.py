@@ -1,0 +1,195 @@
+"""Attention tile by tile on CPU: torch's flash kernels on parts of the keys, merged as they come.
+
+Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
+Partial results are merged in float32 (float64 for float64), so that errors do not grow with the
+number of parts. torch's kernel kills the process where there are no keys, so it never gets such.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from symm_cp.ops.common import new_result
+from symm_cp.schedule.tiles import Tile
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+#: The dtypes that the kernels take.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that partial results are merged in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an empty (B, H, S, E) tensor whose heads lie within a row, as kernels return it."""
+    B, H, S, E = shape
+    return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a boolean mask as kernels take it: zeros, and -inf where nothing is visible."""
+    # Reduced dtypes are masked in float32.
+    bias = torch.zeros(visible.shape, dtype=wide(dtype))
+    return bias.masked_fill_(visible.logical_not(), -torch.inf)
+
+
+@lru_cache(maxsize=16)
+def _band(
+    rows: int, keys: int, low: int | None, high: int | None, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The additive mask of a tile with a band, and which of its rows see nothing."""
+    offset = torch.arange(keys).unsqueeze(0) - torch.arange(rows).unsqueeze(1)
+    visible = torch.ones(rows, keys, dtype=torch.bool)
+    if low is not None:
+        visible &= offset >= low
+    if high is not None:
+        visible &= offset <= high
+    return additive(visible, dtype), visible.any(1).logical_not()
+
+
+def _mask_of(tile: Tile, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if tile.full or tile.causal:
+        return None, None
+    return _band(tile.q_end - tile.q_begin, tile.k_end - tile.k_begin, tile.low, tile.high, dtype)
+
+
+class Forward:
+    """The attention of one rank's queries, from one part of the keys after the other."""
+
+    def __init__(self, query: torch.Tensor, scale: float | None) -> None:
+        self._query = query
+        self._scale = scale
+        self.out = rows_first(query, query.shape, wide(query.dtype)).zero_()
+        self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=self.out.dtype)
+
+    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Takes in a tile, of the keys and values that its rows count."""
+        mask, blind = _mask_of(tile, self._query.dtype)
+        self.add_masked(tile, key, value, mask, blind, is_causal=tile.causal)
+
+    def add_masked(
+        self,
+        tile: Tile,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        blind: torch.Tensor | None,
+        *,
+        is_causal: bool = False,
+    ) -> None:
+        """Takes in a tile under an additive mask; `blind` marks rows that see nothing of it."""
+        q = self._query[:, :, tile.q_begin : tile.q_end]
+        k, v = key[:, :, tile.k_begin : tile.k_end], value[:, :, tile.k_begin : tile.k_end]
+        if q.numel() == 0 or k.numel() == 0:
+            return
+        out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=self._scale)
+        if blind is not None:  # the kernel says 0 for them
+            lse = lse.masked_fill(blind, -torch.inf)
+        self.merge(tile.q_begin, tile.q_end, out, lse)
+
+    def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Takes in what some rows see of other keys."""
+        torch.ops.symm_cp.merge_attention(
+            self.out[:, :, begin:end], self.lse[:, :, begin:end], out, lse
+        )
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output, in the dtype of the queries, and its log-sum-exp."""
+        return self.out.to(self._query.dtype), self.lse
+
+
+class _Total:
+    """Adds up parts of a tensor, some rows at a time; zero where nothing is added."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total
+        self._empty = True
+
+    def add(self, begin: int, end: int, part: torch.Tensor) -> None:
+        rows = self.total[:, :, begin:end]
+        if self._empty and rows.shape == self.total.shape:
+            rows.copy_(part)
+        else:
+            self.finish()
+            rows.add_(part)
+        self._empty = False
+
+    def finish(self) -> None:
+        if self._empty:
+            self.total.zero_()
+            self._empty = False
+
+
+class Backward:
+    """The gradients of one rank's queries, and of each part of the keys and values."""
+
+    def __init__(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        scale: float | None,
+    ) -> None:
+        self._query, self._out, self._scale = query, out, scale
+        self._grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        # exp(score - lse) is the weight of a key. Rows that see nothing have scores of -inf only.
+        self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        self._grad_query = _Total(rows_first(query, query.shape, wide(query.dtype)))
+
+    def add_tiles(
+        self,
+        tiles: tuple[Tile, ...],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        partial: torch.Tensor,
+    ) -> None:
+        """Takes in tiles of one part of the keys; `partial` (2, B, S, G, E) gets its gradients."""
+        totals = _Total(partial[0].transpose(1, 2)), _Total(partial[1].transpose(1, 2))
+        for tile in tiles:
+            mask, _ = _mask_of(tile, self._query.dtype)
+            self.add(tile, key, value, totals, mask, is_causal=tile.causal)
+        for total in totals:
+            total.finish()
+
+    def add(
+        self,
+        tile: Tile,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        totals: tuple[_Total, _Total],
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool = False,
+    ) -> None:
+        """Takes in one tile."""
+        rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
+        q, k, v = self._query[:, :, rows], key[:, :, keys], value[:, :, keys]
+        if q.numel() == 0 or k.numel() == 0:
+            return
+        grad_q, grad_k, grad_v = _backward(
+            self._grad_out[:, :, rows],
+            q,
+            k,
+            v,
+            self._out[:, :, rows],
+            self._lse[:, :, rows],
+            0.0,
+            is_causal,
+            attn_mask=mask,
+            scale=self._scale,
+        )
+        self._grad_query.add(tile.q_begin, tile.q_end, grad_q)
+        totals[0].add(tile.k_begin, tile.k_end, grad_k)
+        totals[1].add(tile.k_begin, tile.k_end, grad_v)
+
+    def grad_query(self) -> torch.Tensor:
+        """Returns the gradient of the queries, in their dtype."""
+        self._grad_query.finish()
+        return self._grad_query.total.to(self._query.dtype)

@@ -1,0 +1,153 @@
+"""Load balancers: which positions of a sequence each rank gets, so that all have the same work.
+
+Each is a layout with names: chunks of the sequence, numbered in sequence order, and which rank has
+which. `permutation()` lists the positions in the order in which the ranks hold them, rank after
+rank; `sequence[permutation]`, cut at `lengths`, are the shards, and `torch.cat(shards)[inverse]` is
+the sequence again. Nothing has to divide anything: chunks differ by one position, or are empty.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from symm_cp.schedule.layout import Layout, even_lengths, head_tail, sequential
+
+
+class LoadBalancer:
+    """A sequence of `seq_length` positions spread over `world_size` ranks, as `layout` says.
+
+    The base class serves for a layout of one's own.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(seq_length={self.seq_length}, world_size={self.world_size})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoadBalancer) and self.layout == other.layout
+
+    def __hash__(self) -> int:
+        return hash(self.layout)
+
+    @property
+    def seq_length(self) -> int:
+        """The length of the whole sequence."""
+        return self.layout.length
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return self.layout.world_size
+
+    @property
+    def chunk_order(self) -> list[int]:
+        """The chunks of rank 0, then those of rank 1, and so on, equally many each."""
+        return list(self.layout.chunk_order)
+
+    @property
+    def chunk_lengths(self) -> list[int]:
+        """The length of each chunk, by its number."""
+        return list(self.layout.chunk_lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many positions each rank holds."""
+        return list(self.layout.lengths)
+
+    def positions(self, rank: int) -> torch.Tensor:
+        """The positions in the sequence of a rank's rows: (lengths[rank],) of int64."""
+        spans = self.layout.spans(rank)
+        parts = [torch.arange(span.start, span.start + span.length) for span in spans]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def permutation(self) -> torch.Tensor:
+        """The positions of all ranks' rows, rank after rank: (seq_length,) of int64."""
+        return torch.cat([self.positions(rank) for rank in range(self.world_size)])
+
+    def inverse(self) -> torch.Tensor:
+        """Where each position of the sequence went: `permutation()[inverse()]` counts up from 0."""
+        return torch.argsort(self.permutation())
+
+
+class Sequential(LoadBalancer):
+    """Rank r holds the r-th part: as balanced as the mask is uniform."""
+
+    def __init__(self, seq_length: int, world_size: int) -> None:
+        super().__init__(sequential(seq_length, world_size))
+
+
+class HeadTail(LoadBalancer):
+    """Rank r holds chunk r and the r-th from the end of 2W: balanced under a causal mask.
+
+    Source: torch's `_HeadTailLoadBalancer`.
+    """
+
+    def __init__(self, seq_length: int, world_size: int) -> None:
+        super().__init__(head_tail(seq_length, world_size))
+
+
+class PerDocumentHeadTail(LoadBalancer):
+    """Every document is spread head-tail: balanced under a causal mask within documents.
+
+    `document_lengths` are those of the documents packed into the sequence. Source: torch's
+    `_PerDocumentHeadTailLoadBalancer`.
+    """
+
+    def __init__(self, document_lengths: Sequence[int], world_size: int) -> None:
+        if not document_lengths:
+            raise ValueError("PerDocumentHeadTail: document_lengths must not be empty")
+        each = 2 * world_size
+        lengths = [size for length in document_lengths for size in even_lengths(length, each)]
+        order = [
+            document * each + chunk
+            for rank in range(world_size)
+            for document in range(len(document_lengths))
+            for chunk in (rank, each - 1 - rank)
+        ]
+        super().__init__(Layout(world_size, tuple(order), tuple(lengths)))
+        self.document_lengths = list(document_lengths)
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """Where documents begin and end: (documents + 1,) of int32, for `all_gather_attention`."""
+        return torch.tensor([0, *itertools.accumulate(self.document_lengths)], dtype=torch.int32)
+
+
+class ProcessingTimeRoundRobin(LoadBalancer):
+    """Deals the blocks of queries of a `BlockMask` by how many blocks of keys each sees.
+
+    The blocks with the most work go round first, in alternating direction, so that every rank has
+    as many blocks and about the same work. The mask must be of one sequence length for queries and
+    keys. Source: torch's `_PTRRLoadBalancer`.
+    """
+
+    def __init__(self, block_mask: BlockMask, world_size: int) -> None:
+        queries, keys = block_mask.seq_lengths
+        if queries != keys:
+            raise ValueError(
+                f"ProcessingTimeRoundRobin: block_mask has {queries} queries and {keys} keys: "
+                "needs equally many"
+            )
+        size = block_mask.BLOCK_SIZE[0]
+        work = block_mask.kv_num_blocks.sum((0, 1))
+        if block_mask.full_kv_num_blocks is not None:
+            work = work + block_mask.full_kv_num_blocks.sum((0, 1))
+        lengths = [min(size, queries - begin) for begin in range(0, queries, size)]
+        busiest = torch.argsort(work[: len(lengths)], descending=True, stable=True).tolist()
+        # Empty chunks make up the number.
+        lengths += [0] * (-len(lengths) % world_size)
+        busiest += range(len(busiest), len(lengths))
+        held: list[list[int]] = [[] for _ in range(world_size)]
+        for turn, begin in enumerate(range(0, len(busiest), world_size)):
+            dealt = busiest[begin : begin + world_size]
+            for rank, block in enumerate(dealt if turn % 2 == 0 else reversed(dealt)):
+                held[rank].append(block)
+        order = [block for blocks in held for block in sorted(blocks)]
+        super().__init__(Layout(world_size, tuple(order), tuple(lengths)))
+        self.work = [int(work[[b for b in blocks if b < len(work)]].sum()) for blocks in held]

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from symm_cp.ops import attention, collectives, low_contention, matmul, matmul_grad, scaled_matmul
+from symm_cp.ops import (
+    attention,
+    collectives,
+    gather_kv,
+    low_contention,
+    matmul,
+    matmul_grad,
+    scaled_matmul,
+)
 
 
 def register() -> None:
@@ -13,3 +21,4 @@ def register() -> None:
     collectives.register()
     low_contention.register()
     attention.register()
+    gather_kv.register()

@@ -1,0 +1,127 @@
+"""Attention over a sequence that is spread over ranks, for direct use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.memory import GroupLike, group_name
+
+_OP = "all_gather_attention"
+_SEQ_DIM, _HEAD_DIM = 2, 1
+
+
+def all_gather_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: GroupLike,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    load_balancer: LoadBalancer | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    window_left: int | None = None,
+    window_right: int | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attends to the keys of all ranks, without gathering them first.
+
+    Same result as, for shards cut by `load_balancer`::
+
+        q, k, v = (torch.cat(shards, 2)[:, :, inverse] for shards in all ranks' shards)
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+        out[:, :, positions of this rank]
+
+    Args:
+        query: (B, H, S_q, E), this rank's part of the sequence.
+        key, value: (B, G, S_k, E) and (B, G, S_k, V); G is H, or a divisor of it with `enable_gqa`.
+            S_q and S_k may differ where no mask is given.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        is_causal: a query sees no later key.
+        scale: of the scores; 1 / sqrt(E) by default.
+        load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
+        cu_seqlens: (documents + 1,) boundaries of packed documents, int32 or int64, in positions of
+            the whole sequence: a query sees keys of its document only.
+        window_left, window_right: how many positions before and after its own a query sees.
+        return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64).
+
+    Inputs may be DTensors that are sharded along the sequence over this group; so is then the
+    result. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64). Gradients
+    of all inputs, also by way of the log-sum-exp; those of keys and values are added in rank order
+    (see `set_rotate_method`), so results are bitwise the same from run to run. Rows that see no key
+    are zero. Raises `ValueError` or `TypeError` for arguments that do not fit, before any
+    communication; `RuntimeError` when a peer fails or disagrees. Source: ring attention (Liu et
+    al., 2023) as one pipelined op, `symm_mem::fused_all_gather_attention`.
+    """
+    name = group_name(group)
+    given = query
+    if isinstance(query, DTensor):
+        query, key, value = (_local(t, name) for t in (query, key, value))
+    elif isinstance(key, DTensor) or isinstance(value, DTensor):
+        raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
+    features, value_features = query.shape[-1], value.shape[-1]
+    if features != value_features:
+        # The kernels take one size; zeros change neither scores nor the other features.
+        scale = features**-0.5 if scale is None else scale
+        more = value_features - features
+        if more > 0:
+            query, key = F.pad(query, (0, more)), F.pad(key, (0, more))
+        else:
+            value = F.pad(value, (0, -more))
+    layout = {}
+    if load_balancer is not None:
+        layout["chunk_order"] = load_balancer.chunk_order
+        layout["chunk_lengths"] = load_balancer.chunk_lengths
+    out, lse = torch.ops.symm_mem.fused_all_gather_attention(
+        query,
+        key,
+        value,
+        name,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        cu_seqlens=cu_seqlens,
+        window_left=window_left,
+        window_right=window_right,
+        **layout,
+    )
+    out = out[..., :value_features]
+    if isinstance(given, DTensor):
+        out, lse = (
+            DTensor.from_local(t, given.device_mesh, given.placements, run_check=False)
+            for t in (out, lse)
+        )
+    return (out, lse) if return_lse else out
+
+
+def _local(tensor: torch.Tensor, group: str) -> torch.Tensor:
+    """Returns the shard of a DTensor that is sharded along the sequence over the group."""
+    if not isinstance(tensor, DTensor):
+        raise TypeError(f"{_OP}: query is a DTensor, so key and value must be, too")
+    mesh = tensor.device_mesh
+    for dim, placement in enumerate(tensor.placements):
+        over_group = _name_of(mesh, dim) == group
+        fits = (
+            placement in (Shard(_SEQ_DIM), Shard(_SEQ_DIM - tensor.dim()))
+            if over_group
+            else placement in (Replicate(), Shard(0), Shard(_HEAD_DIM))
+        )
+        if not fits:
+            raise ValueError(
+                f"{_OP}: a DTensor is {placement} over mesh dimension {dim}: needs "
+                + (f"Shard({_SEQ_DIM})" if over_group else "Replicate, Shard(0) or Shard(1)")
+            )
+    if group not in [_name_of(mesh, dim) for dim in range(mesh.ndim)]:
+        raise ValueError(f"{_OP}: the mesh of a DTensor has no dimension of group {group!r}")
+    return tensor.to_local()
+
+
+def _name_of(mesh: DeviceMesh, dim: int) -> str:
+    return str(mesh.get_group(dim).group_name)

@@ -1,0 +1,108 @@
+"""Batches of a language model, cut so that positions, labels and losses stay those of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+from symm_cp.memory import GroupLike, group_name
+
+
+class _GlobalMean(torch.autograd.Function):
+    """Sums shares over ranks; each rank's gradient is that of its own share."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: torch.Tensor, share: float, gain: float, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ctx.factor = share * gain
+        # A rank without targets has a mean of 0 / 0.
+        total = loss.detach() * share if share else torch.zeros_like(loss)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad * ctx.factor, None, None, None
+
+
+def shard_batch(
+    mesh: GroupLike,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    seq_dim: int = 1,
+    load_balancer: LoadBalancer | None = None,
+    shift_labels: bool = True,
+    ignore_index: int = -100,
+    average_gradients: bool = False,
+) -> tuple[dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Cuts a batch of a language model for this rank of a context-parallel group.
+
+    Same loss as the model has on the whole batch in one process::
+
+        local, reduce_loss = shard_batch(mesh, {"input_ids": ids, "labels": ids})
+        with context_parallel(mesh, load_balancer=...):
+            logits = model(local["input_ids"], position_ids=local["position_ids"])
+            loss = reduce_loss(F.cross_entropy(logits.flatten(0, 1), local["labels"].flatten()))
+            loss.backward()
+
+    Args:
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        batch: tensors by name, the same on all ranks. `input_ids` (or else `labels`) gives the
+            length of the sequence, and every tensor of that length in `seq_dim` is cut; others are
+            handed on. `labels` are shifted first (label t becomes label t + 1, the last one
+            `ignore_index`), unless `shift_labels` is False: shifting shards would lose one label at
+            the end of each chunk. `position_ids` are made unless they are given.
+        load_balancer: as in `context_parallel`; head-tail by default.
+        average_gradients: set it where gradients of parameters are averaged over this group
+            afterwards (as DDP and FSDP do) rather than summed.
+
+    Returns the local batch, and a function that takes the mean loss over this rank's labels and
+    returns the mean over all ranks' labels: the same on all ranks, and such that the sum over ranks
+    of the gradients is the gradient. Raises `ValueError` for a batch without a sequence or one that
+    the load balancer was not made for. Source: the recipes of torchtitan and transformers.
+    """
+    op = "shard_batch"
+    group = _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
+    known = batch.get("input_ids", batch.get("labels"))
+    if known is None:
+        raise ValueError(f"{op}: batch has {sorted(batch)}: needs input_ids or labels")
+    if not 0 <= seq_dim < known.dim():
+        raise ValueError(f"{op}: {seq_dim=} is out of range for shape {list(known.shape)}")
+    length = known.shape[seq_dim]
+    balancer = load_balancer or HeadTail(length, group.size())
+    if (balancer.seq_length, balancer.world_size) != (length, group.size()):
+        raise ValueError(f"{op}: {balancer} is not for {length} positions on {group.size()} ranks")
+    whole = dict(batch)
+    if shift_labels and "labels" in whole:
+        labels = whole["labels"].roll(-1, seq_dim)
+        labels.select(seq_dim, length - 1).fill_(ignore_index)
+        whole["labels"] = labels
+    if "position_ids" not in whole:
+        shape = [1] * known.dim()
+        shape[seq_dim] = length
+        whole["position_ids"] = (
+            torch.arange(length, device=known.device).view(shape).expand(known.shape)
+        )
+    rows = balancer.positions(group.rank()).to(known.device)
+    local = {
+        name: tensor.index_select(seq_dim, rows)
+        if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length
+        else tensor
+        for name, tensor in whole.items()
+    }
+    share = 1.0 / group.size()
+    if "labels" in whole:
+        counted = int((local["labels"] != ignore_index).sum())
+        share = counted / max(1, int((whole["labels"] != ignore_index).sum()))
+    gain = float(group.size()) if average_gradients else 1.0
+
+    def reduce_loss(loss: torch.Tensor) -> torch.Tensor:
+        return _GlobalMean.apply(loss, share, gain, group)
+
+    return local, reduce_loss

@@ -1,0 +1,258 @@
+"""The context manager `context_parallel`, and sharding and un-sharding of tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.attention.flex_attention import BlockMask
+
+from symm_cp.context_parallel.block_mask import local_block_mask
+from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+from symm_cp.context_parallel.region import Region, active
+from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.common import unfused_all_gather
+
+Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
+
+# Which layouts `context_parallel` used for shards of which length, so that un-sharding without a
+# load balancer takes the right one or none. It goes with the process group.
+_used: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _process_group(mesh: GroupLike) -> dist.ProcessGroup:
+    return _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
+
+
+def _dim(op: str, tensor: torch.Tensor, seq_dim: int) -> int:
+    if not -tensor.dim() <= seq_dim < tensor.dim():
+        raise ValueError(f"{op}: {seq_dim=} is out of range for shape {list(tensor.shape)}")
+    return seq_dim % tensor.dim()
+
+
+def _check_balancer(op: str, balancer: LoadBalancer, length: int, world_size: int) -> None:
+    if (balancer.seq_length, balancer.world_size) != (length, world_size):
+        raise ValueError(
+            f"{op}: {balancer} is not for a sequence of {length} positions on {world_size} ranks"
+        )
+
+
+def _balancer_for(
+    op: str,
+    buffers: Sequence[torch.Tensor | BlockMask],
+    seq_dims: Sequence[int],
+    world_size: int,
+    load_balancer: LoadBalancer | None,
+) -> LoadBalancer | None:
+    """The load balancer of all buffers, which must be of one length; none without buffers."""
+    if len(buffers) != len(seq_dims):
+        raise ValueError(
+            f"{op}: {len(buffers)} buffers need as many sequence dimensions, not {len(seq_dims)}"
+        )
+    for buffer, seq_dim in zip(buffers, seq_dims, strict=True):
+        if isinstance(buffer, BlockMask):
+            length = buffer.seq_lengths[0]
+        elif isinstance(buffer, torch.Tensor):
+            length = buffer.shape[_dim(op, buffer, seq_dim)]
+        else:
+            raise TypeError(f"{op}: a buffer is a {type(buffer).__name__}, not a tensor")
+        load_balancer = load_balancer or HeadTail(length, world_size)
+        _check_balancer(op, load_balancer, length, world_size)
+    return load_balancer
+
+
+def _shard(buffer: torch.Tensor, seq_dim: int, balancer: LoadBalancer, rank: int) -> torch.Tensor:
+    rows = balancer.positions(rank).to(buffer.device)
+    return buffer.detach().index_select(seq_dim, rows)
+
+
+def context_parallel_shard(
+    mesh: GroupLike,
+    buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: LoadBalancer | None = None,
+) -> list[torch.Tensor | BlockMask] | dict[str, torch.Tensor | BlockMask]:
+    """Returns this rank's parts of tensors and block masks, and leaves those alone.
+
+    Args:
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        buffers: a list or dict of tensors of the whole sequence, the same on all ranks, and of
+            `BlockMask`s: those are cut to this rank's queries against all keys in the order in
+            which `all_gather_kv` gathers them. For a mask the sequence dimension is not looked at.
+        seq_dims: the sequence dimension of each buffer, negative counts from the end.
+        load_balancer: how the sequence is spread, head-tail by default.
+
+    Not differentiable. Raises `ValueError` for buffers of different lengths or another length than
+    the load balancer's. Source: torch's `_context_parallel_shard`.
+    """
+    op = "context_parallel_shard"
+    group = _process_group(mesh)
+    if isinstance(buffers, Mapping):
+        if not isinstance(seq_dims, Mapping) or set(seq_dims) != set(buffers):
+            raise ValueError(f"{op}: seq_dims must have the keys of buffers, {sorted(buffers)}")
+        names = list(buffers)
+        shards = context_parallel_shard(
+            mesh, [buffers[n] for n in names], [seq_dims[n] for n in names], load_balancer
+        )
+        return dict(zip(names, shards, strict=True))
+    dims = list(seq_dims)
+    balancer = _balancer_for(op, buffers, dims, group.size(), load_balancer)
+    found: list[torch.Tensor | BlockMask] = []
+    for buffer, dim in zip(buffers, dims, strict=True):
+        assert balancer is not None
+        if isinstance(buffer, BlockMask):
+            found.append(local_block_mask(buffer, balancer, group.rank()))
+        else:
+            found.append(_shard(buffer, dim % buffer.dim(), balancer, group.rank()))
+    return found
+
+
+@contextmanager
+def context_parallel(
+    mesh: GroupLike,
+    *,
+    buffers: Sequence[torch.Tensor] | None = None,
+    buffer_seq_dims: Sequence[int] | None = None,
+    no_restore_buffers: set[torch.Tensor] | None = None,
+    load_balancer: LoadBalancer | None = None,
+) -> Iterator[None]:
+    """Cuts buffers to this rank's part of the sequence, and runs attention context parallel.
+
+    Inside, `F.scaled_dot_product_attention` and `flex_attention`, however they were imported, take
+    this rank's parts of queries, keys and values and attend to the whole sequence; with
+    `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence::
+
+        with symm_cp.context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 0]):
+            loss = model(tokens, positions)
+            loss.backward()
+
+    Args:
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        buffers: tensors of the whole sequence, the same on all ranks, all of one length. They are
+            cut in place (the same tensor objects then hold the shard) and get their own contents
+            back at the end, also after an exception. No parameters.
+        buffer_seq_dims: the sequence dimension of each buffer, negative counts from the end.
+        no_restore_buffers: those of `buffers` that stay cut.
+        load_balancer: how the sequence is spread, head-tail by default: then every rank has the
+            same work under a causal mask. Any mask goes with any load balancer.
+
+    Contexts may be nested: the innermost counts. Run the backward pass inside where activations are
+    checkpointed, since what is recomputed outside does not run context parallel (torch then raises
+    `CheckpointError`; `ContextParallel` and `all_gather_attention` need no context). An `attn_mask`
+    and dropout are refused. Raises `ValueError` before anything is changed for buffers that do not
+    fit. Source: torch's `context_parallel`.
+    """
+    op = "context_parallel"
+    group = _process_group(mesh)
+    tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
+    keep = [id(tensor) for tensor in no_restore_buffers or ()]
+    if not set(keep) <= {id(tensor) for tensor in tensors}:
+        raise ValueError(f"{op}: no_restore_buffers must be among buffers")
+    for tensor in tensors:
+        if isinstance(tensor, torch.nn.Parameter):
+            raise ValueError(f"{op}: a buffer of shape {list(tensor.shape)} is a parameter")
+    balancer = _balancer_for(op, tensors, dims, group.size(), load_balancer)
+    shards = [
+        _shard(tensor, dim % tensor.dim(), balancer, group.rank())
+        for tensor, dim in zip(tensors, dims, strict=True)
+        if balancer is not None
+    ]
+    if balancer is not None:
+        lengths = _used.setdefault(group, {})
+        lengths.setdefault(balancer.lengths[group.rank()], set()).add(balancer)
+    originals = [tensor.detach() for tensor in tensors]
+    try:
+        for tensor, shard in zip(tensors, shards, strict=True):
+            _become(tensor, shard)
+        with Region(group_name(mesh), group.size(), balancer):
+            yield
+    finally:
+        for tensor, original in zip(tensors, originals, strict=True):
+            if id(tensor) not in keep:
+                _become(tensor, original)
+
+
+@torch.no_grad()
+def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    # Not resize_ and copy_: the memory of a view belongs to others, too, and nothing is copied.
+    tensor.set_(other)  # type: ignore[call-overload]
+
+
+def _balancer_used(op: str, group: dist.ProcessGroup, local_length: int) -> LoadBalancer:
+    region = active()
+    if region is not None and region.group == str(group.group_name):
+        return region.layout(local_length)
+    known = _used.get(group, {}).get(local_length, set())
+    if len(known) > 1:
+        raise ValueError(
+            f"{op}: shards of {local_length} positions were cut by {sorted(map(repr, known))}: "
+            "give the load_balancer of these"
+        )
+    if known:
+        return next(iter(known))
+    if local_length % 2 != 0:
+        raise ValueError(
+            f"{op}: {local_length} positions on this rank are no two chunks of one length: give "
+            "the load_balancer that the sequence was cut by"
+        )
+    return HeadTail(local_length * group.size(), group.size())
+
+
+@torch.no_grad()
+def context_parallel_unshard(
+    mesh: GroupLike,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    load_balancer: LoadBalancer | None = None,
+) -> list[torch.Tensor]:
+    """Gathers tensors of which each rank holds a part of the sequence, in the sequence's order.
+
+    Args:
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        buffers: this rank's parts.
+        seq_dims: the sequence dimension of each, negative counts from the end.
+        load_balancer: the one that the sequence was cut by. By default that of the context that is
+            active, or else the one that `context_parallel` used on this group for shards of this
+            length; head-tail if there was none.
+
+    Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` when
+    several load balancers were used and none is given, or for shards of the wrong length. Source:
+    torch's `context_parallel_unshard`.
+    """
+    op = "context_parallel_unshard"
+    group = _process_group(mesh)
+    if len(buffers) != len(seq_dims):
+        raise ValueError(f"{op}: {len(buffers)} buffers need as many seq_dims, not {len(seq_dims)}")
+    dims = [_dim(op, buffer, dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
+    found = []
+    for buffer, dim in zip(buffers, dims, strict=True):
+        length = buffer.shape[dim]
+        balancer = load_balancer or _balancer_used(op, group, length)
+        if balancer.world_size != group.size() or balancer.lengths[group.rank()] != length:
+            raise ValueError(
+                f"{op}: {balancer} gives rank {group.rank()} of {group.size()} "
+                f"{balancer.lengths[group.rank()]} positions, the buffer has {length}"
+            )
+        found.append(_gather(buffer, dim, balancer, group))
+    return found
+
+
+def _gather(
+    buffer: torch.Tensor, dim: int, balancer: LoadBalancer, group: dist.ProcessGroup
+) -> torch.Tensor:
+    # Collectives take equal shards, so shorter ones are padded, and the padding is not selected.
+    size = max(balancer.lengths)
+    padded = buffer.new_zeros([*buffer.shape[:dim], size, *buffer.shape[dim + 1 :]])
+    padded.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
+    gathered = unfused_all_gather(padded, dim, str(group.group_name))
+    rows = torch.cat(
+        [torch.arange(length) + rank * size for rank, length in enumerate(balancer.lengths)]
+    )
+    return gathered.index_select(dim, rows[balancer.inverse()].to(buffer.device))

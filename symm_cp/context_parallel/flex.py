@@ -1,0 +1,93 @@
+"""`flex_attention` within a region: what torch's function takes, on this rank's parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask
+
+from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
+from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
+from symm_cp.memory import resolve
+from symm_cp.ops.flex_attention import flex_all_gather_attention
+from symm_cp.ops.gather_kv import all_gather_kv
+
+if TYPE_CHECKING:
+    from symm_cp.context_parallel.region import Region
+
+_OP = "flex_attention"
+
+
+def attend(
+    region: Region,
+    original: Callable[..., Any],
+    *,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor] | None,
+    block_mask: BlockMask | None,
+    scale: float | None,
+    enable_gqa: bool,
+    return_lse: bool,
+    kernel_options: Any,
+    return_aux: Any,
+    **unknown: Any,
+) -> Any:
+    """`flex_attention` on this rank's parts of the sequence; `original` is torch's function.
+
+    `score_mod` and `block_mask` are those of the whole sequence.
+    """
+    if any(option is not None for option in unknown.values()):
+        raise NotImplementedError(f"{_OP}: {sorted(unknown)} within context_parallel")
+    balancer = region.layout(query.shape[2])
+    keys: LoadBalancer = balancer
+    if key.shape[2] != query.shape[2]:  # cross-attention: keys are spread evenly
+        keys = Sequential(key.shape[2] * region.world_size, region.world_size)
+    # A mask that was cut before remembers what it was cut from.
+    block_mask = getattr(block_mask, "symm_cp_global", block_mask)
+    lengths = (balancer.seq_length, keys.seq_length)
+    if block_mask is not None and tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"{_OP}: block_mask is for {tuple(block_mask.seq_lengths)} queries and keys; within "
+            f"context_parallel it must be that of the whole sequence, {lengths}"
+        )
+    group = resolve(region.group)
+    if query.device.type == "cpu":
+        out, lse = flex_all_gather_attention(
+            query,
+            key,
+            value,
+            group=group,
+            layout=balancer.layout,
+            kv_layout=keys.layout,
+            mask_mod=None if block_mask is None else block_mask.mask_mod,
+            score_mod=score_mod,
+            block_mask=block_mask,
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+        if return_aux is not None:
+            if return_aux.max_scores:
+                raise NotImplementedError(f"{_OP}: max_scores within context_parallel")
+            return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+        return (out, lse) if return_lse else out
+    full_key, full_value = all_gather_kv(key, value, seq_dim=2, group=group.name)
+    if block_mask is not None:
+        block_mask = local_block_mask(block_mask, balancer, group.rank)
+    if score_mod is not None:
+        score_mod = local_score_mod(score_mod, balancer, group.rank)
+    return original(
+        query,
+        full_key,
+        full_value,
+        score_mod,
+        block_mask,
+        scale,
+        enable_gqa,
+        return_lse,
+        kernel_options,
+        return_aux=return_aux,
+    )

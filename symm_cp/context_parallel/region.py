@@ -1,0 +1,219 @@
+"""Regions in which attention runs context parallel: a stack of them for each thread.
+
+`scaled_dot_product_attention` is seen by a `TorchFunctionMode`, however it was imported.
+`flex_attention` is a Python function that no mode sees, and most users import it by name, so while
+a region is active its code (not its name) hands over to `_flex_attention` below, which calls the
+original one in threads without a region.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import flex_attention as torch_flex
+from torch.overrides import TorchFunctionMode
+
+from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+
+SDPA = "scaled_dot_product_attention"
+FLEX = "flex_attention"
+
+# Attention that calls the visible kind where a mode no longer sees it, or not at all.
+_HIDDEN = {
+    function.__name__: function
+    for function in (
+        F.multi_head_attention_forward,
+        torch._native_multi_head_attention,
+        torch._transformer_encoder_layer_fwd,
+    )
+}
+
+
+@dataclass(frozen=True)
+class Region:
+    """Where attention runs over a group, and on which layout; `kind` restricts it to one function.
+
+    Without a load balancer the sequence is spread head-tail.
+    """
+
+    group: str
+    world_size: int
+    load_balancer: LoadBalancer | None = None
+    kind: str | None = None
+
+    def layout(self, local_length: int) -> LoadBalancer:
+        """How a sequence of which this rank holds so much is spread."""
+        if self.load_balancer is not None:
+            return self.load_balancer
+        if local_length % 2 != 0:
+            raise ValueError(
+                f"context_parallel: {local_length} positions on this rank are no two chunks of one "
+                "length: give a load_balancer, which knows the length of the whole sequence"
+            )
+        return HeadTail(local_length * self.world_size, self.world_size)
+
+    def expect(self, kind: str) -> None:
+        """Raises when a function is called for which this region was not made."""
+        if self.kind not in (None, kind):
+            raise RuntimeError(
+                f"ContextParallel(attention_type={self.kind!r}): the module called {kind}, which "
+                "would attend to this rank's part of the sequence only"
+            )
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
+        self.expect(SDPA)
+        if attn_mask is not None:
+            raise NotImplementedError(
+                f"{SDPA}: attn_mask of shape {list(attn_mask.shape)} within context_parallel: it "
+                "would cover this rank's part of the sequence only; use is_causal, flex_attention "
+                "with a BlockMask of the whole sequence, or symm_cp.all_gather_attention"
+            )
+        if dropout_p != 0.0:
+            raise NotImplementedError(
+                f"{SDPA}: {dropout_p=} within context_parallel: dropout is not supported, use 0.0"
+            )
+        if query.dim() < 3:
+            raise ValueError(f"{SDPA}: query of shape {list(query.shape)} has no heads")
+        lead = query.shape[:-3]
+        if len(lead) != 1:
+            query, key, value = (
+                t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
+            )
+        # Keys of another length (cross-attention) are spread evenly; their order does not matter.
+        crossed = query.shape[2] != key.shape[2] and not is_causal
+        out = all_gather_attention(
+            query,
+            key,
+            value,
+            group=self.group,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            load_balancer=None if crossed else self.layout(_length(query)),
+        )
+        return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+
+    def __enter__(self) -> Region:
+        mode = _Mode(self)
+        mode.__enter__()
+        _flex_hook.acquire()
+        _regions().append((self, mode))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _, mode = _regions().pop()
+        _flex_hook.release()
+        mode.__exit__(*error)
+
+
+def _length(query: torch.Tensor) -> int:
+    local = query.to_local() if hasattr(query, "to_local") else query
+    return int(local.shape[2])
+
+
+class _Mode(TorchFunctionMode):
+    def __init__(self, region: Region) -> None:
+        super().__init__()
+        self._region = region
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            return self._region.attend(*args, **kwargs)
+        if _HIDDEN.get(getattr(func, "__name__", "")) is func:
+            raise NotImplementedError(
+                f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "
+                "within context_parallel would attend to this rank's part of the sequence only: "
+                f"use F.{SDPA} or flex_attention"
+            )
+        return func(*args, **kwargs)
+
+
+_local = threading.local()
+
+
+def _regions() -> list[tuple[Region, _Mode]]:
+    stack: list[tuple[Region, _Mode]] | None = getattr(_local, "regions", None)
+    if stack is None:
+        stack = _local.regions = []
+    return stack
+
+
+def active() -> Region | None:
+    """The innermost region of this thread."""
+    stack = _regions()
+    return stack[-1][0] if stack else None
+
+
+# --- flex_attention --------------------------------------------------------------------------
+
+
+def _redirected(*args: Any, **kwargs: Any) -> Any:
+    # Its code runs with the globals of torch's module, so it finds its way by an import.
+    from symm_cp.context_parallel.region import _flex_attention
+
+    return _flex_attention(*args, **kwargs)
+
+
+class _FlexHook:
+    """Redirects `flex_attention` while it is acquired at least once."""
+
+    def __init__(self) -> None:
+        function = torch_flex.flex_attention
+        self._function = function
+        self._code = function.__code__
+        self._lock = threading.Lock()
+        self._users = 0
+        original = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        self.original: Callable[..., Any] = original
+        self.signature = inspect.signature(function)
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            self._function.__code__ = _redirected.__code__
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                self._function.__code__ = self._code
+
+
+_flex_hook = _FlexHook()
+
+
+def _flex_attention(*args: Any, **kwargs: Any) -> Any:
+    region = active()
+    if region is None:
+        return _flex_hook.original(*args, **kwargs)
+    region.expect(FLEX)
+    bound = _flex_hook.signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    from symm_cp.context_parallel.flex import attend
+
+    return attend(region, _flex_hook.original, **bound.arguments)

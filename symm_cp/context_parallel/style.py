@@ -1,0 +1,70 @@
+"""A style of torch's `parallelize_module` for attention modules."""
+
+from __future__ import annotations
+
+import functools
+from enum import Enum
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.region import FLEX, SDPA, Region
+from symm_cp.memory import group_name
+
+
+class ContextParallel(ParallelStyle):
+    """Runs the attention inside of a module context parallel.
+
+    For modules that get this rank's part of the sequence and call
+    `F.scaled_dot_product_attention` or `flex_attention`::
+
+        parallelize_module(block.attention, cp_mesh, ContextParallel(seq_dim=2))
+
+    Args:
+        seq_dim: the sequence dimension of queries, keys and values: 2, as these functions have it.
+        attention_type: which of the two functions the module calls, an `AttentionType` or its
+            value. A call of the other one raises `RuntimeError`.
+        load_balancer: how the sequence is spread, head-tail by default.
+
+    The forward pass needs no context around it, also when it is recomputed for a checkpoint. Raises
+    `ValueError` for another `seq_dim` or `attention_type`. Source: torch's `_ContextParallel`.
+    """
+
+    class AttentionType(Enum):
+        """The function that a module calls."""
+
+        FLEX = FLEX
+        SDPA = SDPA
+
+    def __init__(
+        self,
+        seq_dim: int = 2,
+        attention_type: AttentionType | str = AttentionType.SDPA,
+        load_balancer: LoadBalancer | None = None,
+    ) -> None:
+        super().__init__()
+        if seq_dim not in (2, -2):
+            raise ValueError(
+                f"ContextParallel: {seq_dim=} must be 2: attention takes (batch, heads, sequence, "
+                "features)"
+            )
+        self.attention_type = self.AttentionType(attention_type)
+        self.load_balancer = load_balancer
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        balancer, size = self.load_balancer, device_mesh.size()
+        if balancer is not None and balancer.world_size != size:
+            raise ValueError(f"ContextParallel: {balancer} is not for a mesh of {size} ranks")
+        region = Region(group_name(device_mesh), size, balancer, self.attention_type.value)
+        forward = module.forward
+
+        @functools.wraps(forward)
+        def parallel(*args: Any, **kwargs: Any) -> Any:
+            with region:
+                return forward(*args, **kwargs)
+
+        module.forward = parallel  # type: ignore[method-assign]
+        return module

@@ -1,0 +1,158 @@
+"""All-gather of keys and values together; its gradient is a reduce-scatter of both.
+
+For attention that needs all keys at once. `fused_all_gather_attention` does not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.common import (
+    check_dim,
+    check_divisible,
+    check_reduce_op,
+    group_of,
+    lib,
+    new_result,
+    what_is,
+    world_size_of,
+)
+from symm_cp.runtime import cpu
+
+_GATHER = "all_gather_kv"
+_SCATTER = "_all_gather_kv_backward"
+
+lib.define(f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name) -> (Tensor, Tensor)")
+lib.define(
+    f"{_SCATTER}(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def _check(key: torch.Tensor, value: torch.Tensor, seq_dim: int) -> int:
+    dim = check_dim(_GATHER, "seq_dim", seq_dim, key.dim())
+    if value.dtype != key.dtype or value.device != key.device:
+        raise TypeError(
+            f"{_GATHER}: value is {value.dtype} on {value.device}, key {key.dtype} on {key.device}"
+        )
+    if value.dim() != key.dim() or value.shape[dim] != key.shape[dim]:
+        raise ValueError(
+            f"{_GATHER}: value {list(value.shape)} and key {list(key.shape)} need the same number "
+            f"of dimensions and the same length of dimension {seq_dim}"
+        )
+    return dim
+
+
+def _longer(tensor: torch.Tensor, dim: int, times: int) -> list[int]:
+    shape = list(tensor.shape)
+    shape[dim] *= times
+    return shape
+
+
+def _gather_cpu(
+    key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = group_of(group_name)
+    dim = _check(key, value, seq_dim)
+    size = key.shape[dim]
+    keys, values = (new_result(t, _longer(t, dim, group.world_size)) for t in (key, value))
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        for full, shard in zip((keys, values), shards, strict=True):
+            full.narrow(dim, rank * size, size).copy_(shard)
+
+    what = what_is(_GATHER, key, value, detail=f"seq_dim={dim}")
+    cpu.all_gather_and_consume(group, [key, value], consume, what)
+    return keys, values
+
+
+def _scatter_cpu(
+    grad_key: torch.Tensor, grad_value: torch.Tensor, seq_dim: int, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    group = group_of(group_name)
+    dim = _check(grad_key, grad_value, seq_dim)
+    check_divisible(_SCATTER, "seq_dim", dim, grad_key.shape[dim], group.world_size)
+    check_reduce_op(_SCATTER, "sum", grad_key.dtype)
+    size = grad_key.shape[dim] // group.world_size
+    grads = (grad_key, grad_value)
+    shapes = [_longer(grad.narrow(dim, 0, size), dim, 1) for grad in grads]
+    counts = [torch.Size(shape).numel() for shape in shapes]
+    total = new_result(grad_key, (sum(counts),))
+
+    def produce(rank: int, partial: torch.Tensor) -> None:
+        for grad, shape, part in zip(grads, shapes, partial.split(counts), strict=True):
+            part.view(shape).copy_(grad.narrow(dim, rank * size, size))
+
+    what = what_is(_SCATTER, *grads, detail=f"seq_dim={dim}")
+    cpu.produce_and_reduce_scatter(group, produce, total, what)
+    # Tensors of their own: an op's results share no memory.
+    key, value = (part.view(s) for part, s in zip(total.split(counts), shapes, strict=True))
+    return key.clone(), value.clone()
+
+
+def _gather_fake(
+    key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dim, times = _check(key, value, seq_dim), world_size_of(group_name)
+    return key.new_empty(_longer(key, dim, times)), value.new_empty(_longer(value, dim, times))
+
+
+def _scatter_fake(
+    grad_key: torch.Tensor, grad_value: torch.Tensor, seq_dim: int, group_name: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    dim = _check(grad_key, grad_value, seq_dim)
+    size = grad_key.shape[dim] // world_size_of(group_name)
+    shapes = [_longer(grad.narrow(dim, 0, size), dim, 1) for grad in (grad_key, grad_value)]
+    return grad_key.new_empty(shapes[0]), grad_value.new_empty(shapes[1])
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, _, ctx.seq_dim, ctx.group_name = inputs
+
+
+def _autograd(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[Any, ...]:
+    grads = torch.ops.symm_mem._all_gather_kv_backward(
+        grad_key, grad_value, ctx.seq_dim, ctx.group_name
+    )
+    return (*grads, None, None)
+
+
+def register() -> None:
+    """Adds the CPU kernels, the fake kernels and the gradient."""
+    lib.impl(_GATHER, _gather_cpu, "CPU")
+    lib.impl(_SCATTER, _scatter_cpu, "CPU")
+    lib.impl(_GATHER, _gather_fake, "Meta")
+    lib.impl(_SCATTER, _scatter_fake, "Meta")
+    torch.library.register_autograd(
+        f"symm_mem::{_GATHER}", _autograd, setup_context=_setup, lib=lib
+    )
+
+
+def all_gather_kv(
+    key: torch.Tensor, value: torch.Tensor, *, seq_dim: int = 2, group: GroupLike
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All-gathers keys and values along their sequence, in one pipelined call.
+
+    Same result as::
+
+        all_gather_tensor(key, seq_dim, group), all_gather_tensor(value, seq_dim, group)
+
+    Args:
+        key, value: equal numbers of dimensions, lengths along `seq_dim` and dtypes; equal shapes on
+            all ranks.
+        seq_dim: the dimension to gather, negative counts from the end.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+
+    Returns contiguous tensors, in rank order. Differentiable: gradients are reduce-scattered, added
+    in rank order, in float32 for 16-bit types. Raises `ValueError` or `TypeError` for arguments
+    that do not fit, before any communication; `RuntimeError` when a peer fails or disagrees.
+    Source: `flex_cp_allgather` of torch's context parallelism.
+    """
+    name = group_name(group)
+    gathered: tuple[torch.Tensor, torch.Tensor] = torch.ops.symm_mem.all_gather_kv(
+        key, value, seq_dim, name
+    )
+    return gathered

@@ -11,7 +11,22 @@ import sys as _sys
 
 from symm_cp import native as _native
 from symm_cp import ops as _ops
+from symm_cp.context_parallel import (
+    ContextParallel,
+    HeadTail,
+    LoadBalancer,
+    PerDocumentHeadTail,
+    ProcessingTimeRoundRobin,
+    Sequential,
+    all_gather_attention,
+    context_parallel,
+    context_parallel_shard,
+    context_parallel_unshard,
+    shard_batch,
+)
 from symm_cp.memory import get_workspace, reserve
+from symm_cp.ops.attention import set_rotate_method
+from symm_cp.ops.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
@@ -19,7 +34,18 @@ from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_re
 __version__ = "0.1.0"
 
 __all__ = [
+    "ContextParallel",
+    "HeadTail",
+    "LoadBalancer",
+    "PerDocumentHeadTail",
+    "ProcessingTimeRoundRobin",
+    "Sequential",
+    "all_gather_attention",
+    "all_gather_kv",
     "all_gather_matmul",
+    "context_parallel",
+    "context_parallel_shard",
+    "context_parallel_unshard",
     "get_workspace",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
@@ -27,6 +53,8 @@ __all__ = [
     "reserve",
     "scaled_all_gather_matmul",
     "scaled_matmul_reduce_scatter",
+    "set_rotate_method",
+    "shard_batch",
 ]
 
 _ops.register()

@@ -11,7 +11,8 @@ from __future__ import annotations
 import inspect
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,14 @@ _HIDDEN = {
         torch._native_multi_head_attention,
         torch._transformer_encoder_layer_fwd,
     )
+}
+
+
+# Functions that run the backward pass, and what they call the gradients of the outputs.
+_BACKWARD: dict[Any, str] = {
+    torch.Tensor.backward: "gradient",
+    torch.autograd.backward: "grad_tensors",
+    torch.autograd.grad: "grad_outputs",
 }
 
 
@@ -147,7 +156,39 @@ class _Mode(TorchFunctionMode):
                 "within context_parallel would attend to this rank's part of the sequence only: "
                 f"use F.{SDPA} or flex_attention"
             )
+        if func in _BACKWARD:
+            return self._backward(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a backward pass in this mode, because it may recompute what was checkpointed.
+
+        While a mode handles a function it is off; if it were on, the function would come back here.
+        So it goes on in between, when the function looks at the gradients of its outputs.
+        """
+        name = _BACKWARD[func]
+        with ExitStack() as inner:
+            outputs = args[0]
+            count = 1 if isinstance(outputs, torch.Tensor) else len(outputs)
+            grads = _Gradients(kwargs.get(name), count)
+            grads.when_read = lambda: inner.enter_context(_Mode(self._region))
+            return func(*args, **{**kwargs, name: grads})
+
+
+class _Gradients:
+    """Gradients that tell when they are first read."""
+
+    def __init__(self, grads: Any, count: int) -> None:
+        if grads is None:
+            grads = (None,) * count
+        self._grads = (grads,) if isinstance(grads, torch.Tensor) else tuple(grads)
+        self.when_read: Callable[[], object] | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        if self.when_read is not None:
+            self.when_read()
+            self.when_read = None
+        return iter(self._grads)
 
 
 _local = threading.local()

@@ -104,7 +104,7 @@ class Forward:
         return self.out.to(self._query.dtype), self.lse
 
 
-class _Total:
+class Total:
     """Adds up parts of a tensor, some rows at a time; zero where nothing is added."""
 
     def __init__(self, total: torch.Tensor) -> None:
@@ -112,6 +112,7 @@ class _Total:
         self._empty = True
 
     def add(self, begin: int, end: int, part: torch.Tensor) -> None:
+        """Adds to some rows."""
         rows = self.total[:, :, begin:end]
         if self._empty and rows.shape == self.total.shape:
             rows.copy_(part)
@@ -121,6 +122,7 @@ class _Total:
         self._empty = False
 
     def finish(self) -> None:
+        """Makes it zero where nothing was added."""
         if self._empty:
             self.total.zero_()
             self._empty = False
@@ -141,7 +143,7 @@ class Backward:
         self._grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
         # exp(score - lse) is the weight of a key. Rows that see nothing have scores of -inf only.
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        self._grad_query = _Total(rows_first(query, query.shape, wide(query.dtype)))
+        self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
 
     def add_tiles(
         self,
@@ -151,7 +153,7 @@ class Backward:
         partial: torch.Tensor,
     ) -> None:
         """Takes in tiles of one part of the keys; `partial` (2, B, S, G, E) gets its gradients."""
-        totals = _Total(partial[0].transpose(1, 2)), _Total(partial[1].transpose(1, 2))
+        totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
         for tile in tiles:
             mask, _ = _mask_of(tile, self._query.dtype)
             self.add(tile, key, value, totals, mask, is_causal=tile.causal)
@@ -163,7 +165,7 @@ class Backward:
         tile: Tile,
         key: torch.Tensor,
         value: torch.Tensor,
-        totals: tuple[_Total, _Total],
+        totals: tuple[Total, Total],
         mask: torch.Tensor | None,
         *,
         is_causal: bool = False,

@@ -237,7 +237,8 @@ def _attention_cpu(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
     call = _Call(_FORWARD, query, key, value, group, options)
-    forward = Forward(_dense_features(query), options.get("scale"))
+    parts = sum(len(call.tiles(owner)) for owner in range(group.world_size))
+    forward = Forward(_dense_features(query), options.get("scale"), parts)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in call.tiles(owner):

@@ -60,13 +60,18 @@ def _mask_of(tile: Tile, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch
 
 
 class Forward:
-    """The attention of one rank's queries, from one part of the keys after the other."""
+    """The attention of one rank's queries, from one part of the keys after the other.
 
-    def __init__(self, query: torch.Tensor, scale: float | None) -> None:
+    `parts` is how many parts there will be, if that is known. Two are merged in the dtype of the
+    queries: their sum is rounded but once.
+    """
+
+    def __init__(self, query: torch.Tensor, scale: float | None, parts: int | None = None) -> None:
         self._query = query
         self._scale = scale
-        self.out = rows_first(query, query.shape, wide(query.dtype)).zero_()
-        self.lse = query.new_full(query.shape[:3], -torch.inf, dtype=self.out.dtype)
+        narrow = parts is not None and parts <= 2
+        self._dtype = query.dtype if narrow else wide(query.dtype)
+        self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
         """Takes in a tile, of the keys and values that its rows count."""
@@ -94,14 +99,25 @@ class Forward:
         self.merge(tile.q_begin, tile.q_end, out, lse)
 
     def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Takes in what some rows see of other keys."""
+        """Takes in what some rows see of other keys; `out` and `lse` may be kept and changed."""
+        if self._merged is None:
+            if out.shape == self._query.shape:
+                self._merged = out.to(self._dtype), lse
+                return
+            self._merged = self._nothing()
         torch.ops.symm_cp.merge_attention(
-            self.out[:, :, begin:end], self.lse[:, :, begin:end], out, lse
+            self._merged[0][:, :, begin:end], self._merged[1][:, :, begin:end], out, lse
         )
+
+    def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        query = self._query
+        out = rows_first(query, query.shape, self._dtype).zero_()
+        return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
-        return self.out.to(self._query.dtype), self.lse
+        out, lse = self._merged or self._nothing()
+        return out.to(self._query.dtype), lse.contiguous()
 
 
 class Total:

@@ -26,7 +26,6 @@ class Captures:
     def __init__(self, score_mod: Modifier) -> None:
         self._score_mod = score_mod
         self.tensors: list[torch.Tensor] = []
-        self._held: set[int] = set()  # those that `bound` can replace
         self._seen: set[int] = set()
         self._collect(score_mod)
         self._collect_leaves()
@@ -40,7 +39,6 @@ class Captures:
             return
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
-            self._held.add(id(value))
             self._add(value)
         elif isinstance(value, torch.nn.Module):
             for parameter in value.parameters():
@@ -68,23 +66,18 @@ class Captures:
             visited |= fresh
             todo += fresh
 
-    def bound(self, tensors: Sequence[torch.Tensor]) -> Modifier:
-        """Returns the function with `tensors` in the place of those that it captures.
+    def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
+        """Returns the function to differentiate, and what to take gradients of.
 
-        Parameters of modules stay as they are: they are leaves, so `inputs` differentiates them.
+        `tensors` are the captured ones as autograd saved them. What was computed from others is
+        replaced by a leaf of its own, so that no gradient goes further back than to itself.
         """
-        places = {
-            id(old): new
+        inputs = [
+            old if old.is_leaf else new.detach().requires_grad_()
             for old, new in zip(self.tensors, tensors, strict=True)
-            if id(old) in self._held
-        }
-        modifier: Modifier = _replaced(self._score_mod, places, {})
-        return modifier
-
-    def inputs(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns what gradients are to be taken of when `bound(tensors)` has been called."""
-        pairs = zip(self.tensors, tensors, strict=True)
-        return [new if id(old) in self._held else old for old, new in pairs]
+        ]
+        places = {id(old): new for old, new in zip(self.tensors, inputs, strict=True)}
+        return _replaced(self._score_mod, places, {}), inputs
 
 
 def _node(tensor: torch.Tensor) -> Any:
@@ -103,9 +96,9 @@ def _parts(value: Any) -> list[Any]:
         return [value.func, *value.args, *value.keywords.values()]
     if isinstance(value, types.MethodType):
         return [value.__self__]
-    if isinstance(value, (list, tuple)):
+    if type(value) in (list, tuple):
         return list(value)
-    return list(value.values()) if isinstance(value, dict) else []
+    return list(value.values()) if type(value) is dict else []
 
 
 def _is_filled(cell: types.CellType) -> bool:

@@ -193,7 +193,7 @@ class MaskTiles:
         rank: int,
     ) -> None:
         self._mask_mod = noop_mask if mask_mod is None else mask_mod
-        self._heads, self._queries, self._keys, self._rank = heads, queries, keys, rank
+        self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
         self._states: torch.Tensor | None = None
         self._sizes = (1, 1)
         self._q_idx = positions(queries.spans(rank))
@@ -240,7 +240,7 @@ class MaskTiles:
                 yield tile, None if full else self._visible(tile, kv_idx)
             return
         decided = []
-        for strip in _strips(self._queries.spans(self._rank), extents(self._copies)[0]):
+        for strip in _strips(self.queries.spans(self._rank), extents(self._copies)[0]):
             for tile, visible in _joined(self._strip(*strip, kv_idx)):
                 decided.append((tile, visible is None))
                 yield tile, visible

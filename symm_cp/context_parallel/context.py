@@ -167,7 +167,9 @@ def context_parallel(
     ]
     if balancer is not None:
         lengths = _used.setdefault(group, {})
-        lengths.setdefault(balancer.lengths[group.rank()], set()).add(balancer)
+        known = lengths.setdefault(balancer.lengths[group.rank()], set())
+        if len(known) < 2:  # two are enough to know that it is not known
+            known.add(balancer)
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):

@@ -1,0 +1,305 @@
+"""`context_parallel`: buffers, which calls run context parallel, and what is left behind."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention as imported_by_name
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils.checkpoint import CheckpointError, checkpoint
+
+import symm_cp
+from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def balancers(length: int, world_size: int) -> list[symm_cp.LoadBalancer | None]:
+    found: list[symm_cp.LoadBalancer | None] = [
+        symm_cp.HeadTail(length, world_size),
+        symm_cp.Sequential(length, world_size),
+        symm_cp.PerDocumentHeadTail([length - 5, 5], world_size),
+    ]
+    return [None, *found]
+
+
+def trains_as_one_process(group: dist.ProcessGroup, length: int, seed: int) -> None:
+    mesh = mesh_of(group)
+    for causal in (True, False):
+        given = whole(seed, length, kv_heads=2)
+        expected = dense(given, is_causal=causal)
+        for balancer in balancers(length, group.size()):
+            buffers = [t.clone() for t in given]
+            with symm_cp.context_parallel(
+                mesh, buffers=buffers, buffer_seq_dims=[2, -2, 2, 2], load_balancer=balancer
+            ):
+                q, k, v, grad = buffers
+                local = (balancer or symm_cp.HeadTail(length, group.size())).lengths[group.rank()]
+                assert q.shape[2] == local
+                for t in (q, k, v):
+                    t.requires_grad_()
+                out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+                again = imported_by_name(q, k, v, is_causal=causal, enable_gqa=True)
+                assert torch.equal(out, again)
+                out.backward(grad)
+                results = [out.detach(), *(t.grad for t in (q, k, v) if t.grad is not None)]
+                full = symm_cp.context_parallel_unshard(mesh, results, [2, 2, -2, 2])
+            assert_all_close(full, expected)
+            later = symm_cp.context_parallel_unshard(
+                mesh, results, [2] * 4, balancer or symm_cp.HeadTail(length, group.size())
+            )
+            assert all(torch.equal(a, b) for a, b in zip(later, full, strict=True))
+            for buffer, original in zip(buffers, given, strict=True):
+                assert torch.equal(buffer, original)
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("length", [24, 29])
+def test_trains_as_one_process(ranks: Ranks, world_size: int, length: int) -> None:
+    ranks.run(world_size, trains_as_one_process, length, int(torch.randint(1 << 30, ())))
+
+
+def restores_buffers(group: dist.ProcessGroup) -> None:
+    mesh, W = mesh_of(group), group.size()
+    base = torch.arange(2.0 * 8 * W * 3).view(2, 8 * W, 3)
+    view, kept, first = base[:, :, 1], torch.arange(8.0 * W), torch.arange(8.0 * W).view(-1, 1)
+    original, place = base.clone(), view.data_ptr()
+    rows = symm_cp.HeadTail(8 * W, W).positions(group.rank())
+
+    def fails() -> None:
+        with symm_cp.context_parallel(
+            mesh,
+            buffers=[view, kept, first],
+            buffer_seq_dims=[1, -1, 0],
+            no_restore_buffers={kept},
+        ):
+            assert torch.equal(view, original[:, rows, 1])
+            assert torch.equal(first.flatten(), rows.float())
+            view.zero_()  # the shard, not what else lies in that memory
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        fails()
+    assert (view.data_ptr(), view.stride()) == (place, (24 * W, 3))
+    assert torch.equal(base, original)
+    assert torch.equal(kept, rows.float())
+    assert first.shape == (8 * W, 1)
+    assert not _get_current_function_mode_stack()
+
+
+@WORLD_SIZES
+def test_buffers_come_back_also_after_an_exception(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, restores_buffers)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    mesh, W = mesh_of(group), group.size()
+    x, y = torch.zeros(8 * W), torch.zeros(6 * W)
+    one = {"buffers": [x], "buffer_seq_dims": [0]}
+    cases = [
+        ({"buffers": [x, y], "buffer_seq_dims": [0, 0]}, "not for a sequence of"),
+        ({"buffers": [x], "buffer_seq_dims": [1]}, "seq_dim=1 is out of range"),
+        ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers need as many"),
+        ({**one, "no_restore_buffers": {y}}, "must be among buffers"),
+        ({"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}, "is a parameter"),
+        ({**one, "load_balancer": symm_cp.HeadTail(8 * W, W + 1)}, "not for a sequence of"),
+    ]
+    for arguments, message in cases:
+        with pytest.raises(ValueError, match=message), symm_cp.context_parallel(mesh, **arguments):
+            raise AssertionError("never entered")
+        assert x.shape == (8 * W,)
+        assert y.shape == (6 * W,)
+    assert not _get_current_function_mode_stack()
+
+
+def test_bad_buffers_are_refused_before_anything_is_cut(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def refuses_what_it_would_drop(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    q = torch.randn(2, 4, 8, 16)
+    attention = nn.MultiheadAttention(16, 2, batch_first=True)
+    layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
+    with symm_cp.context_parallel(mesh):
+        with pytest.raises(NotImplementedError, match=r"attn_mask of shape \[8, 8\]"):
+            F.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool))
+        with pytest.raises(NotImplementedError, match=r"dropout_p=0\.1"):
+            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+        with pytest.raises(NotImplementedError, match="would attend to this rank's part"):
+            attention(q[:, 0], q[:, 0], q[:, 0])
+        for module in (attention.eval(), layer.eval()):
+            arguments = (q[:, 0],) if module is layer else (q[:, 0],) * 3
+            with torch.no_grad(), pytest.raises(NotImplementedError, match="this rank's part"):
+                module(*arguments)
+        F.scaled_dot_product_attention(q, q, q)  # all is well
+
+
+def test_masks_dropout_and_hidden_attention_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses_what_it_would_drop)
+
+
+def recomputes(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    tensors = [t[:, :, :8].clone().requires_grad_() for t in whole(3, 8)[:3]]
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square()
+
+    with symm_cp.context_parallel(mesh):
+        expected = torch.autograd.grad(attend(*tensors).sum(), tensors)
+        loss = checkpoint(attend, *tensors, use_reentrant=False).sum()
+        for t in tensors:
+            t.grad = None
+        loss.backward()
+        assert_all_close([t.grad for t in tensors if t.grad is not None], expected)
+        loss = checkpoint(attend, *tensors, use_reentrant=False).sum()
+        assert_all_close(torch.autograd.grad(loss, tensors), expected)
+        loss = checkpoint(attend, *tensors, use_reentrant=False).sum()
+        for t in tensors:
+            t.grad = None
+        torch.autograd.backward([loss], [torch.ones_like(loss)])
+        assert_all_close([t.grad for t in tensors if t.grad is not None], expected)
+        outside = checkpoint(attend, *tensors, use_reentrant=False).sum()
+    with pytest.raises(CheckpointError, match="different number of tensors"):
+        outside.backward()
+
+
+def test_checkpoints_recompute_inside_and_fail_loudly_outside(ranks: Ranks) -> None:
+    ranks.run(2, recomputes)
+
+
+def nests(group: dist.ProcessGroup) -> None:
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[group.rank() // 2]
+    outer, inner = mesh_of(group), mesh_of(mine)
+    given = whole(5, 16)[:3]
+    expected = F.scaled_dot_product_attention(*given, is_causal=True)
+
+    def attend(group: dist.ProcessGroup) -> torch.Tensor:
+        rows = symm_cp.HeadTail(16, group.size()).positions(group.rank())
+        shards = [t[:, :, rows] for t in given]
+        out = F.scaled_dot_product_attention(*shards, is_causal=True)
+        torch.testing.assert_close(out, expected[:, :, rows], **CLOSE)
+        return out
+
+    with symm_cp.context_parallel(outer):
+        attend(group)
+        with symm_cp.context_parallel(inner):
+            out = attend(mine)
+            (full,) = symm_cp.context_parallel_unshard(inner, [out], [2])
+            torch.testing.assert_close(full, expected, **CLOSE)
+        attend(group)  # the rest of the outer body
+        with symm_cp.context_parallel(outer, load_balancer=symm_cp.Sequential(16, 4)):
+            out = F.scaled_dot_product_attention(
+                *(t.chunk(4, 2)[group.rank()] for t in given), is_causal=True
+            )
+        torch.testing.assert_close(out, expected.chunk(4, 2)[group.rank()], **CLOSE)
+        attend(group)
+    torch.testing.assert_close(
+        F.scaled_dot_product_attention(*given, is_causal=True), expected, **CLOSE
+    )
+
+
+def test_contexts_nest_on_one_mesh_and_on_two(ranks: Ranks) -> None:
+    ranks.run(4, nests)
+
+
+def leaves_other_threads_alone(group: dist.ProcessGroup) -> None:
+    q = torch.randn(1, 2, 8, 16)
+    expected = F.scaled_dot_product_attention(q, q, q)
+    found = []
+    with symm_cp.context_parallel(mesh_of(group)):
+        thread = threading.Thread(
+            target=lambda: found.append(F.scaled_dot_product_attention(q, q, q))
+        )
+        thread.start()
+        thread.join()
+    assert torch.equal(found[0], expected)
+
+
+def test_other_threads_are_left_alone(ranks: Ranks) -> None:
+    ranks.run(2, leaves_other_threads_alone)
+
+
+def unshards_only_what_is_known(group: dist.ProcessGroup) -> None:
+    # A group of its own: which layouts were used goes with the group.
+    mesh, W = mesh_of(dist.new_group(list(range(group.size())))), group.size()
+    x = torch.arange(12.0 * W)
+    straight = symm_cp.Sequential(12 * W, W)
+    with symm_cp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[0], load_balancer=straight):
+        shard = x.clone()
+    # The layout that was used, not a default.
+    assert torch.equal(symm_cp.context_parallel_unshard(mesh, [shard], [0])[0], x)
+    with symm_cp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[0]):
+        other = x.clone()
+    with pytest.raises(ValueError, match=r"were cut by \['HeadTail.*'Sequential"):
+        symm_cp.context_parallel_unshard(mesh, [shard], [0])
+    assert torch.equal(symm_cp.context_parallel_unshard(mesh, [shard], [0], straight)[0], x)
+    head_tail = symm_cp.HeadTail(12 * W, W)
+    assert torch.equal(symm_cp.context_parallel_unshard(mesh, [other], [-1], head_tail)[0], x)
+    with pytest.raises(ValueError, match="the buffer has 3"):
+        symm_cp.context_parallel_unshard(mesh, [shard[:3]], [0], straight)
+    with pytest.raises(ValueError, match="out of range"):
+        symm_cp.context_parallel_unshard(mesh, [shard], [1], straight)
+
+
+def test_unsharding_takes_the_layout_that_was_used_or_none(ranks: Ranks) -> None:
+    ranks.run(2, unshards_only_what_is_known)
+
+
+def shards_new_tensors(group: dist.ProcessGroup) -> None:
+    mesh, W, rank = mesh_of(group), group.size(), group.rank()
+    x = torch.randn(3, 7 * W + 1, 2)
+    balancer = symm_cp.HeadTail(7 * W + 1, W)
+    listed = symm_cp.context_parallel_shard(mesh, [x, x[0]], [1, -2], balancer)
+    named = symm_cp.context_parallel_shard(mesh, {"x": x}, {"x": 1}, balancer)
+    rows = balancer.positions(rank)
+    assert torch.equal(listed[0], x[:, rows])
+    assert torch.equal(listed[1], x[0, rows])
+    assert torch.equal(named["x"], x[:, rows])
+    assert x.shape == (3, 7 * W + 1, 2)
+    with pytest.raises(ValueError, match="must have the keys of buffers"):
+        symm_cp.context_parallel_shard(mesh, {"x": x}, {"y": 1}, balancer)
+
+
+@WORLD_SIZES
+def test_context_parallel_shard(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, shards_new_tensors)
+
+
+def other_shapes(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    q, k, v, _ = whole(7, 8 * W)
+    rows = symm_cp.HeadTail(8 * W, W).positions(rank)
+    three, five = (t[:, 0] for t in (q, k, v)), (t.unflatten(0, (1, 2)) for t in (q, k, v))
+    with symm_cp.context_parallel(mesh_of(group)):
+        for tensors in (tuple(three), tuple(five)):
+            shards = [t.index_select(-2, rows) for t in tensors]
+            out = F.scaled_dot_product_attention(*shards, is_causal=True)
+            assert out.shape == shards[0].shape
+            results = out
+        # Fewer features of values than of queries, and keys of another length (no mask).
+        narrow = F.scaled_dot_product_attention(
+            q[:, :, rows], k[:, :, rows], v[:, :, rows, :5], is_causal=True
+        )
+        memory = k[:, :, : 3 * W]
+        crossed = F.scaled_dot_product_attention(
+            q[:, :, rows], *(memory.chunk(W, 2)[rank] for _ in range(2))
+        )
+    full = F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, :, rows]
+    torch.testing.assert_close(results[0], full, **CLOSE)
+    torch.testing.assert_close(narrow, full[..., :5], **CLOSE)
+    expected = F.scaled_dot_product_attention(q, memory, memory)[:, :, rows]
+    torch.testing.assert_close(crossed, expected, **CLOSE)
+
+
+@WORLD_SIZES
+def test_shapes_that_the_function_takes(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, other_shapes)

@@ -1,0 +1,154 @@
+"""`ContextParallel`, DTensors, and `all_gather_attention` for direct use."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import symm_cp
+from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = Attention()
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self.attention(q, k, v)
+
+
+def styled(group: dist.ProcessGroup) -> None:
+    W = group.size()
+    given = whole(11, 10 * W)
+    for balancer in (None, symm_cp.Sequential(10 * W, W)):
+        style = symm_cp.ContextParallel(2, "scaled_dot_product_attention", balancer)
+        block = parallelize_module(Block(), mesh_of(group), {"attention": style})
+        rows = (balancer or symm_cp.HeadTail(10 * W, W)).positions(group.rank())
+        shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+        expected = [t[:, :, rows] for t in dense(given)]
+        for recompute in (False, True):  # in the backward pass, out of any context
+            out = checkpoint(block, *shards, use_reentrant=False) if recompute else block(*shards)
+            grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+            assert_all_close([out.detach(), *grads], expected)
+    # Outside of the module nothing has changed.
+    full = F.scaled_dot_product_attention(*given[:3], is_causal=True)
+    assert torch.equal(full, F.scaled_dot_product_attention(*given[:3], is_causal=True))
+
+
+@WORLD_SIZES
+def test_style_needs_no_context(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, styled)
+
+
+def style_errors(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    with pytest.raises(ValueError, match="seq_dim=1 must be 2"):
+        symm_cp.ContextParallel(1)
+    with pytest.raises(ValueError, match="paged"):
+        symm_cp.ContextParallel(2, "paged")
+    with pytest.raises(ValueError, match="is not for a mesh of 2 ranks"):
+        parallelize_module(
+            Attention(), mesh, symm_cp.ContextParallel(load_balancer=symm_cp.HeadTail(8, 3))
+        )
+    flex = symm_cp.ContextParallel.AttentionType.FLEX
+    block = parallelize_module(Attention(), mesh, symm_cp.ContextParallel(2, flex))
+    q = torch.randn(1, 2, 4, 8)
+    with pytest.raises(RuntimeError, match="the module called scaled_dot_product_attention"):
+        block(q, q, q)
+
+
+def test_style_refuses_what_it_was_not_made_for(ranks: Ranks) -> None:
+    ranks.run(2, style_errors)
+
+
+def dtensors(group: dist.ProcessGroup) -> None:
+    W, mesh = group.size(), mesh_of(group)
+    given = whole(13, 8 * W)
+    rows = symm_cp.HeadTail(8 * W, W).positions(group.rank())
+    expected = [t[:, :, rows] for t in dense(given)]
+    shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+    for dim in (2, -2):
+        tensors = [DTensor.from_local(t, mesh, [Shard(dim)], run_check=False) for t in shards]
+        with symm_cp.context_parallel(mesh):
+            out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+        assert isinstance(out, DTensor)
+        assert out.placements == tensors[0].placements
+        assert out.shape == given[0].shape
+        grads = torch.autograd.grad(out.to_local(), shards, given[3][:, :, rows])
+        assert_all_close([out.to_local().detach(), *grads], expected)
+    replicated = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False)
+    with pytest.raises(ValueError, match=r"needs Shard\(2\)"):
+        symm_cp.all_gather_attention(replicated, *tensors[1:], group=group)
+    with pytest.raises(TypeError, match="query is a DTensor"):
+        symm_cp.all_gather_attention(tensors[0], *shards[1:], group=group)
+    with pytest.raises(TypeError, match="query is not"):
+        symm_cp.all_gather_attention(shards[0], *tensors[1:], group=group)
+
+
+@WORLD_SIZES
+def test_dtensors_keep_their_placement(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, dtensors)
+
+
+def heads_over_another_dimension(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp", "tp"))
+    cp, tp = (mesh.get_local_rank(name) for name in ("cp", "tp"))
+    given = whole(17, 12)
+    rows = symm_cp.HeadTail(12, 2).positions(cp)
+    shards = [t[:, 2 * tp : 2 * tp + 2][:, :, rows].requires_grad_() for t in given[:3]]
+    tensors = [DTensor.from_local(t, mesh, [Shard(2), Shard(1)], run_check=False) for t in shards]
+    with symm_cp.context_parallel(mesh["cp"]):
+        out = F.scaled_dot_product_attention(*tensors, is_causal=True)
+    assert out.shape == given[0].shape
+    mine = [t[:, 2 * tp : 2 * tp + 2][:, :, rows] for t in (*dense(given), given[3])]
+    grads = torch.autograd.grad(out.to_local(), shards, mine[4])
+    assert_all_close([out.to_local().detach(), *grads], mine[:4])
+
+
+def test_tensor_parallel_heads_and_a_context_parallel_sequence(ranks: Ranks) -> None:
+    ranks.run(4, heads_over_another_dimension)
+
+
+def direct(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    documents = [9, 4, 8 * W]
+    length = sum(documents)
+    q, k, v, _ = whole(19, length)
+    balancer = symm_cp.PerDocumentHeadTail(documents, W)
+    rows = balancer.positions(rank)
+    number = torch.repeat_interleave(torch.arange(3), torch.tensor(documents))
+    mask = (number[:, None] == number[None, :]).tril().triu(-5)
+    expected = F.scaled_dot_product_attention(q, k, v, mask)[:, :, rows]
+    out, lse = symm_cp.all_gather_attention(
+        *(t[:, :, rows] for t in (q, k, v)),
+        group=group,
+        is_causal=True,
+        load_balancer=balancer,
+        cu_seqlens=balancer.cu_seqlens,
+        window_left=5,
+        return_lse=True,
+    )
+    torch.testing.assert_close(out, expected, **CLOSE)
+    scores = (q @ k.mT / 4).masked_fill(~mask, -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1)[:, :, rows], **CLOSE)
+
+
+@WORLD_SIZES
+def test_documents_and_windows_for_direct_use(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, direct)

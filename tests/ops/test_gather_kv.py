@@ -1,0 +1,81 @@
+"""`all_gather_kv`: both tensors, any dimension, and a reduce-scatter of both gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from tests.pool import Ranks
+from tests.reference import reduce_scatter
+
+
+def gathers(group: dist.ProcessGroup, seed: int) -> None:
+    W, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(seed)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for dim in (2, 0, -1, -3):
+            shapes = [[2, 3, 4, 5], [2, 3, 4, 5]]
+            if dim % 4 != 3:
+                shapes[1][3] = 7  # other features of values
+            parts = [
+                [torch.randn(shape, generator=generator).to(dtype) for _ in range(W)]
+                for shape in shapes
+            ]
+            mine = [p[rank].transpose(0, 1).contiguous().transpose(0, 1) for p in parts]
+            key, value = (t.requires_grad_() for t in mine)
+            gathered = symm_cp.all_gather_kv(key, value, seq_dim=dim, group=group)
+            for got, want in zip(gathered, parts, strict=True):
+                assert torch.equal(got, torch.cat(want, dim))
+                assert got.is_contiguous()
+            grads = [
+                [torch.randn(g.shape, generator=generator).to(dtype) for _ in range(W)]
+                for g in gathered
+            ]
+            found = torch.autograd.grad(gathered, (key, value), [g[rank] for g in grads])
+            for got, given in zip(found, grads, strict=True):
+                reduce_scatter(given, dim)[rank].check(got)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gathers_and_scatters_gradients(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gathers, int(torch.randint(1 << 30, ())))
+
+
+def one_gradient_only(group: dist.ProcessGroup) -> None:
+    key, value = torch.ones(1, 1, 2, 3, requires_grad=True), torch.ones(1, 1, 2, 3)
+    keys, _ = symm_cp.all_gather_kv(key, value, group=group)
+    keys.sum().backward()
+    assert key.grad is not None
+    assert torch.equal(key.grad, torch.full_like(key, group.size()))
+
+
+def test_gradient_of_one_of_them(ranks: Ranks) -> None:
+    ranks.run(3, one_gradient_only)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    k = torch.zeros(2, 3, 4, 5)
+    with pytest.raises(ValueError, match="seq_dim=4 is out of range"):
+        symm_cp.all_gather_kv(k, k, seq_dim=4, group=group)
+    with pytest.raises(ValueError, match="the same length of dimension 2"):
+        symm_cp.all_gather_kv(k, k[:, :, :3], group=group)
+    with pytest.raises(TypeError, match=r"value is torch\.float64"):
+        symm_cp.all_gather_kv(k, k.double(), group=group)
+    symm_cp.all_gather_kv(k, k, group=group)
+
+
+def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def passes_opcheck(group: dist.ProcessGroup) -> None:
+    for dim in (2, -1):
+        k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(2))
+        op = torch.ops.symm_mem.all_gather_kv.default
+        torch.library.opcheck(op, (k, v, dim, group.group_name))
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks.run(1, passes_opcheck)

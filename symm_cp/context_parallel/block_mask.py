@@ -1,0 +1,280 @@
+"""A `BlockMask` of the whole sequence, cut to the queries of one rank.
+
+The rank's queries are those that a load balancer gives it; its keys are all of them, in the order
+in which they are gathered: rank after rank. Local indices are of those, global ones of the
+sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
+from symm_cp.ops.flex_mask import (
+    AREA,
+    EMPTY,
+    FULL,
+    PARTIAL,
+    Modifier,
+    block_states,
+    evaluate,
+    extents,
+    within,
+)
+
+_Index = Callable[[torch.Tensor], torch.Tensor]
+
+
+def local_block_mask(
+    block_mask: BlockMask,
+    load_balancer: LoadBalancer,
+    rank: int,
+    *,
+    kv_load_balancer: LoadBalancer | None = None,
+) -> BlockMask:
+    """Returns the mask of a rank's queries against the gathered keys.
+
+    Same result as:
+
+        local = create_block_mask(
+            lambda b, h, q_idx, kv_idx: block_mask.mask_mod(b, h, q[q_idx], k[kv_idx]),
+            B, H, len(q), len(k), BLOCK_SIZE=block_mask.BLOCK_SIZE,
+        )
+
+    with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(). Any lengths do,
+    also such that block boundaries are not chunk boundaries: what is evaluated anew are blocks that
+    straddle several blocks of the whole, not all empty nor all full, some at a time. Blocks have to
+    say what `block_mask.mask_mod` says, as `create_block_mask` makes them, or that is torch's
+    `noop_mask`.
+
+    `kv_load_balancer` tells how keys are spread; by default as queries, or evenly where there are
+    not as many keys as queries. The result remembers `block_mask` as `symm_cp_global`. Raises
+    `ValueError` when lengths or rank do not fit.
+    """
+    keys = _keys(block_mask, load_balancer, kv_load_balancer)
+    _check(block_mask, load_balancer, keys, rank)
+    device = block_mask.kv_num_blocks.device
+    q, k = load_balancer.positions(rank).to(device), keys.permutation().to(device)
+    states = _local_states(block_mask, q, k)
+    whole = block_mask.mask_mod
+    if whole is noop_mask:
+        whole = _mask_of_blocks(block_mask)
+    separate = block_mask.full_kv_num_blocks is not None
+    partial = states == PARTIAL if separate else states != EMPTY
+    result = BlockMask.from_kv_blocks(
+        *_ordered(partial),
+        *(_ordered(states == FULL) if separate else (None, None)),
+        BLOCK_SIZE=block_mask.BLOCK_SIZE,
+        mask_mod=_local_mask_mod(whole, q, k),
+        seq_lengths=(len(q), len(k)),
+    )
+    result.symm_cp_global = block_mask
+    return result
+
+
+def local_score_mod(
+    score_mod: Modifier,
+    load_balancer: LoadBalancer,
+    rank: int,
+    *,
+    kv_load_balancer: LoadBalancer | None = None,
+) -> Modifier:
+    """Returns a `score_mod` for a rank's queries and the gathered keys, from one of the whole.
+
+    Same result as:
+
+        lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h, q[q_idx], k[kv_idx])
+
+    with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default of the
+    same balancer. Raises `ValueError` for a rank that there is not.
+    """
+    _check_rank(load_balancer, rank)
+    keys = load_balancer if kv_load_balancer is None else kv_load_balancer
+    q, k = _index(load_balancer.positions(rank)), _index(keys.permutation())
+
+    def local(
+        score: torch.Tensor,
+        b: torch.Tensor,
+        h: torch.Tensor,
+        q_idx: torch.Tensor,
+        kv_idx: torch.Tensor,
+    ) -> torch.Tensor:
+        return score_mod(score, b, h, q(q_idx), k(kv_idx))
+
+    return local
+
+
+def _keys(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer | None) -> LoadBalancer:
+    if keys is not None:
+        return keys
+    length = block_mask.seq_lengths[1]
+    same = length == queries.seq_length
+    return queries if same else Sequential(length, queries.world_size)
+
+
+def _check_rank(load_balancer: LoadBalancer, rank: int) -> None:
+    if not 0 <= rank < load_balancer.world_size:
+        raise ValueError(f"{rank=} is not one of the {load_balancer.world_size} of {load_balancer}")
+
+
+def _check(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer, rank: int) -> None:
+    _check_rank(queries, rank)
+    given, needed = tuple(block_mask.seq_lengths), (queries.seq_length, keys.seq_length)
+    if given != needed:
+        raise ValueError(
+            f"local_block_mask: block_mask is for {given} queries and keys: needs to be of the "
+            f"whole sequence, {needed}"
+        )
+    if block_mask.kv_num_blocks.dim() != 3:
+        raise ValueError(
+            "local_block_mask: block_mask must have batch and heads, its kv_num_blocks has shape "
+            f"{list(block_mask.kv_num_blocks.shape)}"
+        )
+
+
+def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many blocks a row has and their columns, those that count first."""
+    order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def _index(positions: torch.Tensor) -> _Index:
+    """Looks positions up; what is beyond the end, as in padded blocks, gets the last one."""
+    # Never empty: a rank without rows has a mask to evaluate all the same.
+    padded = positions if len(positions) else positions.new_zeros(1)
+    last = len(padded) - 1
+    return lambda index: padded[index.clamp(max=last)]
+
+
+def _local_mask_mod(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Modifier:
+    rows, columns = len(q), len(k)
+    to_query, to_key = _index(q), _index(k)
+
+    def local(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        inside = (q_idx < rows) & (kv_idx < columns)
+        return mask_mod(b, h, to_query(q_idx), to_key(kv_idx)) & inside
+
+    return local
+
+
+def _mask_of_blocks(block_mask: BlockMask) -> Modifier:
+    """The mask of a block mask that has no other than its blocks."""
+    visible = block_states(block_mask) != EMPTY
+    if visible.all():
+        return noop_mask
+    B, H = visible.shape[:2]
+    rows, columns = block_mask.BLOCK_SIZE
+
+    def lookup(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        return visible[b.clamp(max=B - 1), h.clamp(max=H - 1), q_idx // rows, kv_idx // columns]
+
+    return lookup
+
+
+# --- blocks ----------------------------------------------------------------------------------
+
+
+class _Blocks:
+    """Along one dimension: which blocks of the whole each local block is made of.
+
+    `sources` (blocks, n) are their numbers, some repeated. `short` marks a last block that reaches
+    beyond the end, `exact` those that are one block of the whole.
+    """
+
+    def __init__(self, positions: torch.Tensor, size: int, length: int) -> None:
+        self.positions, self.size = positions, size
+        count, held = -(-len(positions) // size), min(size, len(positions))
+        padded = torch.cat((positions, positions[-1:].expand(count * held - len(positions))))
+        self.sources = _distinct(padded.view(count, held) // size)
+        begin = torch.arange(0, count * size, size, device=positions.device)
+        held_by = (len(positions) - begin).clamp(max=size)
+        whole = (length - self.sources[:, 0] * size).clamp(max=size)
+        self.short = held_by < size
+        self.exact = (self.sources == self.sources[:, :1]).all(1) & (held_by == whole)
+
+    def slice(self, block: int) -> torch.Tensor:
+        """The positions of a block."""
+        return self.positions[block * self.size : (block + 1) * self.size]
+
+
+def _distinct(ids: torch.Tensor) -> torch.Tensor:
+    """The distinct numbers of each row, the first one repeated where there are fewer."""
+    if len(ids) == 0:
+        return ids.new_zeros(0, 1)
+    ordered = ids.sort(-1).values
+    fresh = torch.ones_like(ordered, dtype=torch.bool)
+    fresh[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    width = int(fresh.sum(-1).max())
+    first = torch.argsort(fresh.int(), dim=-1, descending=True, stable=True)[:, :width]
+    kept = torch.arange(width, device=ids.device) < fresh.sum(-1, keepdim=True)
+    return torch.where(kept, ordered.gather(-1, first), ordered[:, :1])
+
+
+def _local_states(block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """What the local mask says of each block: as `block_states`."""
+    states, sizes = block_states(block_mask), block_mask.BLOCK_SIZE
+    if block_mask.mask_mod is noop_mask:
+        states = states.clamp(max=PARTIAL) * FULL
+    rows = _Blocks(q, sizes[0], block_mask.seq_lengths[0])
+    columns = _Blocks(k, sizes[1], block_mask.seq_lengths[1])
+    low, high = (_reduced(states, rows, columns, largest=largest) for largest in (False, True))
+    local = torch.full_like(low, PARTIAL)
+    local.masked_fill_(high == EMPTY, EMPTY)
+    # torch lists a block that reaches beyond the end as partial, so that the mask hides the rest.
+    short = rows.short[:, None] | columns.short
+    local.masked_fill_((low == FULL) & ~short, FULL)
+    copied = rows.exact[:, None] & columns.exact
+    mixed = (high != EMPTY) & (low != FULL) & ~copied
+    for row, some in _some_columns(mixed, sizes, states.shape[:2].numel()):
+        local[:, :, row, some] = _evaluated(block_mask, states, rows, columns, row, some)
+    return local
+
+
+def _reduced(
+    states: torch.Tensor, rows: _Blocks, columns: _Blocks, *, largest: bool
+) -> torch.Tensor:
+    """The least or the most that blocks of the whole say that a local block is made of."""
+    for dim, blocks in ((2, rows), (3, columns)):
+        found = states.index_select(dim, blocks.sources.flatten())
+        found = found.unflatten(dim, blocks.sources.shape)
+        states = found.amax(dim + 1) if largest else found.amin(dim + 1)
+    return states
+
+
+def _some_columns(
+    mixed: torch.Tensor, sizes: tuple[int, int], copies: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Rows of blocks, with as many of their mixed columns as are evaluated at a time."""
+    most = max(1, extents(copies)[1] // sizes[1])
+    for row, columns in enumerate(mixed.any(0).any(0)):
+        for some in columns.nonzero().flatten().split(most):
+            if len(some):
+                yield row, some
+
+
+def _evaluated(
+    block_mask: BlockMask,
+    states: torch.Tensor,
+    rows: _Blocks,
+    columns: _Blocks,
+    row: int,
+    some: torch.Tensor,
+) -> torch.Tensor:
+    """What the mask says of some blocks of a row: (B, H, blocks)."""
+    parts = [columns.slice(int(column)) for column in some]
+    k, (B, H) = torch.cat(parts), states.shape[:2]
+    seen = torch.zeros(B, H, len(some), dtype=torch.int64, device=k.device)
+    for q in rows.slice(row).split(max(1, AREA // (len(k) * B * H))):
+        visible = evaluate(block_mask.mask_mod, B, H, q, k)
+        visible = within(visible, states, block_mask.BLOCK_SIZE, q, k)
+        pieces = visible.split([len(part) for part in parts], -1)
+        seen += torch.stack([piece.flatten(2).sum(-1) for piece in pieces], -1)
+    found = torch.where(seen == 0, EMPTY, PARTIAL)
+    return found.masked_fill(seen == rows.size * columns.size, FULL).to(states.dtype)

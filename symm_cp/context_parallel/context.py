@@ -101,10 +101,11 @@ def context_parallel_shard(
             mesh, [buffers[n] for n in names], [seq_dims[n] for n in names], load_balancer
         )
         return dict(zip(names, shards, strict=True))
-    dims = list(seq_dims)
-    balancer = _balancer_for(op, buffers, dims, group.size(), load_balancer)
+    if isinstance(seq_dims, Mapping):
+        raise TypeError(f"{op}: seq_dims is a dict and buffers is not")
+    balancer = _balancer_for(op, buffers, seq_dims, group.size(), load_balancer)
     found: list[torch.Tensor | BlockMask] = []
-    for buffer, dim in zip(buffers, dims, strict=True):
+    for buffer, dim in zip(buffers, seq_dims, strict=True):
         assert balancer is not None
         if isinstance(buffer, BlockMask):
             from symm_cp.context_parallel.block_mask import local_block_mask

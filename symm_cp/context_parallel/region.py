@@ -28,15 +28,11 @@ SDPA = "scaled_dot_product_attention"
 FLEX = "flex_attention"
 
 # Attention that calls the visible kind where a mode no longer sees it, or not at all.
-_HIDDEN = {
-    function.__name__: function
-    for function in (
-        F.multi_head_attention_forward,
-        torch._native_multi_head_attention,
-        torch._transformer_encoder_layer_fwd,
-    )
-}
-
+_HIDDEN: tuple[Any, ...] = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
 
 # Functions that run the backward pass, and what they call the gradients of the outputs.
 _BACKWARD: dict[Any, str] = {
@@ -150,7 +146,7 @@ class _Mode(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             return self._region.attend(*args, **kwargs)
-        if _HIDDEN.get(getattr(func, "__name__", "")) is func:
+        if func in _HIDDEN:
             raise NotImplementedError(
                 f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "
                 "within context_parallel would attend to this rank's part of the sequence only: "

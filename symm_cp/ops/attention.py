@@ -274,7 +274,7 @@ def _attention_backward_cpu(
     backward = Backward(grad_out, _dense_features(query), out, logsumexp, scale)
 
     def consume(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
-        backward.add_tiles(call.tiles(owner), *shards, partial)
+        backward.add_tiles(call.tiles(owner), shards[0], shards[1], partial)
 
     shapes = call.partials()
     total = new_result(key, shapes[group.rank], wide(key.dtype))

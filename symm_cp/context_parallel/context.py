@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.context_parallel.block_mask import local_block_mask
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.context_parallel.region import Region, active
 from symm_cp.memory import GroupLike, group_name
@@ -108,8 +109,6 @@ def context_parallel_shard(
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         assert balancer is not None
         if isinstance(buffer, BlockMask):
-            from symm_cp.context_parallel.block_mask import local_block_mask
-
             found.append(local_block_mask(buffer, balancer, group.rank()))
         else:
             found.append(_shard(buffer, dim % buffer.dim(), balancer, group.rank()))

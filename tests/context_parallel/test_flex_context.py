@@ -1,0 +1,162 @@
+"""`flex_attention` within `context_parallel`: masks and scores of the whole sequence."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention import flex_attention as module
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+import symm_cp
+from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+HEADS = 4
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.0], dtype=torch.float64)
+
+
+def prefix(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return (q_idx >= kv_idx) | (kv_idx < 7)
+
+
+def alibi(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return score + SLOPES[h] * (kv_idx - q_idx)
+
+
+def block_mask(length: int, keys: int | None = None) -> BlockMask:
+    return create_block_mask(
+        prefix, None, None, length, keys or length, device="cpu", BLOCK_SIZE=16
+    )
+
+
+def dense(given: Tensors, *, scores: bool, keys: int | None = None) -> Tensors:
+    q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
+    rows, columns = torch.arange(q.shape[2]), torch.arange(k.shape[2])
+    logits = q @ k.mT / 4
+    if scores:
+        logits = logits + SLOPES[:, None, None] * (columns - rows[:, None])
+    logits = logits.masked_fill(~prefix(0, 0, rows[:, None], columns), -torch.inf)
+    out = logits.softmax(-1) @ v
+    return [out.detach(), *torch.autograd.grad(out, (q, k, v), given[3]), logits.logsumexp(-1)]
+
+
+def attends(group: dist.ProcessGroup, length: int, seed: int) -> None:
+    mesh, W = mesh_of(group), group.size()
+    given, mask = whole(seed, length), block_mask(length)
+    choices = [
+        None,
+        symm_cp.Sequential(length, W),
+        symm_cp.ProcessingTimeRoundRobin(mask, W),
+    ]
+    for balancer in choices:
+        rows = (balancer or symm_cp.HeadTail(length, W)).positions(group.rank())
+        for scores in (False, True):
+            expected = [t[:, :, rows] for t in dense(given, scores=scores)]
+            buffers = [t.clone() for t in given]
+            with symm_cp.context_parallel(
+                mesh, buffers=buffers, buffer_seq_dims=[2] * 4, load_balancer=balancer
+            ):
+                q, k, v = (t.requires_grad_() for t in buffers[:3])
+                arguments = (q, k, v, alibi if scores else None, mask)
+                out = flex_attention(*arguments)
+                assert torch.equal(out, module.flex_attention(*arguments))
+                found, lse = flex_attention(*arguments, return_lse=True)
+                _, aux = flex_attention(*arguments, return_aux=AuxRequest(lse=True))
+                assert torch.equal(found, out)
+                assert torch.equal(aux.lse, lse)
+                grads = torch.autograd.grad(out, (q, k, v), buffers[3])
+            assert_all_close([out.detach(), *grads, lse.detach()], expected)
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("length", [64, 75])
+def test_trains_as_one_process(ranks: Ranks, world_size: int, length: int) -> None:
+    ranks.run(world_size, attends, length, int(torch.randint(1 << 30, ())))
+
+
+def restores(group: dist.ProcessGroup) -> None:
+    code, results = flex_attention.__code__, []
+    q = torch.randn(1, 2, 16, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own, of being slow
+        before = flex_attention(q, q, q)
+        with symm_cp.context_parallel(mesh_of(group)):
+            assert flex_attention.__code__ is not code
+            thread = threading.Thread(target=lambda: results.append(flex_attention(q, q, q)))
+            thread.start()
+            thread.join()
+            with pytest.raises(ValueError, match="must be that of the whole sequence"):
+                flex_attention(q, q, q, block_mask=block_mask(16))
+            with pytest.raises(NotImplementedError, match="max_scores"):
+                flex_attention(q, q, q, return_aux=AuxRequest(max_scores=True))
+        assert flex_attention.__code__ is code
+        assert torch.equal(results[0], before)
+        assert torch.equal(flex_attention(q, q, q), before)
+
+
+def test_nothing_is_left_behind_and_other_threads_are_left_alone(ranks: Ranks) -> None:
+    ranks.run(2, restores)
+
+
+def takes_a_mask_that_was_cut(group: dist.ProcessGroup) -> None:
+    W, mesh = group.size(), mesh_of(group)
+    given, mask = whole(3, 32 * W), block_mask(32 * W)
+    rows = symm_cp.HeadTail(32 * W, W).positions(group.rank())
+    (local,) = symm_cp.context_parallel_shard(mesh, [mask], [0])
+    assert isinstance(local, BlockMask)
+    assert tuple(local.seq_lengths) == (32, 32 * W)
+    q, k, v = (t[:, :, rows] for t in given[:3])
+    with symm_cp.context_parallel(mesh):
+        out = flex_attention(q, k, v, block_mask=local)
+    expected = dense(given, scores=False)[0][:, :, rows]
+    torch.testing.assert_close(out, expected, **CLOSE)
+    # And with gathered keys, torch's own function takes it.
+    full = symm_cp.all_gather_kv(k, v, seq_dim=2, group=group)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(flex_attention(q, *full, block_mask=local), expected, **CLOSE)
+
+
+@WORLD_SIZES
+def test_a_mask_that_was_cut_before(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, takes_a_mask_that_was_cut)
+
+
+class Attention(nn.Module):
+    def __init__(self, mask: BlockMask) -> None:
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return flex_attention(q, k, v, alibi, self.mask)
+
+
+def styled(group: dist.ProcessGroup) -> None:
+    W = group.size()
+    given = whole(9, 24 * W)
+    rows = symm_cp.HeadTail(24 * W, W).positions(group.rank())
+    style = symm_cp.ContextParallel(2, symm_cp.ContextParallel.AttentionType.FLEX)
+    attention = parallelize_module(Attention(block_mask(24 * W)), mesh_of(group), style)
+    q, k, v = (t[:, :, rows].requires_grad_() for t in given[:3])
+    out = attention(q, k, v)
+    grads = torch.autograd.grad(out, (q, k, v), given[3][:, :, rows])
+    expected = [t[:, :, rows] for t in dense(given, scores=True)]
+    assert_all_close([out.detach(), *grads], expected[:4])
+
+
+@WORLD_SIZES
+def test_style(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, styled)

@@ -147,8 +147,8 @@ def context_parallel(
     Contexts may be nested: the innermost counts. Run the backward pass inside where activations are
     checkpointed, since what is recomputed outside does not run context parallel (torch then raises
     `CheckpointError`; `ContextParallel` and `all_gather_attention` need no context). An `attn_mask`
-    and dropout are refused. Raises `ValueError` before anything is changed for buffers that do not
-    fit. Source: torch's `context_parallel`.
+    must be that of the whole sequence, and dropout is refused. Raises `ValueError` before anything
+    is changed for buffers that do not fit. Source: torch's `context_parallel`.
     """
     op = "context_parallel"
     group = _process_group(mesh)

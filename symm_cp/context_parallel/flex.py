@@ -20,6 +20,64 @@ if TYPE_CHECKING:
 _OP = "flex_attention"
 
 
+def attend_masked(
+    region: Region,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` with a mask, which must be that of the whole sequence."""
+    queries, keys = _spread(region, query, key)
+    lengths = (queries.seq_length, keys.seq_length)
+    if attn_mask.dim() > 4 or tuple(attn_mask.shape[-2:]) != lengths:
+        raise NotImplementedError(
+            f"scaled_dot_product_attention: attn_mask of shape {list(attn_mask.shape)} within "
+            f"context_parallel must be that of the whole sequence, (..., {lengths[0]}, "
+            f"{lengths[1]}); use is_causal, or flex_attention with a BlockMask"
+        )
+    if attn_mask.requires_grad:
+        raise NotImplementedError(
+            "scaled_dot_product_attention: the gradient of attn_mask within context_parallel: use "
+            "flex_attention with a score_mod"
+        )
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    batch, heads = (size - 1 for size in mask.shape[:2])  # an index of 0 stands for all
+
+    def entry(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return mask[b.clamp(max=batch), h.clamp(max=heads), q_idx, kv_idx]
+
+    def shifted(score: torch.Tensor, *indices: Any) -> torch.Tensor:
+        return score + entry(*indices)
+
+    is_bool = attn_mask.dtype == torch.bool
+    out, _ = flex_all_gather_attention(
+        query,
+        key,
+        value,
+        group=resolve(region.group),
+        layout=queries.layout,
+        kv_layout=keys.layout,
+        mask_mod=entry if is_bool else None,
+        score_mod=None if is_bool else shifted,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return out
+
+
+def _spread(
+    region: Region, query: torch.Tensor, key: torch.Tensor
+) -> tuple[LoadBalancer, LoadBalancer]:
+    """How queries and keys are spread; keys of another length (cross-attention) evenly."""
+    queries = region.layout(query.shape[2])
+    if key.shape[2] == query.shape[2]:
+        return queries, queries
+    return queries, Sequential(key.shape[2] * region.world_size, region.world_size)
+
+
 def attend(
     region: Region,
     original: Callable[..., Any],
@@ -42,10 +100,7 @@ def attend(
     """
     if any(option is not None for option in unknown.values()):
         raise NotImplementedError(f"{_OP}: {sorted(unknown)} within context_parallel")
-    balancer = region.layout(query.shape[2])
-    keys: LoadBalancer = balancer
-    if key.shape[2] != query.shape[2]:  # cross-attention: keys are spread evenly
-        keys = Sequential(key.shape[2] * region.world_size, region.world_size)
+    balancer, keys = _spread(region, query, key)
     # A mask that was cut before remembers what it was cut from.
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
     lengths = (balancer.seq_length, keys.seq_length)

@@ -86,12 +86,6 @@ class Region:
     ) -> torch.Tensor:
         """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
         self.expect(SDPA)
-        if attn_mask is not None:
-            raise NotImplementedError(
-                f"{SDPA}: attn_mask of shape {list(attn_mask.shape)} within context_parallel: it "
-                "would cover this rank's part of the sequence only; use is_causal, flex_attention "
-                "with a BlockMask of the whole sequence, or symm_cp.all_gather_attention"
-            )
         if dropout_p != 0.0:
             raise NotImplementedError(
                 f"{SDPA}: {dropout_p=} within context_parallel: dropout is not supported, use 0.0"
@@ -103,6 +97,13 @@ class Region:
             query, key, value = (
                 t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
             )
+        if attn_mask is not None:
+            if is_causal:
+                raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
+            from symm_cp.context_parallel.flex import attend_masked
+
+            out = attend_masked(self, query, key, value, attn_mask, scale, enable_gqa)
+            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
         # Keys of another length (cross-attention) are spread evenly; their order does not matter.
         crossed = query.shape[2] != key.shape[2] and not is_causal
         out = all_gather_attention(

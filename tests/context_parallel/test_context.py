@@ -141,8 +141,32 @@ def refuses_what_it_would_drop(group: dist.ProcessGroup) -> None:
         F.scaled_dot_product_attention(q, q, q)  # all is well
 
 
-def test_masks_dropout_and_hidden_attention_are_refused(ranks: Ranks) -> None:
+def test_local_masks_dropout_and_hidden_attention_are_refused(ranks: Ranks) -> None:
     ranks.run(2, refuses_what_it_would_drop)
+
+
+def masked(group: dist.ProcessGroup, seed: int) -> None:
+    W = group.size()
+    given = whole(seed, 9 * W)
+    generator = torch.Generator().manual_seed(seed)
+    rows = symm_cp.HeadTail(9 * W, W).positions(group.rank())
+    for shape in ((9 * W, 9 * W), (2, 1, 9 * W, 9 * W), (4, 9 * W, 9 * W)):
+        noise = torch.randn(shape, dtype=torch.float64, generator=generator)
+        for mask in (noise > 0, noise):
+            q, k, v = (t.clone().requires_grad_() for t in given[:3])
+            out = F.scaled_dot_product_attention(q, k, v, mask)
+            grads = torch.autograd.grad(out, (q, k, v), given[3])
+            expected = [t[:, :, rows] for t in (out.detach(), *grads)]
+            shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+            with symm_cp.context_parallel(mesh_of(group), load_balancer=symm_cp.HeadTail(9 * W, W)):
+                out = F.scaled_dot_product_attention(*shards, mask)
+            grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+            assert_all_close([out.detach(), *grads], expected)
+
+
+@WORLD_SIZES
+def test_masks_of_the_whole_sequence(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, masked, int(torch.randint(1 << 30, ())))
 
 
 def recomputes(group: dist.ProcessGroup) -> None:

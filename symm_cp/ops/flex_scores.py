@@ -12,11 +12,13 @@ of it in float32 (float64 for float64), for a bounded number of scores at a time
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 
 from symm_cp.ops.attention_tiles import Forward, Total, rows_first, wide
 from symm_cp.ops.flex_mask import Modifier, cut, over_indices
@@ -74,9 +76,14 @@ def transposed_times(a: torch.Tensor, b: torch.Tensor, shared: int) -> torch.Ten
     return torch.matmul(left.transpose(-1, -2), right)
 
 
-def _weights(scores: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """exp(score - lse); 0 in rows that see nothing."""
-    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+def _weights(scores: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """exp(score - shift), with a shift (B, H, R) for each row; 0 in rows that see nothing."""
+    shift = shift.masked_fill(shift == -torch.inf, torch.inf).unsqueeze(-1)
+    # Denormal numbers slow exp and the products by ten times, and biases by distance make many. So
+    # weights below 1e-35 of the largest (1e-304 in float64) become 0, as they do a little later.
+    least = -80.0 if scores.dtype == torch.float32 else -700.0
+    weights = (scores - shift).clamp_(min=least).exp_()
+    return F.threshold(weights, math.exp(least) * 1.01, 0.0, inplace=True)
 
 
 def _part(tile: Tile, part: Tile, visible: torch.Tensor | None) -> torch.Tensor | None:
@@ -98,8 +105,11 @@ def add_scores(
     for part in cut(tile, scores.copies):
         k, v = (t[:, :, part.k_begin : part.k_end].to(wide(t.dtype)) for t in shards)
         modified = scores.modified(scores.raw(part, k), _part(tile, part, visible), indices(part))
-        lse = torch.logsumexp(modified, -1)
-        out = times(_weights(modified, lse), v)
+        top = modified.amax(-1)
+        weights = _weights(modified, top)
+        total = weights.sum(-1)
+        lse = top + total.log()  # twice -inf in rows that see nothing
+        out = times(weights, v).div_(total.masked_fill_(total == 0, 1).unsqueeze(-1))
         forward.merge(part.q_begin, part.q_end, out, lse)
 
 

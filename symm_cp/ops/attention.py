@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from symm_cp.memory import Group
-from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, wide
+from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import group_of, lib, new_result, what_is
 from symm_cp.runtime import cpu
 from symm_cp.schedule.layout import Layout
@@ -228,23 +228,19 @@ class _Call:
 # --- kernels ---------------------------------------------------------------------------------
 
 
-def _dense_features(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _attention_cpu(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
     call = _Call(_FORWARD, query, key, value, group, options)
     parts = sum(len(call.tiles(owner)) for owner in range(group.world_size))
-    forward = Forward(_dense_features(query), options.get("scale"), parts)
+    forward = Forward(dense_features(query), options.get("scale"), parts)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in call.tiles(owner):
             forward.add(tile, *shards)
 
-    shard = [_dense_features(key), _dense_features(value)]
+    shard = [dense_features(key), dense_features(value)]
     cpu.all_gather_and_consume(group, shard, consume, call.what, shapes=call.shapes())
     return forward.result()
 
@@ -271,7 +267,7 @@ def _attention_backward_cpu(
         out = torch.cat((out, -grad_logsumexp.unsqueeze(-1).to(out.dtype)), -1)
     group = group_of(group_name)
     call = _Call(_BACKWARD, query, key, value, group, options)
-    backward = Backward(grad_out, _dense_features(query), out, logsumexp, scale)
+    backward = Backward(grad_out, dense_features(query), out, logsumexp, scale)
 
     def consume(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
         backward.add_tiles(call.tiles(owner), shards[0], shards[1], partial)
@@ -280,7 +276,7 @@ def _attention_backward_cpu(
     total = new_result(key, shapes[group.rank], wide(key.dtype))
     cpu.consume_and_reduce_scatter(
         group,
-        [_dense_features(key), _dense_features(value)],
+        [dense_features(key), dense_features(value)],
         consume,
         total,
         call.what,
@@ -301,9 +297,8 @@ def _attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_tensors(_FORWARD, query, key, value, options.get("enable_gqa", False))
-    B, H, S, E = query.shape
-    out = query.new_empty(B, S, H, E).transpose(1, 2)
-    return out, query.new_empty(B, H, S, dtype=wide(query.dtype))
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return torch.empty_like(dense_features(query)), lse
 
 
 def _attention_backward_fake(

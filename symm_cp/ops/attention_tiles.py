@@ -32,6 +32,11 @@ def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tor
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
 
 
+def dense_features(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a tensor whose rows of features are contiguous, as kernels need it."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a boolean mask as kernels take it: zeros, and -inf where nothing is visible."""
     # Reduced dtypes are masked in float32.
@@ -71,6 +76,8 @@ class Forward:
         self._scale = scale
         narrow = parts is not None and parts <= 2
         self._dtype = query.dtype if narrow else wide(query.dtype)
+        # The output lies in memory as the queries do, which is also how kernels return it.
+        self._strides = torch.empty_like(query, device="meta").stride()
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -101,7 +108,7 @@ class Forward:
     def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Takes in what some rows see of other keys; `out` and `lse` may be kept and changed."""
         if self._merged is None:
-            if out.shape == self._query.shape:
+            if out.shape == self._query.shape and out.stride() == self._strides:
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
@@ -111,7 +118,7 @@ class Forward:
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         query = self._query
-        out = rows_first(query, query.shape, self._dtype).zero_()
+        out = torch.zeros_like(query, dtype=self._dtype)
         return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -156,7 +163,7 @@ class Backward:
         scale: float | None,
     ) -> None:
         self._query, self._out, self._scale = query, out, scale
-        self._grad_out = grad_out if grad_out.stride(-1) == 1 else grad_out.contiguous()
+        self._grad_out = dense_features(grad_out)
         # exp(score - lse) is the weight of a key. Rows that see nothing have scores of -inf only.
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))

@@ -23,7 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from symm_cp.memory import Group
 from symm_cp.ops import attention
 from symm_cp.ops.attention import check_tensors
-from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, wide
+from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, dense_features, wide
 from symm_cp.ops.common import new_result, what_is
 from symm_cp.ops.flex_captures import Captures
 from symm_cp.ops.flex_mask import MaskTiles, Modifier
@@ -162,14 +162,10 @@ class _Call:
         return lambda tile: (self.masks.q_idx(tile), kv_idx[tile.k_begin : tile.k_end])
 
 
-def _dense_features(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
-
-
 def _forward(
     call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    query = _dense_features(query)
+    query = dense_features(query)
     forward = Forward(query, call.scale)
     scores = Scores(query, call.scale, call.score_mod) if call.score_mod is not None else None
 
@@ -185,7 +181,7 @@ def _forward(
                 blind = visible.any(-1).logical_not()
                 forward.add_masked(tile, k, v, additive(visible, query.dtype), blind)
 
-    shard = [_dense_features(key), _dense_features(value)]
+    shard = [dense_features(key), dense_features(value)]
     what = call.what(_OP, query, key)
     cpu.all_gather_and_consume(call.group, shard, consume, what, shapes=call.shapes(key))
     return forward.result()
@@ -199,7 +195,7 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key, value and the captured tensors."""
     query, key, value, out, lse, *captured = saved
-    query = _dense_features(query)
+    query = dense_features(query)
     kernels: Backward | None = None
     if call.score_mod is None and grad_lse is None:
         kernels = Backward(grad_out, query, out, lse, call.scale)
@@ -227,7 +223,7 @@ def _backward(
     total = new_result(key, partials[call.group.rank], wide(key.dtype))
     cpu.consume_and_reduce_scatter(
         call.group,
-        [_dense_features(key), _dense_features(value)],
+        [dense_features(key), dense_features(value)],
         consume,
         total,
         call.what(f"{_OP}_backward", query, key),

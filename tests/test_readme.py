@@ -25,8 +25,23 @@ def rows(text: str, pattern: str) -> set[str]:
     return {line.strip() for line in text.splitlines() if re.match(pattern, line.strip())}
 
 
-def test_the_example_runs_under_torchrun(tmp_path: Path) -> None:
-    (code,) = blocks("python")
+def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
+    code, long_sequences = blocks("python")
+    setting = """
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM
+
+torch.manual_seed(0)
+config = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
+)
+llama = LlamaForCausalLM(config)
+ids = torch.randint(64, (1, 24))
+ones = torch.ones(1, 24 // dist.get_world_size())
+model = lambda ids, **options: llama(ids, attention_mask=ones, **options).logits
+"""
+    code = "\n".join([code, setting, long_sequences, "assert loss.item() > 0"])
     script = tmp_path / "example.py"
     script.write_text(code + "\ndist.barrier()\ndist.destroy_process_group()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -64,8 +79,9 @@ def test_named_ops_and_entry_points_exist() -> None:
 def test_links_and_places_exist() -> None:
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
         assert (ROOT / target).exists(), target
-    for place in re.findall(r"^\| \d \| `([^`]+)`", README, re.MULTILINE):
-        assert (ROOT / place).exists(), place
+    for row in re.findall(r"^\| \d \| ([^|]+)\|", README, re.MULTILINE):
+        for place in re.findall(r"`([^`]+)`", row):
+            assert (ROOT / place).exists(), place
 
 
 def test_ci_runs_the_documented_command() -> None:

@@ -74,7 +74,9 @@ def flex_all_gather_attention(
     score_mod = None if _is_identity(score_mod) else score_mod
     heads = (query.shape[0], query.shape[1])
     masks = MaskTiles(mask_mod, block_mask, heads, layout, kv_layout, group.rank)
-    captures = Captures(score_mod) if score_mod is not None and layout.length else None
+    captures = None
+    if score_mod is not None and torch.is_grad_enabled() and layout.length:
+        captures = Captures(score_mod)
     call = _Call(group, masks, score_mod, captures, kv_layout, scale)
     tensors = captures.tensors if captures is not None else []
     out, lse = _FlexAttention.apply(query, key, value, call, *tensors)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.nn.attention.flex_attention import (
     BlockMask,
     create_block_mask,
@@ -80,9 +81,9 @@ def check_local(
     assert local.symm_cp_global is mask
     exact = dense[:, :, balancer.positions(rank)][..., balancer.permutation()]
     assert torch.equal(block_states(local), expected_states(exact, mask.BLOCK_SIZE)), what
-    if rows:
-        again = create_mask(local.mask_mod, B, H, rows, dense.shape[3], "cpu")
-        assert torch.equal(again, exact), what
+    # torch's kernels ask for whole blocks: beyond the end there is nothing to see.
+    again = create_mask(local.mask_mod, B, H, rows + 5, dense.shape[3] + 3, "cpu")
+    assert torch.equal(again, F.pad(exact, (0, 3, 0, 5))), what
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -107,6 +108,7 @@ def attention(
     return torch.exp(scores - lse.masked_fill(lse == -math.inf, 0)) @ v
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_torchs_flex_attention() -> None:
     length, W = 150, 3
     q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64) for _ in range(3))

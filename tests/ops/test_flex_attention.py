@@ -207,6 +207,8 @@ def masks() -> Iterator[tuple[str, Case]]:
     )
     cross = (q % 7 == torch.arange(90)[None] % 7)[None, None]
     yield "cross", Case(cross, lambda b, h, i, j: i % 7 == j % 7, 32, keys=90)
+    stripes = ((k // 128) % 2 == 0)[None, None].expand(1, 1, S, S)
+    yield "stripes", Case(stripes, lambda b, h, i, j: (j // 128) % 2 == 0, 128)
     nothing = torch.zeros(1, 1, S, S, dtype=torch.bool)
     yield "nothing", Case(nothing, lambda b, h, i, j: (i < 0) & (j < 0), 128)
 
@@ -255,12 +257,26 @@ def scores() -> Iterator[tuple[str, Case]]:
         Case(causal, lambda b, h, i, j: i >= j, None, functools.partial(biased, computed),
              functools.partial(biased_written, computed), (table,)),
     )  # fmt: skip
+    yield (
+        "both tables",
+        Case(everything, None, None,
+             lambda s, b, h, i, j: s + table[h, i - j + S] * computed[h, j - i + S],
+             lambda s: s + table[:, q - k + S] * computed[:, k - q + S], (table,)),
+    )  # fmt: skip
+    yield (
+        "global",
+        Case(everything, None, None, lambda s, b, h, i, j: s * _GAIN[h],
+             lambda s: s * _GAIN[:, None, None], (_GAIN,)),
+    )  # fmt: skip
     module = _Bias(S)
     yield (
         "module",
         Case(everything, None, None, module.modify, lambda s: s + module.bias[q - k],
              (module.bias,)),
     )  # fmt: skip
+
+
+_GAIN = torch.tensor([1.0, 0.5, -1.0, 2.0], dtype=torch.float64, requires_grad=True)
 
 
 class _Bias(torch.nn.Module):
@@ -345,6 +361,15 @@ def evaluations(group: dist.ProcessGroup) -> None:
     assert max(count(lambda b, h, i, j: i + h >= j, 1, 2, False))[2] == flex_mask.AREA
 
 
+def test_runs_of_keys() -> None:
+    some, every = torch.ones(700, dtype=torch.bool), torch.ones(700, dtype=torch.bool)
+    every[130:300] = False
+    some[384:512] = every[384:512] = False
+    runs = list(flex_mask._runs(some, every))
+    kinds = (flex_mask.FULL, flex_mask.PARTIAL, flex_mask.EMPTY, flex_mask.FULL)
+    assert runs == list(zip((0, 128, 384, 512), (128, 384, 512, 700), kinds, strict=True))
+
+
 def test_evaluates_only_undecided_tiles(ranks: Ranks) -> None:
     ranks.run(2, evaluations)
 
@@ -374,11 +399,11 @@ def test_hand_made_blocks(ranks: Ranks) -> None:
 
 
 def repeats(group: dist.ProcessGroup) -> None:
-    S, rank = 300, group.rank()
+    S, rank = 600, group.rank()
     balancer = HeadTail(S, group.size())
-    table = torch.randn(2 * S, requires_grad=True)
+    table = torch.randn(7, requires_grad=True)  # many threads add to few numbers
     local = [torch.randn(1, 4, balancer.lengths[rank], 16, requires_grad=True) for _ in range(3)]
-    for score_mod in (None, lambda s, b, h, i, j: s + table[i - j + S]):
+    for score_mod in (None, lambda s, b, h, i, j: s + table[(i - j) % 7]):
         inputs = local if score_mod is None else [*local, table]
         runs = []
         for _ in range(3):
@@ -402,6 +427,28 @@ def with_threads(group: dist.ProcessGroup) -> None:
 
 def test_same_bits_every_time(ranks: Ranks) -> None:
     ranks.run(2, with_threads)
+
+
+def nothing(group: dist.ProcessGroup) -> None:
+    layout = Sequential(0, group.size()).layout
+    for shape in ((2, 2, 0, 8), (0, 2, 0, 8)):
+        local = [torch.randn(shape, requires_grad=True) for _ in range(3)]
+        out, lse = flex_all_gather_attention(
+            *local, group=resolve(group), layout=layout, mask_mod=lambda b, h, i, j: i >= j,
+            score_mod=lambda s, b, h, i, j: s * 2,
+        )  # fmt: skip
+        out.sum().backward()
+        assert (out.shape, lse.shape) == (shape, shape[:3])
+        assert all(t.grad is not None and t.grad.shape == shape for t in local)
+    layout = Sequential(8 * group.size(), group.size()).layout
+    local = [torch.randn(0, 2, 8, 4, requires_grad=True) for _ in range(3)]
+    out, _ = flex_all_gather_attention(*local, group=resolve(group), layout=layout)
+    out.sum().backward()
+    assert out.shape == local[0].shape
+
+
+def test_no_rows_and_no_batch(ranks: Ranks) -> None:
+    ranks.run(2, nothing)
 
 
 def errors(group: dist.ProcessGroup) -> None:

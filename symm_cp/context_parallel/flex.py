@@ -131,9 +131,9 @@ def attend(
         return (out, lse) if return_lse else out
     full_key, full_value = all_gather_kv(key, value, seq_dim=2, group=group.name)
     if block_mask is not None:
-        block_mask = local_block_mask(block_mask, balancer, group.rank)
+        block_mask = local_block_mask(block_mask, balancer, group.rank, kv_load_balancer=keys)
     if score_mod is not None:
-        score_mod = local_score_mod(score_mod, balancer, group.rank)
+        score_mod = local_score_mod(score_mod, balancer, group.rank, kv_load_balancer=keys)
     return original(
         query,
         full_key,

@@ -284,7 +284,8 @@ def _attention_backward_cpu(
         partials=shapes,
         ring=_rotate_method == "alltoall",
     )
-    grads = (t.transpose(1, 2).to(key.dtype) for t in total)
+    # Copies: the results of an op share no memory.
+    grads = (t.transpose(1, 2).to(key.dtype, copy=True) for t in total)
     # Heads within a row, also where a feature was added: the strides that the fake kernel promises.
     grad_q, grad_k, grad_v = (
         t[..., :features].transpose(1, 2).contiguous().transpose(1, 2)

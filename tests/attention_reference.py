@@ -1,0 +1,84 @@
+"""Dense attention in float64 with the mask written out, and how far a right result may be off.
+
+No bound of attention's error is both simple and sharp, so results are held against the error of
+torch's own dense attention *in the same dtype on the same inputs*: `SLACK` times its largest error,
+plus `SLACK` round-offs of the largest value. A result in parts differs from a dense one by the
+rounding of each part to the dtype and of the merged sum: for W parts of one row, with weights that
+add up to 1, at most twice what a dense result rounds. A further factor of 2 is for largest errors
+of a few hundred elements differing by chance. In float64 the reference errs as well, so nothing is
+known of the dense error there: it is taken to grow as the root of the number of terms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+SLACK = 4.0
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The whole sequence: q (B, H, S, E), k and v (B, G, S_k, E), a mask and what flows back."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    visible: torch.Tensor  # (S, S_k)
+    grad_out: torch.Tensor
+    grad_lse: torch.Tensor | None = None
+    scale: float | None = None
+
+    def solve(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Results and gradients, computed densely in `dtype`."""
+        q, k, v = (t.to(dtype).requires_grad_() for t in (self.q, self.k, self.v))
+        repeats = q.shape[1] // max(1, k.shape[1])
+        keys, values = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        # As kernels do it: products of 16-bit numbers are added up in float32.
+        scores = (q.to(wide) @ keys.mT.to(wide)) * scale
+        scores = scores.masked_fill(~self.visible, -torch.inf)
+        lse = scores.logsumexp(-1)
+        finite = lse.masked_fill(lse == -torch.inf, 0.0)
+        weights = (scores - finite.unsqueeze(-1)).exp()
+        out = (weights.to(dtype).to(wide) @ values.to(wide)).to(dtype)
+        outputs, grads = [out], [self.grad_out.to(dtype)]
+        if self.grad_lse is not None:
+            # Where nothing is seen, lse is -inf whatever the inputs are.
+            outputs.append(torch.where(lse == -torch.inf, 0.0, lse))
+            grads.append(torch.where(lse == -torch.inf, 0.0, self.grad_lse.to(wide)))
+        found = torch.autograd.grad(outputs, (q, k, v), grads)
+        if dtype.itemsize == 2 and q.numel() and k.numel():
+            # torch's kernel computes exponentials of 16-bit types to 20 bits.
+            bias = torch.zeros(self.visible.shape).masked_fill(~self.visible, -torch.inf)
+            _, approximate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                q.detach(), k.detach(), v.detach(), attn_mask=bias, scale=scale
+            )
+            lse = torch.where(lse == -torch.inf, lse, approximate)
+        return dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
+
+
+def check(
+    name: str,
+    actual: torch.Tensor,
+    exact: torch.Tensor,
+    dense: torch.Tensor,
+    rows: torch.Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Raises `AssertionError` unless these rows of a result are right to what the dtype allows."""
+    expected, reference = exact.detach()[:, :, rows], dense.detach().double()
+    assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
+    seen = exact.isfinite()
+    assert torch.equal(actual.isfinite(), expected.isfinite()), name
+    exact = exact.detach()
+    error = (reference - exact).masked_fill(~seen, 0).abs().max() if exact.numel() else 0.0
+    largest = exact.masked_fill(~seen, 0).abs().max() if exact.numel() else 0.0
+    terms = exact.shape[2] + exact.shape[-1] if dtype == torch.float64 else 1
+    unit = torch.finfo(dtype).eps * terms**0.5
+    bound = SLACK * (float(error) + unit * max(1.0, float(largest)))
+    off = (actual.detach().double() - expected).masked_fill(~expected.isfinite(), 0).abs()
+    worst = float(off.max()) if off.numel() else 0.0
+    assert worst <= bound, f"{name}: off by {worst:.3g}, bound {bound:.3g}"

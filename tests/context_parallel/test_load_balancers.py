@@ -1,0 +1,89 @@
+"""Load balancers: permutations, lengths, and how even the work is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+import symm_cp
+from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.tiles import Mask, pairs
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+
+
+def causal(b: object, h: object, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    return q_idx >= kv_idx
+
+
+def block_mask(length: int) -> object:
+    return create_block_mask(causal, None, None, length, length, device="cpu", BLOCK_SIZE=16)
+
+
+def all_of(length: int, world_size: int) -> list[symm_cp.LoadBalancer]:
+    return [
+        symm_cp.Sequential(length, world_size),
+        symm_cp.HeadTail(length, world_size),
+        symm_cp.PerDocumentHeadTail([3, 0, length - 4, 1], world_size),
+        symm_cp.ProcessingTimeRoundRobin(block_mask(length), world_size),
+        symm_cp.LoadBalancer(
+            Layout(world_size, tuple(range(world_size)), (length,) + (0,) * (world_size - 1))
+        ),
+    ]
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("length", [64, 61, 5])
+def test_permutations(world_size: int, length: int) -> None:
+    for balancer in all_of(length, world_size):
+        order, inverse = balancer.permutation(), balancer.inverse()
+        counted = torch.arange(length)
+        assert torch.equal(order.sort().values, counted)
+        assert torch.equal(order[inverse], counted)
+        shards = [balancer.positions(rank) for rank in range(world_size)]
+        assert torch.equal(torch.cat(shards), order)
+        assert [len(shard) for shard in shards] == balancer.lengths
+        assert sum(balancer.chunk_lengths) == balancer.seq_length == length
+        assert sorted(balancer.chunk_order) == list(range(len(balancer.chunk_lengths)))
+        assert len(balancer.chunk_order) % world_size == 0
+        assert type(balancer).__name__ in repr(balancer)
+
+
+@WORLD_SIZES
+def test_documents_are_spread_one_by_one(world_size: int) -> None:
+    documents = [64 * world_size, 16 * world_size, 160 * world_size]
+    balancer = symm_cp.PerDocumentHeadTail(documents, world_size)
+    edges = balancer.cu_seqlens
+    assert edges.dtype == torch.int32
+    assert edges.tolist() == [0, documents[0], documents[0] + documents[1], sum(documents)]
+    mask = Mask(right=0, documents=tuple(edges.tolist()))
+    work = {pairs(balancer.layout, mask, rank) for rank in range(world_size)}
+    assert len(work) == 1
+
+
+@WORLD_SIZES
+def test_processing_time_is_dealt_evenly(world_size: int) -> None:
+    length = 16 * 8 * world_size
+    balancer = symm_cp.ProcessingTimeRoundRobin(block_mask(length), world_size)
+    assert len(set(balancer.lengths)) == 1
+    assert max(balancer.work) - min(balancer.work) <= world_size
+    assert sum(balancer.work) == 8 * world_size * (8 * world_size + 1) // 2
+    # Where work is uneven the plain order is not balanced.
+    if world_size > 1:
+        work = [
+            pairs(symm_cp.Sequential(length, world_size).layout, Mask(right=0), r)
+            for r in range(world_size)
+        ]
+        assert max(work) > 1.5 * min(work)
+
+
+def test_errors() -> None:
+    with pytest.raises(ValueError, match="document_lengths must not be empty"):
+        symm_cp.PerDocumentHeadTail([], 2)
+    crossed = create_block_mask(causal, None, None, 32, 64, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(ValueError, match="32 queries and 64 keys"):
+        symm_cp.ProcessingTimeRoundRobin(crossed, 2)
+    with pytest.raises(ValueError, match="must not be negative"):
+        symm_cp.HeadTail(-1, 2)
+    assert symm_cp.HeadTail(8, 2) == symm_cp.HeadTail(8, 2) != symm_cp.Sequential(8, 2)

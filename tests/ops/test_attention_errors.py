@@ -1,0 +1,127 @@
+"""Bad input of attention: refused on every rank before anything is sent, and all is well after."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp.ops.attention import set_rotate_method
+from symm_cp.schedule.layout import head_tail_order
+from tests.pool import Ranks
+
+OP = torch.ops.symm_mem.fused_all_gather_attention
+
+
+def x(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+Q = (1, 4, 8, 16)
+SHORT = (1, 4, 6, 16)
+
+# query, key, value, options, error, message
+CASES: list[tuple[Any, Any, Any, dict[str, Any], type[Exception], str]] = [
+    (x(*Q), x(*SHORT), x(*SHORT), {"is_causal": True}, ValueError, "8 rows and key 6"),
+    (x(*Q), x(*SHORT), x(*SHORT), {"window_left": 2}, ValueError, "8 rows and key 6"),
+    (x(*Q), x(*SHORT), x(*SHORT), {"cu_seqlens": torch.tensor([0, 12])}, ValueError, "8 rows"),
+    (x(*Q), x(1, 2, 8, 16), x(1, 2, 8, 16), {}, ValueError, "4 heads and key 2: .*enable_gqa"),
+    (x(*Q), x(1, 3, 8, 16), x(1, 3, 8, 16), {"enable_gqa": True}, ValueError, "3 key heads"),
+    (x(*Q), x(1, 0, 8, 16), x(1, 0, 8, 16), {"enable_gqa": True}, ValueError, "0 key heads"),
+    (x(*Q), x(*Q), x(*SHORT), {}, ValueError, r"key \[1, 4, 8, 16\] and value \[1, 4, 6, 16\]"),
+    (x(*Q), x(1, 4, 8, 8), x(1, 4, 8, 8), {}, ValueError, "needs batch 1 and 16 features"),
+    (x(*Q), x(2, 4, 8, 16), x(2, 4, 8, 16), {}, ValueError, "needs batch 1 and 16 features"),
+    (x(4, 8, 16), x(*Q), x(*Q), {}, ValueError, r"query must be .*\[4, 8, 16\]"),
+    (x(*Q), x(*Q, dtype=torch.float64), x(*Q), {}, TypeError, "key is torch.float64 and query"),
+    (*(x(*Q, dtype=torch.int32),) * 3, {}, TypeError, "query is torch.int32"),
+    (*(x(*Q),) * 3, {"window_left": -1}, ValueError, "window_left=-1"),
+    (*(x(*Q),) * 3, {"window_right": -2}, ValueError, "window_right=-2"),
+    (*(x(*Q),) * 3, {"chunk_order": [0, 0]}, ValueError, r"chunk_order=\[0, 0\] must be a perm"),
+    (*(x(*Q),) * 3, {"chunk_order": [0, 1, 2]}, ValueError, "3 chunks, which 2 ranks"),
+    (*(x(*Q),) * 3, {"chunk_order": [*range(6)]}, ValueError, "3 chunks of a rank do not divide"),
+    (*(x(*Q),) * 3, {"chunk_lengths": [8, 8, 8]}, ValueError, "3 chunks, which 2 ranks"),
+    (*(x(*Q),) * 3, {"chunk_lengths": [7, 7]}, ValueError, "7 keys, key has 8"),
+    (*(x(*Q),) * 3, {"chunk_lengths": [9, -1]}, ValueError, "must not be negative"),
+    (*(x(*Q),) * 3, {"chunk_order": [0, 1], "chunk_lengths": [8]}, ValueError, "1 entries for 2"),
+    (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0, 9, 5, 16])}, ValueError, "must ascend from 0"),
+    (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0, 9])}, ValueError, "to 16, the length"),
+    (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([1, 16])}, ValueError, "must ascend from 0"),
+    (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0.0, 16])}, ValueError, "int32 or int64"),
+    (
+        *(x(*Q),) * 3,
+        {"cu_seqlens": torch.tensor([[0, 16]])},
+        ValueError,
+        r"is torch.int64 \[1, 2\]",
+    ),
+]
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    good = [torch.randn(Q) for _ in range(3)]
+    expected, _ = OP(*good, group.group_name)
+    for query, key, value, options, error, message in CASES:
+        with pytest.raises(error, match=message) as caught:
+            OP(query, key, value, group.group_name, **options)
+        assert "fused_all_gather_attention: " in str(caught.value)
+        assert torch.equal(OP(*good, group.group_name)[0], expected)
+    with pytest.raises(ValueError, match="no process group named 'nobody'"):
+        OP(*good, "nobody")
+    with pytest.raises(ValueError, match="'ring' must be one of"):
+        set_rotate_method("ring")
+
+
+def test_bad_arguments_are_refused_on_every_rank(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def disagrees(group: dist.ProcessGroup, options: list[dict[str, Any]], length: int) -> None:
+    q = torch.randn(1, 2, length, 8)
+    mine = options[group.rank() % len(options)]
+    shorter = mine.pop("shorter", 0)
+    with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
+        OP(q, q[:, :, shorter:], q[:, :, shorter:], group.group_name, **mine)
+    # The next call has a workspace of its own.
+    dist.barrier(group)
+    out, _ = OP(q, q, q, group.group_name)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [{}, {"is_causal": True}],
+        [{"chunk_order": list(head_tail_order(3))}, {}],
+        [{"window_left": 3}, {"window_left": 4}],
+        [{}, {"shorter": 2}],
+    ],
+)
+def test_ranks_that_disagree_all_raise(ranks: Ranks, options: list[dict[str, Any]]) -> None:
+    ranks.run(3, disagrees, options, 8)
+
+
+def peer_fails(group: dist.ProcessGroup) -> None:
+    """A kernel that fails on one rank is an error on all."""
+    q = torch.randn(1, 2, 8, 8, requires_grad=True)
+    out, _ = OP(q, q, q, group.group_name)
+    module = __import__("symm_cp.ops.attention_tiles", fromlist=["_backward"])
+    kernel = module._backward
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise MemoryError("no memory for this kernel")
+
+    if group.rank() == 1:
+        module._backward = broken
+    try:
+        with pytest.raises((MemoryError, RuntimeError), match="no memory for this kernel"):
+            out.sum().backward(retain_graph=True)
+    finally:
+        module._backward = kernel
+    dist.barrier(group)
+    out.sum().backward()
+    assert q.grad is not None
+
+
+def test_a_failing_kernel_is_an_error_on_all_ranks(ranks: Ranks) -> None:
+    ranks.run(3, peer_fails)

@@ -1,0 +1,83 @@
+"""Fake kernels of attention: `opcheck`, and shapes and strides as those of real results."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from symm_cp.schedule.layout import head_tail_order
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+
+
+def options(world_size: int) -> list[dict[str, Any]]:
+    return [
+        {},
+        {"is_causal": True, "chunk_order": list(head_tail_order(world_size)), "scale": 0.3},
+        {"enable_gqa": True, "cu_seqlens": torch.tensor([0, 3, 8 * world_size])},
+        {"window_left": 2, "window_right": 1, "chunk_lengths": [8] * world_size},
+    ]
+
+
+def passes_opcheck(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+    for chosen in options(group.size()):
+        for grad in (False, True):
+            q, k, v = (torch.randn(2, 4, 8, 6, requires_grad=grad) for _ in range(3))
+            torch.library.opcheck(OPS.fused_all_gather_attention.default, (q, k, v, name), chosen)
+        out, lse = OPS.fused_all_gather_attention(
+            q.detach(), k.detach(), v.detach(), name, **chosen
+        )
+        given = [t.detach() for t in (torch.randn_like(out), q, k, v, out, lse)]
+        op = OPS.fused_all_gather_attention_backward.default
+        torch.library.opcheck(op, (*given, name), chosen)
+        torch.library.opcheck(op, (*given, name), {**chosen, "grad_logsumexp": lse.sin()})
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_opcheck(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, passes_opcheck)
+
+
+def described(tensors: Any) -> list[tuple[Any, ...]]:
+    return [(t.shape, t.stride(), t.dtype, t.device.type) for t in tensors]
+
+
+def like_real(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+    plain = torch.randn(2, 4, 8, 6)
+    rows_first = torch.randn(2, 8, 4, 6).transpose(1, 2)
+    packed = torch.randn(2, 8, 3, 4, 6)[:, :, 1].transpose(1, 2)
+    apart = torch.randn(2, 4, 8, 12)[..., ::2]
+    turned = torch.randn(2, 4, 6, 8).transpose(2, 3)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        for q in (plain, rows_first, packed, apart, turned):
+            query, key = q.to(dtype), plain.to(dtype)
+            for chosen in options(group.size()):
+                real = OPS.fused_all_gather_attention(query, key, key, name, **chosen)
+                grads = OPS.fused_all_gather_attention_backward(
+                    real[0], query, key, key, *real, name, **chosen
+                )
+                mode = FakeTensorMode()
+                fake = {
+                    n: mode.from_tensor(o) if isinstance(o, torch.Tensor) else o
+                    for n, o in chosen.items()
+                }
+                a, b = mode.from_tensor(query), mode.from_tensor(key)
+                with mode:
+                    found = OPS.fused_all_gather_attention(a, b, b, name, **fake)
+                    found_grads = OPS.fused_all_gather_attention_backward(
+                        found[0], a, b, b, *found, name, **fake
+                    )
+                assert described(found) == described(real), (query.stride(), chosen)
+                assert described(found_grads) == described(grads), (query.stride(), chosen)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_fake_results_are_like_real_ones(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, like_real)

@@ -165,7 +165,9 @@ class Backward:
         self._query, self._out, self._scale = query, out, scale
         self._grad_out = dense_features(grad_out)
         # exp(score - lse) is the weight of a key. Rows that see nothing have scores of -inf only.
-        self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        # Heads within a row, as the kernel returns it: otherwise it takes a fifth longer.
+        by_row = lse.transpose(1, 2).contiguous()
+        self._lse = by_row.masked_fill(by_row == -torch.inf, torch.inf).transpose(1, 2)
         self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
 
     def add_tiles(

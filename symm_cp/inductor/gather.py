@@ -10,15 +10,18 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from symm_cp.inductor.axes import Axes, expose, without
+from symm_cp.inductor.axes import Axes, expose, sizes, without
 from symm_cp.inductor.emit import Emitter
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import GATHER, WAIT, Traced, Tracer, aten, static_shape, value
 
-MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default}
+#: Matmuls; a `bmm` counts if its right operand is one matrix for all batches.
+MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten.bmm.default}
 
 _FUSED = torch.ops.symm_mem.fused_all_gather_matmul.default
+_FUSED_SCALED = torch.ops.symm_mem.fused_all_gather_scaled_matmul.default
+_SCALED = aten._scaled_mm.default
 
 
 @dataclass(frozen=True)
@@ -37,15 +40,32 @@ def left(matmul: Node) -> Node:
     return matmul.args[matmul.target is aten.addmm.default]  # type: ignore[return-value]
 
 
-def right(matmul: Node) -> Node:
-    """The right operand of a matmul."""
-    return matmul.args[1 + (matmul.target is aten.addmm.default)]  # type: ignore[return-value]
+def right(matmul: Node) -> Node | None:
+    """The right operand of a matmul, a matrix; None for a `bmm` with several."""
+    found: Any = matmul.args[1 + (matmul.target is aten.addmm.default)]
+    if matmul.target is not aten.bmm.default:
+        return found
+    wanted = static_shape(found)
+    while isinstance(found, Node) and found.target in _SPREADING:
+        found = found.args[0]
+        if wanted is not None and static_shape(found) == wanted[1:]:
+            return found
+    return None
+
+
+_SPREADING = {
+    aten.expand.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.clone.default,
+}
 
 
 def flops(matmul: Node) -> float:
     """Operations of a matmul; unknown sizes count as infinitely many."""
-    a, b = static_shape(left(matmul)), static_shape(right(matmul))
-    return math.inf if a is None or b is None else 2.0 * a[0] * a[1] * b[1]
+    a, b = static_shape(left(matmul)), value(matmul)
+    return math.inf if a is None or b is None else 2.0 * math.prod(a) * b.shape[-1]
 
 
 def _arranged(matmul: Node, traced: Traced) -> _Match | str:
@@ -55,11 +75,14 @@ def _arranged(matmul: Node, traced: Traced) -> _Match | str:
     if found is None:
         return "the parts of the ranks are interleaved in its input"
     dim, place, axes = found
-    rows, columns = axes
-    if dim == 1:
+    *before, columns = axes
+    rows = tuple(factor for axis in before for factor in axis)
+    if dim == len(before):
         if place != 0:
             return "the gathered dimension is inside of the one that the matmul sums over"
-        return _Match(matmul, traced, without(axes, traced.ranks), axes, 1)
+        flat_axes = (rows, columns)
+        return _Match(matmul, traced, without(flat_axes, traced.ranks), flat_axes, 1)
+    place += sum(map(len, before[:dim]))
     leads, inner = rows[:place], rows[place + 1 :]
     if not leads:
         return _Match(matmul, traced, (inner, columns), axes, 0)
@@ -69,19 +92,26 @@ def _arranged(matmul: Node, traced: Traced) -> _Match | str:
 def _supported(matmul: Node, options: Options) -> str:
     """Why a matmul is not fused, or nothing."""
     tensor = value(left(matmul))
+    if right(matmul) is None:
+        return "it multiplies with another matrix for each batch"
     if tensor is None or not tensor.is_floating_point():
         return "its input is not of a floating-point dtype"
     if matmul.target is aten.addmm.default and any(
         matmul.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")
     ):
         return "addmm scales its terms"
+    if matmul.target is _SCALED:
+        scale = static_shape(matmul.args[2])  # type: ignore[arg-type]
+        if scale is None or (math.prod(scale) != 1 and scale[-1] != 1):
+            return "its scales are not one for the tensor or one for each row"
     return options.too_small(tensor.device, flops(matmul))
 
 
 def _operands(matmul: Node) -> list[Node]:
     """What a matmul needs besides its gathered operand."""
-    gathered = left(matmul)
-    return [node for node in matmul.all_input_nodes if node is not gathered]
+    given = [right(matmul), *matmul.args, *matmul.kwargs.values()]
+    unused = (left(matmul), matmul.args[1] if matmul.target is aten.bmm.default else None)
+    return [node for node in given if isinstance(node, Node) and node not in unused]
 
 
 def _depends(nodes: Iterable[Node], on: Iterable[Node], order: dict[Node, int]) -> bool:
@@ -168,7 +198,8 @@ def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
     critical = bool(found or reasons)
     arrangements: dict[Any, list[_Match]] = {}
     for match in found:
-        key = (match.shard, match.dim, match.traced.dtypes, match.matmul.target is _SCALED)
+        scale = match.matmul.args[2] if match.matmul.target is _SCALED else None
+        key = (match.shard, match.dim, match.traced.dtypes, scale)
         arrangements.setdefault(key, []).append(match)
     done: list[str] = []
     order = order_of(graph)
@@ -185,9 +216,6 @@ def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
         name = "fused_all_gather_scaled_matmul"
     text = ", ".join(done) if done else "; ".join(reasons) or "it feeds no matmul"
     record(Decision(gather.name, group, name if done else None, text, critical))
-
-
-_SCALED = aten._scaled_mm.default
 
 
 def _rewrite(
@@ -214,7 +242,7 @@ def _rewrite(
     shard = emitter.shard(first.traced, first.shard)
     if shard is None:
         return "its shard cannot be arranged"
-    full, outputs = _call(emitter, shard, first, matches, bool(others))
+    full, outputs = _call(emitter, tracer, shard, first, matches, bool(others))
     for match, output in zip(matches, outputs, strict=True):
         tensor = value(match.matmul)
         assert tensor is not None
@@ -230,15 +258,64 @@ def _rewrite(
 
 
 def _call(
-    emitter: Emitter, shard: Node, first: _Match, matches: list[_Match], keep: bool
+    emitter: Emitter,
+    tracer: Tracer,
+    shard: Node,
+    first: _Match,
+    matches: list[_Match],
+    keep: bool,
 ) -> tuple[Node | None, list[Node]]:
     """Emits the fused op: the gathered tensor, if it is kept, and the products."""
     weights = [right(match.matmul) for match in matches]
     group = first.traced.source.args[0].args[2]  # type: ignore[union-attr]
+    if first.matmul.target is _SCALED:
+        matmuls = [match.matmul for match in matches]
+        scale = _shard_scale(emitter, tracer, first)
+        fused = emitter.call(
+            _FUSED_SCALED,
+            shard,
+            weights,
+            scale,
+            [m.args[3] for m in matmuls],
+            first.dim,
+            group,
+            [option(m, 4, "bias") for m in matmuls],
+            [option(m, 5, "scale_result") for m in matmuls],
+            [option(m, 6, "out_dtype") for m in matmuls],
+            [bool(option(m, 7, "use_fast_accum")) for m in matmuls],
+        )
+        results = emitter.item(fused, 1)
+        outputs = [emitter.item(results, index) for index in range(len(matches))]
+        return (emitter.item(fused, 0) if keep else None), outputs
     fused = emitter.call(_FUSED, shard, weights, first.dim, group, return_A=keep)
     results = emitter.item(fused, 1)
     outputs = [emitter.item(results, index) for index in range(len(matches))]
     return (emitter.item(fused, 0) if keep else None), outputs
+
+
+def option(matmul: Node, place: int, name: str) -> Any:
+    """An optional argument of a matmul, by place or by name."""
+    return matmul.args[place] if len(matmul.args) > place else matmul.kwargs.get(name)
+
+
+def _shard_scale(emitter: Emitter, tracer: Tracer, match: _Match) -> Node:
+    """The scale of the gathered operand, as the fused op takes it."""
+    scale = match.matmul.args[2]
+    assert isinstance(scale, Node)
+    shape = static_shape(scale)
+    if shape is None or math.prod(shape) == 1:
+        return scale
+    # One for each row: gathered as the rows are, or else there for all of them.
+    traced = tracer[scale]
+    if traced is not None and traced.ranks is not None:
+        found = expose(traced.axes, traced.ranks)
+        if found is not None and found[0] == 0:
+            rows = without(found[2], traced.ranks)[0]
+            leads = (rows[: found[1]], rows[found[1] :]) if match.gathered[1:-1] else (rows,)
+            shard = emitter.shard(traced, (*leads, ()))
+            if shard is not None:
+                return shard
+    return emitter.reshape(scale, [*sizes(match.gathered)[:-1], 1])
 
 
 def _serve(

@@ -14,6 +14,7 @@ from torch.fx import Graph
 
 from symm_cp.inductor.attention import fuse_attention
 from symm_cp.inductor.gather import fuse_gathers
+from symm_cp.inductor.low_contention import sink_collectives
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, Report, record, recording
 from symm_cp.inductor.scatter import fuse_scatters
@@ -71,6 +72,8 @@ def _run_post_grad(graph: Graph, options: Options) -> None:
     if options.async_tp:
         fuse_scatters(graph, options)
         fuse_gathers(graph, options)
+    if options.low_contention:
+        sink_collectives(graph, options)
     graph.eliminate_dead_code()
     graph.lint()
 

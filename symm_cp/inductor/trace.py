@@ -144,8 +144,12 @@ class Tracer:
         if given is None or shape is None or tensor is None:
             return self._part(node)
         axes: Axes | None = None
-        if target in _VIEWS or target in _SAME or target in _SQUEEZES:
-            axes = given.axes if target in _SAME else view(given.axes, shape)
+        if target in _SAME or (
+            target is aten.expand.default and static_shape(node.args[0]) == shape
+        ):  # type: ignore[arg-type]
+            axes = given.axes
+        elif target in _VIEWS or target in _SQUEEZES:
+            axes = view(given.axes, shape)
         elif target in _CASTS:
             return replace(given, dtypes=(*given.dtypes, tensor.dtype))
         elif target in _PERMUTES:

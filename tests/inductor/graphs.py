@@ -1,0 +1,76 @@
+"""Runs a function through AOT autograd and the passes, without Inductor's code generation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+from symm_cp.inductor.options import Options
+from symm_cp.inductor.passes import _run_joint, _run_post_grad
+from symm_cp.inductor.report import Report, recording
+
+
+@dataclass
+class Compiled:
+    """What came out: results, gradients, the decisions and the names of all ops that ran."""
+
+    results: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    report: Report
+    ops: list[str]
+
+
+def through_passes(
+    fn: Callable[..., Any], inputs: Sequence[torch.Tensor], options: Options
+) -> Compiled:
+    """Compiles and runs forward and, where an input needs a gradient, backward."""
+    ops: list[str] = []
+
+    def compile_one(gm: torch.fx.GraphModule, _: Any) -> Any:
+        _run_post_grad(gm.graph, options)
+        ops.extend(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
+        gm.recompile()
+        return make_boxed_func(gm.forward)
+
+    def partition(gm: torch.fx.GraphModule, joint: Any, **kwargs: Any) -> Any:
+        _run_joint(gm.graph, options)
+        gm.recompile()
+        return min_cut_rematerialization_partition(gm, joint, **kwargs)
+
+    def infer(gm: torch.fx.GraphModule, given: Any) -> Any:
+        _run_joint(gm.graph, options)
+        return compile_one(gm, given)
+
+    backend = aot_autograd(
+        fw_compiler=compile_one,
+        bw_compiler=compile_one,
+        inference_compiler=infer,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
+    )
+    torch._dynamo.reset()
+    with recording() as report, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        results, grads = run(torch.compile(fn, backend=backend), inputs)
+    return Compiled(results, grads, report, ops)
+
+
+def run(
+    fn: Callable[..., Any], inputs: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Results and gradients."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = fn(*inputs)
+        results = [found] if isinstance(found, torch.Tensor) else list(found)
+        leaves = [t for t in inputs if t.requires_grad]
+        outputs = [t.sin().sum() for t in results if t.requires_grad]
+        grads = list(torch.autograd.grad(outputs, leaves)) if outputs else []
+    return [t.detach() for t in results], grads

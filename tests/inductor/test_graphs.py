@@ -1,0 +1,317 @@
+"""Graphs that are fused, and graphs that must stay as they are: the rewrite and the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from symm_cp.inductor.options import Options
+from tests.inductor.graphs import run, through_passes
+from tests.pool import Ranks
+
+AG, RS = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+ATTENTION = "fused_all_gather_attention"
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A function of (group, *inputs), what its collectives are fused into, and reasons if not."""
+
+    fn: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    fused: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    grad: bool = False
+    dtype: torch.dtype = torch.float64
+    options: Options = field(default_factory=Options)
+
+
+def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    return funcol.all_gather_tensor_autograd(x, dim, group)
+
+
+def scatter(x: torch.Tensor, dim: int, group: Any, op: str = "sum") -> torch.Tensor:
+    return funcol.reduce_scatter_tensor_autograd(x, op, dim, group)
+
+
+def gather_rows(g: Any, x: Any, w: Any) -> Any:
+    return gather(x, 0, g) @ w
+
+
+def gather_middle(g: Any, x: Any, w: Any) -> Any:
+    return gather(x, 1, g) @ w
+
+
+def gather_columns(g: Any, x: Any, w: Any) -> Any:
+    return gather(x, 2, g) @ w
+
+
+def gather_negative(g: Any, x: Any, w: Any) -> Any:
+    return gather(x, -2, g) @ w
+
+
+def gather_for_many(g: Any, x: Any, w: Any, u: Any) -> Any:
+    full = gather(x, 1, g)
+    return full @ w, (full @ u).relu()
+
+
+def gather_in_turn(g: Any, x: Any, w: Any, u: Any) -> Any:
+    full = gather(x, 0, g)
+    first = full @ w
+    return first, full @ (u + first.sum())  # the second needs the first
+
+
+def gather_with_bias(g: Any, x: Any, w: Any, b: Any) -> Any:
+    return F.linear(gather(x, 1, g), w.mT, b)
+
+
+def gather_used_elsewhere(g: Any, x: Any, w: Any) -> Any:
+    full = gather(x, 1, g)
+    return full @ w, full.exp()
+
+
+def gather_then_heads(g: Any, x: Any, w: Any) -> Any:
+    # (B, S, H, E) as attention has it, heads flattened for a projection.
+    return gather(x, 1, g).transpose(1, 2).transpose(1, 2).flatten(2) @ w
+
+
+def gather_transposed(g: Any, x: Any, w: Any) -> Any:
+    return gather(x, 0, g).transpose(0, 1) @ w  # sequence first, batch first for the matmul
+
+
+def gather_cast(g: Any, x: Any, w: Any) -> Any:
+    return gather(x, 0, g).float() @ w.float()
+
+
+def gather_cast_both(g: Any, x: Any, w: Any) -> Any:
+    full = gather(x, 0, g)
+    return full.float() @ w.float(), full * 2
+
+
+def gather_by_slices(g: Any, x: Any, w: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, g)
+    parts = full.split(x.shape[0])
+    return torch.cat(list(parts), 1) @ w
+
+
+def gather_swapped(g: Any, x: Any, w: Any) -> Any:
+    parts = funcol.all_gather_tensor(x, 0, g).split(x.shape[0])
+    return torch.cat(list(parts)[::-1], 1) @ w
+
+
+def gather_twice_the_same(g: Any, x: Any, w: Any) -> Any:
+    parts = funcol.all_gather_tensor(x, 0, g).split(x.shape[0])
+    return torch.cat([parts[0] for _ in parts], 1) @ w
+
+
+def gather_overlapping(g: Any, x: Any, w: Any) -> Any:
+    full, n = funcol.all_gather_tensor(x, 0, g), x.shape[0]
+    return torch.cat([full[i : i + n] for i in range(full.shape[0] // n)], 1) @ w
+
+
+def gather_halves(g: Any, x: Any, w: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, g)
+    return full[: full.shape[0] // 2] @ w
+
+
+def gather_on_the_right(g: Any, x: Any, w: Any) -> Any:
+    return w @ funcol.all_gather_tensor(x, 0, g)
+
+
+def gather_summed_over(g: Any, x: Any, w: Any) -> Any:
+    return funcol.all_gather_tensor(x, 0, g).mT @ w
+
+
+def gather_alone(g: Any, x: Any) -> Any:
+    return funcol.all_gather_tensor(x, 0, g).exp()
+
+
+def gather_two(g: Any, x: Any, y: Any, w: Any) -> Any:
+    return gather(x, 0, g) @ w, gather(y, 0, g) @ w
+
+
+def scatter_rows(g: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 0, g)
+
+
+def scatter_middle(g: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 1, g)
+
+
+def scatter_columns(g: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 2, g)
+
+
+def scatter_mean(g: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 1, g, "avg")
+
+
+def scatter_bias(g: Any, x: Any, w: Any, b: Any) -> Any:
+    return scatter(F.linear(x, w.mT, b), 1, g)
+
+
+def scatter_used_elsewhere(g: Any, x: Any, w: Any) -> Any:
+    product = x @ w
+    return funcol.reduce_scatter_tensor(product, "sum", 0, g), product.exp()
+
+
+def scatter_narrowed(g: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor((x @ w).float(), "sum", 0, g)
+
+
+def scatter_widened(g: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor((x @ w).double(), "sum", 0, g)
+
+
+def scatter_of_a_sum(g: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor((x @ w).relu(), "sum", 0, g)
+
+
+def scatter_largest(g: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor(x @ w, "max", 0, g)
+
+
+def block(g: Any, x: Any, w: Any, u: Any) -> Any:
+    return scatter(torch.relu(gather(x, 1, g) @ w) @ u, 1, g)
+
+
+def block_recomputed(g: Any, x: Any, w: Any, u: Any) -> Any:
+    return checkpoint(lambda *a: block(g, *a), x, w, u, use_reentrant=False)
+
+
+def attend(g: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g))
+
+
+def attend_stacked(g: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, *gather(torch.stack([k, v]), 3, g).unbind(0))
+
+
+def attend_joined(g: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, *gather(torch.cat([k, v], -1), 2, g).chunk(2, -1))
+
+
+def attend_causal(g: Any, q: Any, k: Any, v: Any) -> Any:
+    n = q.shape[2]
+    rows = torch.arange(n) + dist.get_rank(g) * n
+    mask = rows[:, None] >= torch.arange(n * dist.get_world_size(g))
+    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
+
+
+def attend_upper_left(g: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), is_causal=True)
+
+
+def attend_window(g: Any, q: Any, k: Any, v: Any) -> Any:
+    n = q.shape[2]
+    offset = torch.arange(n * dist.get_world_size(g)) - torch.arange(n)[:, None]
+    mask = offset.abs() < 3
+    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
+
+
+def attend_over_heads(g: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, gather(k, 1, g), gather(v, 1, g))
+
+
+X3, W2 = (2, 4, 6), (6, 5)
+HEADS = (2, 3, 4, 8)
+small = Options(min_flops=1e6)
+
+
+def graphs(W: int) -> dict[str, Graph]:
+    """All graphs, by name."""
+    return {
+        "rows": Graph(gather_rows, ((4, 6), W2), (AG, RS), grad=True),
+        "middle": Graph(gather_middle, (X3, W2), (AG, RS), grad=True),
+        "columns": Graph(gather_columns, (X3, (6 * W, 5)), (AG, RS), grad=True),
+        "negative": Graph(gather_negative, (X3, W2), (AG,)),
+        "many": Graph(gather_for_many, (X3, W2, (6, 3)), (AG, RS), grad=True),
+        "in turn": Graph(gather_in_turn, ((4, 6), W2, W2), (AG,)),
+        "bias": Graph(gather_with_bias, (X3, W2, (5,)), (AG, RS), grad=True),
+        "used elsewhere": Graph(gather_used_elsewhere, (X3, W2), (AG,)),
+        "heads": Graph(gather_then_heads, ((2, 4, 3, 2), W2), (AG,)),
+        "transposed": Graph(gather_transposed, (X3, W2), (AG,)),
+        "cast": Graph(gather_cast, ((4, 6), W2), (AG,)),
+        "cast, both": Graph(gather_cast_both, ((4, 6), W2), reasons=("used as torch.float64",)),
+        "slices": Graph(gather_by_slices, (X3, W2), (AG,)),
+        "swapped": Graph(gather_swapped, (X3, W2), reasons=("feeds no matmul",)),
+        "the same twice": Graph(gather_twice_the_same, (X3, W2), reasons=("feeds no matmul",)),
+        "overlapping": Graph(gather_overlapping, (X3, W2), reasons=("feeds no matmul",)),
+        "halves": Graph(gather_halves, ((4, 6), W2), reasons=("feeds no matmul",)),
+        "on the right": Graph(gather_on_the_right, ((4, 6), (5, 4 * W)), reasons=("sums over",)),
+        "summed over": Graph(gather_summed_over, ((4, 6), (4 * W, 5)), (AG,)),
+        "alone": Graph(gather_alone, ((4, 6),), reasons=("feeds no matmul",)),
+        "two": Graph(gather_two, ((4, 6), (3, 6), W2), (AG, AG)),
+        "small": Graph(gather_rows, ((4, 6), W2), reasons=("is too small",), options=small),
+        "scatter rows": Graph(scatter_rows, ((4 * W, 6), W2), (RS, AG), grad=True),
+        "scatter middle": Graph(scatter_middle, ((2, 4 * W, 6), W2), (RS, AG), grad=True),
+        "scatter columns": Graph(scatter_columns, (X3, (6, 3 * W)), (RS, AG), grad=True),
+        "mean": Graph(scatter_mean, ((2, 4 * W, 6), W2), (RS,)),
+        "scatter bias": Graph(scatter_bias, ((2, 4 * W, 6), W2, (5,)), (RS, AG), grad=True),
+        "product used elsewhere": Graph(
+            scatter_used_elsewhere, ((4 * W, 6), W2), reasons=("is used elsewhere",)
+        ),
+        "narrowed": Graph(scatter_narrowed, ((4 * W, 6), W2), (RS,)),
+        "widened": Graph(
+            scatter_widened, ((4 * W, 6), W2), reasons=("wider than",), dtype=torch.float32
+        ),
+        "of a function": Graph(scatter_of_a_sum, ((4 * W, 6), W2), reasons=("no matmul",)),
+        "largest": Graph(scatter_largest, ((4 * W, 6), W2), reasons=("reduces by max",)),
+        "block": Graph(block, (X3, W2, (5, 6)), (AG, RS, AG, RS), grad=True),
+        "block, recomputed": Graph(block_recomputed, (X3, W2, (5, 6)), (AG, RS), grad=True),
+        "attention": Graph(attend, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, no grad": Graph(attend, (HEADS,) * 3, (ATTENTION,)),
+        "attention, stacked": Graph(attend_stacked, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, joined": Graph(attend_joined, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, causal": Graph(attend_causal, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, upper left": Graph(attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)),
+        "attention, window": Graph(attend_window, (HEADS,) * 3, reasons=("no causal one",)),
+        "attention, over heads": Graph(
+            attend_over_heads, ((2, 3 * W, 4, 8), HEADS, HEADS), reasons=("along the sequence",)
+        ),
+    }
+
+
+def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
+    graph = graphs(group.size())[name]
+    generator = torch.Generator().manual_seed(seed + group.rank())
+    inputs = [torch.randn(s, dtype=graph.dtype, generator=generator) for s in graph.shapes]
+    for t in inputs:
+        t.requires_grad_(graph.grad)
+
+    def fn(*given: torch.Tensor) -> Any:
+        return graph.fn(group, *given)
+
+    results, grads = run(fn, inputs)
+    compiled = through_passes(fn, inputs, graph.options)
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if name in ("cast", "narrowed") else {}
+    for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
+        torch.testing.assert_close(got, want, **tolerance)
+    fused = [d.fused_into for d in compiled.report.fused]
+    assert sorted(map(str, fused)) == sorted(graph.fused) or (
+        graph.grad and set(graph.fused) <= set(map(str, fused))
+    ), str(compiled.report)
+    for reason in graph.reasons:
+        assert any(reason in d.reason for d in compiled.report.left), str(compiled.report)
+    left = [op for op in compiled.ops if "_c10d_functional" in op]
+    if graph.reasons:
+        assert left, compiled.ops
+    else:
+        # Nothing is left of the collectives, and the graph has the ops that the report tells of.
+        assert not left, (left, str(compiled.report))
+        for op in graph.fused:
+            assert any(op in ran or (op == RS and "reduce_scatter" in ran) for ran in compiled.ops)
+
+
+@pytest.mark.parametrize("name", graphs(2))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_graph(ranks: Ranks, world_size: int, name: str) -> None:
+    ranks.run(world_size, check, name, int(torch.randint(1 << 30, ())))

@@ -33,14 +33,16 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_losses_agree(ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+def test_losses_agree(ranks: int, cp: int, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 20)
     out = tmp_path / "out.json"
-    done = run("demo", *TINY, "--ranks", str(ranks), "--text", str(text), "--json", str(out))
+    split = ["--ranks", str(ranks), "--cp", str(cp)]
+    done = run("demo", *TINY, *split, "--text", str(text), "--json", str(out))
     assert done.returncode == 0, done.stderr
     assert "losses agree" in done.stdout
+    assert (f"{ranks // cp} x {cp} ranks" in done.stdout) == (cp > 1)
     report = json.loads(out.read_text())
     assert report["agree"]
     assert len(report["losses"]["fused"]) == 3
@@ -97,6 +99,8 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--cp", "2", "--ranks", "3"], "--cp 2 does not divide 3 ranks"),
+        (["--cp", "2", "--seq", "50"], "--seq 50 does not split over 2 ranks: use a multiple of 4"),
         (["--seq", "49"], "--seq 49 does not split over 2 ranks"),
         (
             ["--ranks", "3", "--seq", "48"],

@@ -54,8 +54,16 @@ def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Causal attention: (B, H, S, E) from queries of H heads, keys and values of fewer."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
 class Attention(nn.Module):
-    """Causal self-attention whose keys and values are shared by groups of heads."""
+    """Causal self-attention whose keys and values are shared by groups of heads.
+
+    `attend` does what happens between positions: where the sequence is split, another one.
+    """
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -65,6 +73,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(config.dim, kv_features, bias=False)
         self.wv = nn.Linear(config.dim, kv_features, bias=False)
         self.wo = nn.Linear(config.dim, config.dim, bias=False)
+        self.attend = attend
 
     def forward(self, x: torch.Tensor, positions: Rotation) -> torch.Tensor:
         """Maps (S, B, D) to (S, B, D)."""
@@ -73,7 +82,7 @@ class Attention(nn.Module):
             for projected in (self.wq(x), self.wk(x), self.wv(x))
         )
         q, k = rotate(q, positions), rotate(k, positions)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        mixed = self.attend(q, k, v)
         return self.wo(mixed.permute(2, 0, 1, 3).flatten(2))
 
 

@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's arguments to a parser."""
     add = parser.add_argument
     add("--ranks", type=_positive, help="processes to spread the model over (default: 2)")
+    add("--cp", type=_positive, default=1, help="ranks that share a sequence (%(default)s)")
     add("--steps", type=_positive, default=12, help="training steps of each way (%(default)s)")
     add("--text", type=Path, help="file to learn (default: the source of the standard library)")
     add("--dim", type=_positive, default=512, help="features of the model (%(default)s)")
@@ -48,6 +49,7 @@ class Options:
     """Checked arguments."""
 
     ranks: int
+    cp: int
     steps: int
     text: Path | None
     seq: int
@@ -77,9 +79,9 @@ def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     return ModelConfig(dim, layers, heads, kv_heads, hidden)
 
 
-def _ranks(given: int | None, environment: Mapping[str, str]) -> int:
+def _ranks(given: int | None, cp: int, environment: Mapping[str, str]) -> int:
     if "WORLD_SIZE" not in environment:
-        return given or 2
+        return given or max(2, cp)
     started = int(environment["WORLD_SIZE"])
     if given not in (None, started):
         raise ValueError(f"--ranks {given}, but WORLD_SIZE={started} ranks were started")
@@ -88,11 +90,16 @@ def _ranks(given: int | None, environment: Mapping[str, str]) -> int:
 
 def check(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Options:
     """Returns checked options; raises `ValueError` saying what was given and what is needed."""
-    ranks = _ranks(arguments.ranks, os.environ if environment is None else environment)
+    cp = arguments.cp
+    ranks = _ranks(arguments.ranks, cp, os.environ if environment is None else environment)
+    if ranks % cp != 0:
+        raise ValueError(f"--cp {cp} does not divide {ranks} ranks: --ranks must be a multiple")
     seq = arguments.seq
-    if seq % ranks != 0:
+    # Under context parallelism a rank has two chunks of the sequence.
+    parts = ranks if cp == 1 else 2 * ranks
+    if seq % parts != 0:
         raise ValueError(
-            f"--seq {seq} does not split over {ranks} ranks: use a multiple of {ranks}"
+            f"--seq {seq} does not split over {ranks} ranks: use a multiple of {parts}"
         )
     text, name = read_text(arguments.text)
     if len(text) <= seq:
@@ -101,6 +108,7 @@ def check(arguments: argparse.Namespace, environment: Mapping[str, str] | None =
         raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     return Options(
         ranks=ranks,
+        cp=cp,
         steps=arguments.steps,
         text=arguments.text,
         seq=seq,
@@ -109,5 +117,5 @@ def check(arguments: argparse.Namespace, environment: Mapping[str, str] | None =
         seed=arguments.seed,
         json=arguments.json,
         rendezvous=arguments.rendezvous,
-        model=_model_config(arguments.dim, arguments.layers, ranks),
+        model=_model_config(arguments.dim, arguments.layers, ranks // cp),
     )

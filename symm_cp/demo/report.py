@@ -76,6 +76,8 @@ def _lines(result: Result) -> list[str]:
     for step in shown:
         losses = "".join(f"{result.losses[name][step]:>16.6f}" for name in _TRAINED)
         lines.append(f"{step + 1:<16}{losses}")
+    if options.cp > 1:
+        lines.append(f"{options.ranks // options.cp} x {options.cp} ranks: features x sequence")
     verdict = "agree" if result.agree() else "DIFFER"
     lines += [
         f"losses {verdict}: at most {max(result.distances()):.1e} apart, allowed are "

@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
 
+from symm_cp.context_parallel import HeadTail
 from symm_cp.demo import variants
 from symm_cp.demo.data import batches, read_text
 from symm_cp.demo.model import VOCABULARY, Rotation, Transformer, rotation
 from symm_cp.demo.options import Options
 from symm_cp.demo.progress import Progress
 from symm_cp.demo.report import Result, show
-from symm_cp.demo.variants import Variant
+from symm_cp.demo.variants import Ranks, Variant
 
 _LEARNING_RATE = 2e-3
 _TIMEOUT = datetime.timedelta(minutes=5)  # longer than a step of any size that is no mistake
@@ -36,13 +38,16 @@ class Trainer:
         parameters = self.variant.model.parameters()
         self._optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9)
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor, parts: int) -> None:
-        """Trains on one batch, (S, B), of which this is one of `parts` equal parts by sequence."""
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor, ranks: Ranks | None) -> None:
+        """Trains on this rank's part, (S / ranks, B), of a batch, or on all of it."""
         start = time.perf_counter()
         logits = self.variant.model(inputs, self.positions)
-        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1)) / parts
+        loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
+        if ranks is not None:
+            loss = loss / ranks.all.size()
         loss.backward()
-        self.variant.sum_gradients()
+        if ranks is not None:
+            self.variant.sum_gradients(ranks)
         self._optimizer.step()
         self._optimizer.zero_grad()
         self.seconds.append(time.perf_counter() - start)
@@ -56,6 +61,7 @@ class Run:
         self.options = options
         self.group = group
         self.rank = group.rank()
+        self.ranks = _arrange(options, group)
         config = options.model
         text, self.text_name = read_text(options.text)
         self.text_bytes = len(text)
@@ -84,7 +90,7 @@ class Run:
         trainer = Trainer(variants.dense(self.model), self.positions)
         for batch in self.batches:
             if self.rank == 0:
-                trainer.step(batch[:-1], batch[1:], 1)
+                trainer.step(batch[:-1], batch[1:], None)
             else:
                 trainer.losses.append(0.0)
                 trainer.seconds.append(0.0)
@@ -94,24 +100,26 @@ class Run:
 
     def train_spread(self) -> list[Trainer]:
         """Trains the other variants, a step of each in turn, so that all meet the same machine."""
-        made = (
-            variants.unfused(self.model, self.group),
-            variants.fused(self.model, self.group),
-            variants.compute_alone(self.model, self.group),
-        )
-        trainers = [Trainer(variant, self.positions) for variant in made]
+        makers = (variants.unfused, variants.fused, variants.compute_alone)
+        cos, sin = (t[self.rows()] for t in self.positions)
+        trainers = [Trainer(make(self.model, self.ranks), (cos, sin)) for make in makers]
         for index, batch in enumerate(self.batches):
             inputs, targets = self.own_part(batch[:-1]), self.own_part(batch[1:])
             first = index % len(trainers)
             for trainer in (*trainers[first:], *trainers[:first]):
                 dist.barrier(self.group)
-                trainer.step(inputs, targets, self.group.size())
+                trainer.step(inputs, targets, self.ranks)
                 self.advance(trainer)
         return trainers
 
+    def rows(self) -> torch.Tensor:
+        """The positions that the ranks of this tensor-parallel group have between them."""
+        return self.ranks.layout.positions(self.ranks.context.rank())
+
     def own_part(self, batch: torch.Tensor) -> torch.Tensor:
         """This rank's part of the sequence."""
-        return batch.chunk(self.group.size())[self.rank]
+        tensor = self.ranks.tensor
+        return batch[self.rows()].chunk(tensor.size())[tensor.rank()]
 
     def total(self, losses: list[float]) -> torch.Tensor:
         """The sum over the ranks: each one's is its part of the mean."""
@@ -130,6 +138,14 @@ class Run:
         if self.progress is not None:
             step = f"step {len(trainer.losses)}/{self.options.steps}"
             self.progress.advance(f"{trainer.variant.name}: {step}, {trainer.seconds[-1]:.2f} s")
+
+
+def _arrange(options: Options, group: dist.ProcessGroup) -> Ranks:
+    """Neighbours share features; ranks as far apart as there are of those share a sequence."""
+    numbers = torch.arange(options.ranks).view(options.cp, -1)
+    mesh = DeviceMesh("cpu", numbers, mesh_dim_names=("cp", "tp"))
+    layout = HeadTail(options.seq, options.cp)
+    return Ranks(group, mesh.get_group("tp"), mesh.get_group("cp"), layout)
 
 
 def run_rank(options: Options) -> int:

@@ -8,6 +8,9 @@ Between blocks each rank holds a part of the sequence, inside a block a part of 
 | `fused` | in the linears, by the styles of `symm_cp.tensor_parallel` |
 | `compute alone` | not at all: ready-made tensors of the right shapes stand in |
 
+With context parallelism the ranks that share a sequence each have two chunks of it, and attention
+gathers keys and values as well: see `sequence.py`.
+
 The last one's results mean nothing; its time is what the others' would be with free communication.
 """
 
@@ -16,15 +19,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from symm_cp.context_parallel import HeadTail
+from symm_cp.demo import sequence
 from symm_cp.demo.model import Transformer
+from symm_cp.demo.sequence import Exchange, Exchanged
 from symm_cp.memory import group_name
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 from symm_cp.tensor_parallel import FusedColwiseGroup, FusedRowwiseParallel
@@ -32,39 +38,60 @@ from symm_cp.tensor_parallel import FusedColwiseGroup, FusedRowwiseParallel
 _BY_ROWS = ("wq", "wk", "wv", "w1", "w3")
 _BY_COLUMNS = ("wo", "w2")
 
-Exchange: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+
+@dataclass(frozen=True)
+class Ranks:
+    """How the ranks are arranged: `tensor` shares features, `context` a sequence, `all` both."""
+
+    all: dist.ProcessGroup
+    tensor: dist.ProcessGroup
+    context: dist.ProcessGroup
+    layout: HeadTail
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A model spread over ranks, and how gradients of what is replicated are summed."""
+    """A model spread over ranks, and how gradients are summed.
+
+    `all_reduce` takes a tensor and the group to sum it over.
+    """
 
     name: str
     model: Transformer
-    all_reduce: Exchange
+    all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
-    def replicated(self) -> list[nn.Parameter]:
-        """The parameters outside of blocks' linears: each rank's see a part of the sequence."""
+    def sum_gradients(self, ranks: Ranks) -> None:
+        """Sums gradients over the ranks that saw other parts of the sequence.
+
+        The parameters outside of blocks' linears see a part of it on every rank, and what is split
+        over features only on those that share the sequence. Each sum is one exchange.
+        """
         split = tuple(f".{name}.weight" for name in (*_BY_ROWS, *_BY_COLUMNS))
-        return [p for name, p in self.model.named_parameters() if not name.endswith(split)]
+        named = list(self.model.named_parameters())
+        self._sum([p for name, p in named if not name.endswith(split)], ranks.all)
+        if ranks.context.size() > 1:
+            self._sum([p for name, p in named if name.endswith(split)], ranks.context)
 
-    def sum_gradients(self) -> None:
-        """Sums the gradients of the replicated parameters over the ranks, all in one exchange."""
-        grads = [p.grad for p in self.replicated() if p.grad is not None]
-        total = self.all_reduce(torch.cat([grad.flatten() for grad in grads]))
+    def _sum(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+        grads = [_local(p.grad) for p in parameters if p.grad is not None]
+        total = self.all_reduce(torch.cat([grad.flatten() for grad in grads]), group)
         for grad, part in zip(grads, total.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def dense(model: Transformer) -> Variant:
     """The whole model in one process."""
-    return Variant("one process", copy.deepcopy(model), lambda total: total)
+    return Variant("one process", copy.deepcopy(model), lambda total, _: total)
 
 
-def fused(model: Transformer, group: dist.ProcessGroup) -> Variant:
-    """Communication inside the matmuls."""
+def fused(model: Transformer, ranks: Ranks) -> Variant:
+    """Communication inside the matmuls and the attention."""
     model = copy.deepcopy(model)
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group(ranks.tensor, "cpu", mesh_dim_names=("tp",))
     head_dim = model.layers[0].attention.head_dim
     plan = {
         "layers.*.attention": FusedColwiseGroup(
@@ -76,38 +103,49 @@ def fused(model: Transformer, group: dist.ProcessGroup) -> Variant:
     }
     # Every rank has the same weights already: it keeps its part of its own.
     parallelize_module(model, mesh, plan, src_data_rank=None)
-    name = group_name(group)
+    for layer in model.layers:
+        layer.attention.attend = sequence.fused(ranks.context, ranks.layout)
     return Variant(
-        "fused", model, lambda total: torch.ops.symm_mem.one_shot_all_reduce(total, "sum", name)
+        "fused",
+        model,
+        lambda total, group: torch.ops.symm_mem.one_shot_all_reduce(
+            total, "sum", group_name(group)
+        ),
     )
 
 
-def unfused(model: Transformer, group: dist.ProcessGroup) -> Variant:
+def unfused(model: Transformer, ranks: Ranks) -> Variant:
     """Communication by torch's functional collectives, between the matmuls."""
+    name = ranks.tensor.group_name
 
     def gather(shard: torch.Tensor) -> torch.Tensor:
-        return unfused_all_gather(shard, 0, group.group_name)
+        return unfused_all_gather(shard, 0, name)
 
     def scatter(full: torch.Tensor) -> torch.Tensor:
-        return unfused_reduce_scatter(full, "sum", 0, group.group_name)
+        return unfused_reduce_scatter(full, "sum", 0, name)
 
-    def all_reduce(total: torch.Tensor) -> torch.Tensor:
+    def all_reduce(total: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         dist.all_reduce(total, group=group)
         return total
 
-    model = _keep_part(copy.deepcopy(model), group)
+    model = _keep_part(copy.deepcopy(model), ranks.tensor)
     for block in _blocks(model):
         _exchange_around(block, (gather, scatter), (scatter, gather))
+    for layer in model.layers:
+        layer.attention.attend = sequence.unfused(ranks.context, ranks.layout)
     return Variant("unfused", model, all_reduce)
 
 
-def compute_alone(model: Transformer, group: dist.ProcessGroup) -> Variant:
+def compute_alone(model: Transformer, ranks: Ranks) -> Variant:
     """The same computation with free communication."""
+    group = ranks.tensor
     model = _keep_part(copy.deepcopy(model), group)
     for block in _blocks(model):
         first, last = _StandIn(group), _StandIn(group)
         _exchange_around(block, (first.gather, first.scatter), (last.scatter, last.gather))
-    return Variant("compute alone", model, lambda total: total)
+    for layer in model.layers:
+        layer.attention.attend = sequence.compute_alone(ranks.context, ranks.layout)
+    return Variant("compute alone", model, lambda total, _: total)
 
 
 class _StandIn:
@@ -127,27 +165,14 @@ class _StandIn:
         return full.narrow(0, self._rank * size, size)
 
 
-class _Exchanged(torch.autograd.Function):
-    """One exchange forward, the other for the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, forward: Exchange, backward: Exchange) -> torch.Tensor:
-        ctx.backward_exchange = backward
-        return forward(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return ctx.backward_exchange(grad), None, None
-
-
 def _exchange_around(
     block: nn.Module, inward: tuple[Exchange, Exchange], outward: tuple[Exchange, Exchange]
 ) -> None:
     """Adds an exchange, and the one of its gradient, before and after a block."""
     block.register_forward_pre_hook(
-        lambda _, inputs: (_Exchanged.apply(inputs[0], *inward), *inputs[1:])
+        lambda _, inputs: (Exchanged.apply(inputs[0], *inward), *inputs[1:])
     )
-    block.register_forward_hook(lambda _, inputs, output: _Exchanged.apply(output, *outward))
+    block.register_forward_hook(lambda _, inputs, output: Exchanged.apply(output, *outward))
 
 
 def _blocks(model: Transformer) -> list[nn.Module]:

@@ -118,8 +118,12 @@ class Region:
         )
         return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
+    def mode(self) -> TorchFunctionMode:
+        """The part of a region that sees `F.scaled_dot_product_attention`."""
+        return _Mode(self)
+
     def __enter__(self) -> Region:
-        mode = _Mode(self)
+        mode = self.mode()
         mode.__enter__()
         _flex_hook.acquire()
         _regions().append((self, mode))

@@ -6,6 +6,7 @@ import functools
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
@@ -63,7 +64,9 @@ class ContextParallel(ParallelStyle):
 
         @functools.wraps(forward)
         def parallel(*args: Any, **kwargs: Any) -> Any:
-            with region:
+            # A region also looks after flex_attention, which torch.compile cannot see through.
+            plain = self.attention_type is self.AttentionType.SDPA
+            with region.mode() if plain and torch.compiler.is_compiling() else region:
                 return forward(*args, **kwargs)
 
         module.forward = parallel  # type: ignore[method-assign]

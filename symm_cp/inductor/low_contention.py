@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.emit import Emitter
-from symm_cp.inductor.gather import MATMULS, flops, order_of
+from symm_cp.inductor.gather import MATMULS, flops
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import GATHER, SCATTER, WAIT, value
@@ -20,16 +18,17 @@ _FLOPS_A_BYTE = 8.0
 
 
 def sink_collectives(graph: Graph, options: Options) -> None:
-    """Replaces large collectives, and moves their waits to the first use."""
-    order = order_of(graph)
+    """Replaces large collectives, and moves what waits for them behind the work that hides them."""
     for node in [n for n in graph.nodes if n.target in (GATHER, SCATTER)]:
         waits = [user for user in node.users if user.target is WAIT]
-        reason = _reason(node, waits, order, options)
         name, group = node.name, str(node.args[-1])
-        if reason:
+        reason = _reason(node, waits, options)
+        found = None if reason else _hidden_until(node, waits[0])
+        if reason or found is None:
+            reason = reason or "too little independent work follows it"
             record(Decision(name, group, None, reason))
             continue
-        (wait,) = waits
+        last, dependent = found
         emitter = Emitter(graph, node)
         if node.target is GATHER:
             into = "_low_contention_all_gather"
@@ -37,14 +36,14 @@ def sink_collectives(graph: Graph, options: Options) -> None:
         else:
             into = "_low_contention_reduce_scatter"
             started = emitter.call(_SCATTER, node.args[0], node.args[1], node.args[3])
-        wait.replace_input_with(node, started)
+        waits[0].replace_input_with(node, started)
         graph.erase_node(node)
-        first = min(wait.users, key=order.__getitem__)
-        first.prepend(wait)
-        record(Decision(name, group, into, "independent matmuls hide it"))
+        for later in reversed(dependent):
+            last.append(later)
+        record(Decision(name, group, into, f"hidden by the work up to {last.name}"))
 
 
-def _reason(node: Node, waits: list[Node], order: dict[Node, int], options: Options) -> str:
+def _reason(node: Node, waits: list[Node], options: Options) -> str:
     """Why a collective is left alone, or nothing."""
     if len(waits) != 1 or len(node.users) != 1 or not waits[0].users:
         return "nobody waits for it, or several do"
@@ -55,15 +54,30 @@ def _reason(node: Node, waits: list[Node], order: dict[Node, int], options: Opti
         return "on CUDA its input has to be in symmetric memory"
     if node.target is SCATTER and node.args[1] not in ("sum", "avg"):
         return f"it reduces by {node.args[1]}"
-    nbytes = max(source.numel(), result.numel()) * source.element_size()
+    nbytes = _bytes(node)
     if nbytes < options.min_bytes:
         return f"{nbytes} bytes are too few (min_bytes={options.min_bytes})"
-    first = min(order[user] for user in waits[0].users)
-    hidden = sum(
-        flops(other)
-        for other in order
-        if other.target in MATMULS and order[node] < order[other] < first
-    )
-    if math.isfinite(hidden) and hidden < _FLOPS_A_BYTE * nbytes:
-        return "too little independent work stands between it and its first use"
     return ""
+
+
+def _bytes(node: Node) -> int:
+    source, result = value(node.args[0]), value(node)
+    assert source is not None
+    assert result is not None
+    return int(max(source.numel(), result.numel())) * source.element_size()
+
+
+def _hidden_until(node: Node, wait: Node) -> tuple[Node, list[Node]] | None:
+    """The matmul by which enough independent work is done, and what depends on `wait` before it."""
+    needed = _FLOPS_A_BYTE * _bytes(node)
+    dependent: dict[Node, None] = {}
+    work, current = 0.0, node.next
+    while current.op != "output":
+        if current is wait or any(given in dependent for given in current.all_input_nodes):
+            dependent[current] = None
+        elif current.target in MATMULS:
+            work += flops(current)
+            if work >= needed:
+                return current, list(dependent)
+        current = current.next
+    return None

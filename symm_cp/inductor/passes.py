@@ -49,6 +49,9 @@ class Pass(CustomGraphPass):
             earlier(graph)
         with recording() as report:
             self._run(graph, self.options)
+        # A collective that one pass left alone may have been taken by a later one.
+        last = {d.collective: d for d in report.left} | {d.collective: d for d in report.fused}
+        report.decisions = list(last.values())
         for decision in report.decisions:
             record(decision)
         if self.options.strict:

@@ -11,9 +11,10 @@ import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch.distributed.tensor import DTensor
 
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.passes import _run_joint, _run_post_grad
+from symm_cp.inductor.passes import Pass, _run_joint, _run_post_grad
 from symm_cp.inductor.report import Report, recording
 
 
@@ -28,24 +29,30 @@ class Compiled:
 
 
 def through_passes(
-    fn: Callable[..., Any], inputs: Sequence[torch.Tensor], options: Options
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    options: Options,
+    module: torch.nn.Module | None = None,
 ) -> Compiled:
-    """Compiles and runs forward and, where an input needs a gradient, backward."""
+    """Compiles and runs forward and, where an input needs a gradient, backward.
+
+    Gradients are of the inputs and of the parameters of `module`.
+    """
     ops: list[str] = []
 
     def compile_one(gm: torch.fx.GraphModule, _: Any) -> Any:
-        _run_post_grad(gm.graph, options)
+        Pass("post", _run_post_grad, options, None)(gm.graph)
         ops.extend(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
         gm.recompile()
         return make_boxed_func(gm.forward)
 
     def partition(gm: torch.fx.GraphModule, joint: Any, **kwargs: Any) -> Any:
-        _run_joint(gm.graph, options)
+        Pass("joint", _run_joint, options, None)(gm.graph)
         gm.recompile()
         return min_cut_rematerialization_partition(gm, joint, **kwargs)
 
     def infer(gm: torch.fx.GraphModule, given: Any) -> Any:
-        _run_joint(gm.graph, options)
+        Pass("joint", _run_joint, options, None)(gm.graph)
         return compile_one(gm, given)
 
     backend = aot_autograd(
@@ -58,12 +65,14 @@ def through_passes(
     torch._dynamo.reset()
     with recording() as report, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        results, grads = run(torch.compile(fn, backend=backend), inputs)
+        results, grads = run(torch.compile(fn, backend=backend), inputs, module)
     return Compiled(results, grads, report, ops)
 
 
 def run(
-    fn: Callable[..., Any], inputs: Sequence[torch.Tensor]
+    fn: Callable[..., Any],
+    inputs: Sequence[torch.Tensor],
+    module: torch.nn.Module | None = None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Results and gradients."""
     with warnings.catch_warnings():
@@ -71,6 +80,8 @@ def run(
         found = fn(*inputs)
         results = [found] if isinstance(found, torch.Tensor) else list(found)
         leaves = [t for t in inputs if t.requires_grad]
+        leaves += module.parameters() if module is not None else ()
         outputs = [t.sin().sum() for t in results if t.requires_grad]
         grads = list(torch.autograd.grad(outputs, leaves)) if outputs else []
+        grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
     return [t.detach() for t in results], grads

@@ -8,6 +8,8 @@ C++ compiler the import succeeds, and the first use says what to install.
 from __future__ import annotations
 
 import sys as _sys
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from symm_cp import native as _native
 from symm_cp import ops as _ops
@@ -47,6 +49,7 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "get_workspace",
+    "inductor",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
     "matmul_reduce_scatter",
@@ -56,6 +59,17 @@ __all__ = [
     "set_rotate_method",
     "shard_batch",
 ]
+
+if _TYPE_CHECKING:
+    from symm_cp import inductor
+
+
+def __getattr__(name: str) -> object:
+    # Imported when it is asked for: the compiler that it belongs to takes a second to import.
+    if name == "inductor":
+        return _import_module("symm_cp.inductor")
+    raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")
+
 
 _ops.register()
 try:

@@ -50,6 +50,13 @@ def test_losses_agree(ranks: int, cp: int, tmp_path: Path) -> None:
     assert report["losses"]["fused"][0] == pytest.approx(5.5, abs=0.3)  # log(256), untrained
 
 
+def test_compiled() -> None:
+    """What the passes would leave alone is an error there."""
+    done = run("demo", *TINY, "--compile", "--ranks", "4", "--cp", "2", "--layers", "1")
+    assert done.returncode == 0, done.stderr
+    assert "losses agree" in done.stdout
+
+
 def test_under_torchrun() -> None:
     done = run(
         "--standalone", "--nproc-per-node", "2", "-m", "symm_cp", "demo", *TINY,

@@ -26,7 +26,7 @@ def rows(text: str, pattern: str) -> set[str]:
 
 
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
-    code, long_sequences = blocks("python")
+    code, long_sequences, compiled = blocks("python")
     setting = """
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -41,7 +41,14 @@ ids = torch.randint(64, (1, 24))
 ones = torch.ones(1, 24 // dist.get_world_size())
 model = lambda ids, **options: llama(ids, attention_mask=ones, **options).logits
 """
-    code = "\n".join([code, setting, long_sequences, "assert loss.item() > 0"])
+    collectives = """
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
+"""
+    ends = "assert loss.item() > 0", collectives, compiled
+    code = "\n".join([code, setting, long_sequences, *ends])
     script = tmp_path / "example.py"
     script.write_text(code + "\ndist.barrier()\ndist.destroy_process_group()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -55,6 +62,7 @@ model = lambda ids, **options: llama(ids, attention_mask=ones, **options).logits
         check=False,
     )
     assert done.returncode == 0, done.stderr
+    assert done.stdout.count("4 of 4 collectives fused") == 2, done.stdout
 
 
 def test_environment_variables_are_those_of_the_code() -> None:

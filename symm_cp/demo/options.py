@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=_positive, help="processes to spread the model over (default: 2)")
     add("--cp", type=_positive, default=1, help="ranks that share a sequence (%(default)s)")
+    add(
+        "--compile",
+        action="store_true",
+        help="spread the model with torch's collectives, and let torch.compile fuse them",
+    )
     add("--steps", type=_positive, default=12, help="training steps of each way (%(default)s)")
     add("--text", type=Path, help="file to learn (default: the source of the standard library)")
     add("--dim", type=_positive, default=512, help="features of the model (%(default)s)")
@@ -50,6 +55,7 @@ class Options:
 
     ranks: int
     cp: int
+    compile: bool
     steps: int
     text: Path | None
     seq: int
@@ -109,6 +115,7 @@ def check(arguments: argparse.Namespace, environment: Mapping[str, str] | None =
     return Options(
         ranks=ranks,
         cp=cp,
+        compile=arguments.compile,
         steps=arguments.steps,
         text=arguments.text,
         seq=seq,

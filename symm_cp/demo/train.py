@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel import HeadTail
-from symm_cp.demo import variants
+from symm_cp.demo import compiled, variants
 from symm_cp.demo.data import batches, read_text
 from symm_cp.demo.model import VOCABULARY, Rotation, Transformer, rotation
 from symm_cp.demo.options import Options
@@ -100,7 +100,8 @@ class Run:
 
     def train_spread(self) -> list[Trainer]:
         """Trains the other variants, a step of each in turn, so that all meet the same machine."""
-        makers = (variants.unfused, variants.fused, variants.compute_alone)
+        kind = compiled if self.options.compile else variants
+        makers = (kind.unfused, kind.fused, variants.compute_alone)
         cos, sin = (t[self.rows()] for t in self.positions)
         trainers = [Trainer(make(self.model, self.ranks), (cos, sin)) for make in makers]
         for index, batch in enumerate(self.batches):

@@ -128,8 +128,8 @@ def unfused(model: Transformer, ranks: Ranks) -> Variant:
         dist.all_reduce(total, group=group)
         return total
 
-    model = _keep_part(copy.deepcopy(model), ranks.tensor)
-    for block in _blocks(model):
+    model = keep_part(copy.deepcopy(model), ranks.tensor)
+    for block in blocks(model):
         _exchange_around(block, (gather, scatter), (scatter, gather))
     for layer in model.layers:
         layer.attention.attend = sequence.unfused(ranks.context, ranks.layout)
@@ -139,8 +139,8 @@ def unfused(model: Transformer, ranks: Ranks) -> Variant:
 def compute_alone(model: Transformer, ranks: Ranks) -> Variant:
     """The same computation with free communication."""
     group = ranks.tensor
-    model = _keep_part(copy.deepcopy(model), group)
-    for block in _blocks(model):
+    model = keep_part(copy.deepcopy(model), group)
+    for block in blocks(model):
         first, last = _StandIn(group), _StandIn(group)
         _exchange_around(block, (first.gather, first.scatter), (last.scatter, last.gather))
     for layer in model.layers:
@@ -175,13 +175,14 @@ def _exchange_around(
     block.register_forward_hook(lambda _, inputs, output: Exchanged.apply(output, *outward))
 
 
-def _blocks(model: Transformer) -> list[nn.Module]:
+def blocks(model: Transformer) -> list[nn.Module]:
+    """The attention and feed-forward modules."""
     return [part for layer in model.layers for part in (layer.attention, layer.feed_forward)]
 
 
-def _keep_part(model: Transformer, group: dist.ProcessGroup) -> Transformer:
+def keep_part(model: Transformer, group: dist.ProcessGroup) -> Transformer:
     """Cuts the weights of the blocks down to this rank's parts."""
-    for block in _blocks(model):
+    for block in blocks(model):
         for name, linear in block.named_children():
             assert isinstance(linear, nn.Linear)
             dim = 0 if name in _BY_ROWS else 1

@@ -16,10 +16,19 @@ import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.passes import UnfusedError, install
+from symm_cp.inductor.passes import UnfusedError, install, passes_for
 from symm_cp.inductor.report import Decision, Report, recording
 
-__all__ = ["Decision", "Options", "Report", "UnfusedError", "disable", "enable", "explain"]
+__all__ = [
+    "Decision",
+    "Options",
+    "Report",
+    "UnfusedError",
+    "compile_options",
+    "disable",
+    "enable",
+    "explain",
+]
 
 _remove: Callable[[], None] | None = None
 _options: Options | None = None
@@ -83,6 +92,14 @@ def enable(
     before = _options
     _set(Options(async_tp, context_parallel, low_contention, strict, min_flops, min_bytes))
     return Enabled(before)
+
+
+def compile_options(options: Options | None = None) -> dict[str, Any]:
+    """Returns the passes as `options` of one `torch.compile`, where they should not hold for all.
+
+    torch.compile(model, options=symm_cp.inductor.compile_options())
+    """
+    return passes_for(options or Options())
 
 
 def disable() -> None:

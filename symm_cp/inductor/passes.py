@@ -94,11 +94,19 @@ _RUNS = {
 }
 
 
+def passes_for(options: Options) -> dict[str, Pass]:
+    """The passes by the names of Inductor's configuration; those that are there run first."""
+    return {
+        name: Pass(name, run, options, getattr(inductor_config, name))
+        for name, run in _RUNS.items()
+    }
+
+
 def install(options: Options) -> Callable[[], None]:
     """Puts the passes into Inductor's configuration; returns what takes them out again."""
     before = {name: getattr(inductor_config, name) for name in _RUNS}
-    for name, run in _RUNS.items():
-        setattr(inductor_config, name, Pass(name, run, options, before[name]))
+    for name, made in passes_for(options).items():
+        setattr(inductor_config, name, made)
 
     def remove() -> None:
         for name, value in before.items():

@@ -380,7 +380,7 @@ def large_graph(group: dist.ProcessGroup) -> None:
         for _ in range(110):
             full = funcol.all_gather_tensor(x, 0, group)
             y = (full @ w).sin()
-            for _ in range(12):
+            for _ in range(20):
                 y = y.cos() * 1.5
             x = funcol.reduce_scatter_tensor(y @ w, "sum", 0, group) + x
         return x
@@ -390,10 +390,10 @@ def large_graph(group: dist.ProcessGroup) -> None:
     with FakeTensorMode():
         graph = make_fx(layers)(torch.empty(4, 4), torch.empty(4, 4)).graph
     nodes = len(graph.nodes)
-    assert nodes > 3500
+    assert nodes >= 5000
     start = time.perf_counter()
     _run_post_grad(graph, Options())
     seconds = time.perf_counter() - start
     names = [str(n.target) for n in graph.nodes]
     assert sum("fused" in name for name in names) == 220
-    assert seconds < 1.0 * nodes / 5000 * 4, f"{seconds:.2f} s for {nodes} nodes"
+    assert seconds < 1.0, f"{seconds:.2f} s for {nodes} nodes"

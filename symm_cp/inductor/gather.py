@@ -161,6 +161,8 @@ def fuse_gathers(graph: Graph, options: Options) -> None:
     """Replaces what it can, and records what became of each all-gather."""
     tracer = Tracer(graph, set())
     for wait in [node for node in graph.nodes if node.target is WAIT]:
+        if wait._erased:  # with another gather: its scales
+            continue
         gather = wait.args[0]
         if not isinstance(gather, Node) or gather.target is not GATHER:
             continue
@@ -242,6 +244,7 @@ def _rewrite(
     shard = emitter.shard(first.traced, first.shard)
     if shard is None:
         return "its shard cannot be arranged"
+    scales = tracer[first.matmul.args[2]] if first.matmul.target is _SCALED else None
     full, outputs = _call(emitter, tracer, shard, first, matches, bool(others))
     for match, output in zip(matches, outputs, strict=True):
         tensor = value(match.matmul)
@@ -254,6 +257,11 @@ def _rewrite(
     if full is not None:
         _serve(emitter, tracer, full, first.gathered, others)
     erase_unused(graph, tracer, wait)
+    if scales is not None and scales.ranks is not None:
+        name, group = scales.source.args[0].name, str(scales.source.args[0].args[2])  # type: ignore[union-attr]
+        erase_unused(graph, tracer, scales.source)
+        if scales.source._erased:
+            record(Decision(name, group, "fused_all_gather_scaled_matmul", "the scales", True))
     return ""
 
 

@@ -70,7 +70,7 @@ def _terms(tracer: Tracer, node: Node) -> list[Node] | None:
 
 
 def _unused_elsewhere(tracer: Tracer, scatter: Node, source: Node) -> str:
-    if [user for _, user in tracer.uses(source)] != [scatter] or len(scatter.users) != 1:
+    if [user for _, user in tracer.uses(source)] != [scatter]:
         return f"{source.name} is used elsewhere, too"
     return ""
 
@@ -140,6 +140,8 @@ def _rewrite(graph: Graph, scatter: Node, wait: Node, traced: Traced, terms: lis
         arranged = emitter.cast(arranged, dtype)
     wait.replace_all_uses_with(arranged)
     graph.erase_node(wait)
+    # A checkpoint may keep what is not waited for yet; to wait for a result that is there is free.
+    scatter.replace_all_uses_with(arranged)
     graph.erase_node(scatter)
     return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,13 +12,19 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from symm_cp.inductor.options import Options
 from tests.inductor.graphs import run, through_passes
 from tests.pool import Ranks
 
 AG, RS = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+AG8, RS8 = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 ATTENTION = "fused_all_gather_attention"
 
 
@@ -187,6 +194,86 @@ def block_recomputed(g: Any, x: Any, w: Any, u: Any) -> Any:
     return checkpoint(lambda *a: block(g, *a), x, w, u, use_reentrant=False)
 
 
+FLOAT8 = torch.float8_e4m3fn
+
+
+def eight_bits(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.abs().amax().float().clamp(min=1e-6) / 448.0
+    return (x / scale).to(FLOAT8), scale
+
+
+def eight_bits_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = x.abs().amax(-1, keepdim=True).float().clamp(min=1e-6) / 448.0
+    return (x / scale).to(FLOAT8), scale
+
+
+def scaled(a: Any, b: Any, scale_a: Any, scale_b: Any, **options: Any) -> Any:
+    return torch._scaled_mm(
+        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, **options
+    )
+
+
+def gather_eight_bits(x: torch.Tensor, g: Any) -> torch.Tensor:
+    if torch.compiler.is_compiling():
+        return funcol.all_gather_tensor(x, 0, g)
+    return funcol.all_gather_tensor(x.view(torch.uint8), 0, g).view(FLOAT8)  # gloo has no float8
+
+
+def gather_scaled(g: Any, x: Any, w: Any) -> Any:
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    return scaled(gather_eight_bits(a, g), b, one, one * 0.5)
+
+
+def gather_scaled_rows(g: Any, x: Any, w: Any) -> Any:
+    a, scale_a = eight_bits_by_row(x)
+    b, scale_b = eight_bits_by_row(w.t())
+    full, scales = gather_eight_bits(a, g), funcol.all_gather_tensor(scale_a, 0, g)
+    return scaled(full, b.t(), scales, scale_b.t())
+
+
+def gather_scaled_rows_later(g: Any, x: Any, w: Any) -> Any:
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8)
+    full = gather_eight_bits(a, g)
+    scales = torch.linspace(0.5, 1.5, full.shape[0]).view(-1, 1)
+    return scaled(full, b.t(), scales, torch.ones(1, b.shape[0]))
+
+
+def scatter_scaled(g: Any, x: Any, w: Any) -> Any:
+    a, scale_a = eight_bits(x)
+    b, scale_b = eight_bits(w.t().contiguous())
+    return funcol.reduce_scatter_tensor(scaled(a, b.t(), scale_a, scale_b), "sum", 0, g)
+
+
+def scatter_scaled_rows(g: Any, x: Any, w: Any) -> Any:
+    a, scale_a = eight_bits_by_row(x)
+    b, scale_b = eight_bits_by_row(w.t())
+    product = scaled(a, b.t(), scale_a, scale_b.t()).view(2, -1, w.shape[1])
+    return funcol.reduce_scatter_tensor(product, "sum", 1, g)
+
+
+def scatter_scaled_bias(g: Any, x: Any, w: Any) -> Any:
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one, bias = torch.ones(()), torch.ones(w.shape[1], dtype=torch.bfloat16)
+    return funcol.reduce_scatter_tensor(scaled(a, b, one, one, bias=bias), "sum", 0, g)
+
+
+def mixed_precision(g: Any, x: Any, w: Any) -> Any:
+    # Parameters and what is sent in float32, products in bfloat16.
+    full = gather(x, 0, g).bfloat16()
+    return (full @ w.bfloat16()).float()
+
+
+def keep_scattered(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+    kept = op is torch.ops._c10d_functional.reduce_scatter_tensor.default
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def block_selectively_recomputed(g: Any, x: Any, w: Any, u: Any) -> Any:
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_scattered)
+    return checkpoint(lambda *a: block(g, *a), x, w, u, use_reentrant=False, context_fn=contexts)
+
+
 def attend(g: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g))
 
@@ -266,6 +353,36 @@ def graphs(W: int) -> dict[str, Graph]:
         "of a function": Graph(scatter_of_a_sum, ((4 * W, 6), W2), reasons=("no matmul",)),
         "largest": Graph(scatter_largest, ((4 * W, 6), W2), reasons=("reduces by max",)),
         "block": Graph(block, (X3, W2, (5, 6)), (AG, RS, AG, RS), grad=True),
+        "scaled": Graph(gather_scaled, ((16, 32), (32, 16)), (AG8,), dtype=torch.float32),
+        "scaled rows": Graph(
+            gather_scaled_rows, ((16, 32), (32, 16)), (AG8, AG8), dtype=torch.float32
+        ),
+        "scaled rows, later": Graph(
+            gather_scaled_rows_later, ((16, 32), (32, 16)), (AG8,), dtype=torch.float32
+        ),
+        "scatter scaled": Graph(
+            scatter_scaled, ((16 * W, 32), (32, 16)), (RS8,), dtype=torch.float32
+        ),
+        "scatter scaled rows": Graph(
+            scatter_scaled_rows, ((32 * W, 32), (32, 16)), (RS8,), dtype=torch.float32
+        ),
+        "scatter scaled, bias": Graph(
+            scatter_scaled_bias,
+            ((16 * W, 32), (32, 16)),
+            reasons=("its bias is added on every rank",),
+            dtype=torch.float32,
+        ),
+        "mixed precision": Graph(
+            mixed_precision,
+            ((8, 16), (16, 8)),
+            (AG,),
+            reasons=("which is wider",),  # the gradient, which is reduced in float32
+            grad=True,
+            dtype=torch.float32,
+        ),
+        "block, selectively recomputed": Graph(
+            block_selectively_recomputed, (X3, W2, (5, 6)), (AG, RS), grad=True
+        ),
         "block, recomputed": Graph(block_recomputed, (X3, W2, (5, 6)), (AG, RS), grad=True),
         "attention": Graph(attend, (HEADS,) * 3, (ATTENTION,), grad=True),
         "attention, no grad": Graph(attend, (HEADS,) * 3, (ATTENTION,)),
@@ -292,7 +409,10 @@ def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
 
     results, grads = run(fn, inputs)
     compiled = through_passes(fn, inputs, graph.options)
+    # Products of other shapes are rounded elsewhere; sums in 16 bits are not taken in float32.
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if name in ("cast", "narrowed") else {}
+    if "scaled" in name or "mixed" in name:
+        tolerance = {"rtol": 2e-2, "atol": 5e-2}
     for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
         torch.testing.assert_close(got, want, **tolerance)
     fused = [d.fused_into for d in compiled.report.fused]
@@ -309,6 +429,31 @@ def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
         assert not left, (left, str(compiled.report))
         for op in graph.fused:
             assert any(op in ran or (op == RS and "reduce_scatter" in ran) for ran in compiled.ops)
+
+
+def two_groups(group: dist.ProcessGroup, seed: int) -> None:
+    """Rows gathered over one dimension of a mesh, products scattered over the other."""
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))
+    a, b = mesh.get_group("a"), mesh.get_group("b")
+    generator = torch.Generator().manual_seed(seed + group.rank())
+    shapes = ((4, 6), (6, 5), (6, 5))
+    inputs = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+    for t in inputs:
+        t.requires_grad_()
+
+    def fn(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
+        return scatter(gather(x, 0, a) @ w, 0, b), gather(x, 0, b) @ u
+
+    results, grads = run(fn, inputs)
+    compiled = through_passes(fn, inputs, Options())
+    for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
+        torch.testing.assert_close(got, want)
+    names = {a.group_name, b.group_name}
+    assert {d.group for d in compiled.report.fused} == names, str(compiled.report)
+
+
+def test_groups_of_a_mesh_are_told_apart(ranks: Ranks) -> None:
+    ranks.run(4, two_groups, int(torch.randint(1 << 30, ())))
 
 
 @pytest.mark.parametrize("name", graphs(2))

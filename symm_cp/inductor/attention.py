@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 from torch.utils._python_dispatch import _disable_current_modes
 
 from symm_cp.inductor.axes import Axes, Factor, expose, lead, origin, without
-from symm_cp.inductor.emit import Emitter
+from symm_cp.inductor.emit import DynamicShapeError, Emitter
 from symm_cp.inductor.gather import erase_unused, order_of
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
@@ -77,7 +77,10 @@ def fuse_attention(graph: Graph, options: Options) -> None:
             continue
         names = sorted({t.source.args[0].name for t in gathers})  # type: ignore[union-attr]
         group = str(gathers[0].source.args[0].args[2])  # type: ignore[union-attr]
-        reason = _fuse(graph, tracer, node, found)
+        try:
+            reason = _fuse(graph, tracer, node, found)
+        except DynamicShapeError as error:
+            reason = str(error)
         into = None if reason else "fused_all_gather_attention"
         record(Decision(", ".join(names), group, into, reason or node.name, critical=True))
 

@@ -12,9 +12,21 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from symm_cp.inductor.axes import Axes, flat, origin, refined, sizes, without
-from symm_cp.inductor.trace import Traced, static_shape
+from symm_cp.inductor.trace import Traced, is_dynamic, static_shape
 
 aten = torch.ops.aten
+
+
+class DynamicShapeError(Exception):
+    """A shape cannot be written into the graph: too much of it is not known."""
+
+
+def _sizes(shape: Sequence[int]) -> list[int]:
+    """A shape as a reshape takes it: the one size that is not known follows from the others."""
+    found = [-1 if is_dynamic(size) else size for size in shape]
+    if found.count(-1) > 1:
+        raise DynamicShapeError(f"{found.count(-1)} sizes are not known when it is compiled")
+    return found
 
 
 class Emitter:
@@ -43,9 +55,9 @@ class Emitter:
 
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
         """Inserts a reshape where one is needed."""
-        if list(node.meta["val"].shape) == list(shape):
+        if static_shape(node) == tuple(shape):
             return node
-        return self.call(aten.reshape.default, node, list(shape))
+        return self.call(aten.reshape.default, node, _sizes(shape))
 
     def cast(self, node: Node, dtype: torch.dtype) -> Node:
         """Inserts a change of dtype where one is needed."""

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, expose, sizes, without
-from symm_cp.inductor.emit import Emitter
+from symm_cp.inductor.emit import DynamicShapeError, Emitter
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import GATHER, WAIT, Traced, Tracer, aten, static_shape, value
@@ -208,7 +208,10 @@ def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
     for matches in sorted(arrangements.values(), key=len, reverse=True)[:1]:
         # One op reads the gathered tensor; what needs it otherwise takes it from there.
         chosen = _independent(sorted(matches, key=lambda m: order[m.matmul]), order)
-        reason = _rewrite(graph, tracer, wait, chosen, order)
+        try:
+            reason = _rewrite(graph, tracer, wait, chosen, order)
+        except DynamicShapeError as error:
+            reason = str(error)
         if reason:
             reasons.append(reason)
         else:
@@ -246,16 +249,19 @@ def _rewrite(
         return "its shard cannot be arranged"
     scales = tracer[first.matmul.args[2]] if first.matmul.target is _SCALED else None
     full, outputs = _call(emitter, tracer, shard, first, matches, bool(others))
+    results = []
     for match, output in zip(matches, outputs, strict=True):
-        tensor = value(match.matmul)
-        assert tensor is not None
-        result = emitter.reshape(output, list(tensor.shape))
+        result = emitter.reshape(output, static_shape(match.matmul) or ())
         if match.matmul.target is aten.addmm.default:
             result = emitter.call(aten.add.Tensor, result, match.matmul.args[0])
+        results.append(result)
+    served = [] if full is None else _serve(emitter, tracer, full, first.gathered, others)
+    # From here on the graph changes.
+    for match, result in zip(matches, results, strict=True):
         match.matmul.replace_all_uses_with(result)
         graph.erase_node(match.matmul)
-    if full is not None:
-        _serve(emitter, tracer, full, first.gathered, others)
+    for user, node, again in served:
+        user.replace_input_with(node, again)
     erase_unused(graph, tracer, wait)
     if scales is not None and scales.ranks is not None:
         name, group = scales.source.args[0].name, str(scales.source.args[0].args[2])  # type: ignore[union-attr]
@@ -328,8 +334,9 @@ def _shard_scale(emitter: Emitter, tracer: Tracer, match: _Match) -> Node:
 
 def _serve(
     emitter: Emitter, tracer: Tracer, full: Node, have: Axes, others: list[tuple[Node, Node]]
-) -> None:
-    """Gives the gathered tensor to those that use it otherwise."""
+) -> list[tuple[Node, Node, Node]]:
+    """What those get that use the gathered tensor otherwise: (user, old input, new input)."""
+    found = []
     for node, user in others:
         traced, parent = tracer[node], node.args[0]
         assert traced is not None
@@ -339,7 +346,8 @@ def _serve(
             node, user, traced = parent, node, before  # type: ignore[assignment]
         again = emitter.rearrange(full, have, traced.axes)
         assert again is not None
-        user.replace_input_with(node, again)
+        found.append((user, node, again))
+    return found
 
 
 def erase_unused(graph: Graph, tracer: Tracer, wait: Node) -> None:

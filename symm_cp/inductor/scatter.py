@@ -9,11 +9,20 @@ import torch
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes, view
-from symm_cp.inductor.emit import Emitter
+from symm_cp.inductor.emit import DynamicShapeError, Emitter
 from symm_cp.inductor.gather import MATMULS, flops, left, option, right
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
-from symm_cp.inductor.trace import SCATTER, WAIT, Traced, Tracer, aten, static_shape, value
+from symm_cp.inductor.trace import (
+    SCATTER,
+    WAIT,
+    Traced,
+    Tracer,
+    aten,
+    is_dynamic,
+    static_shape,
+    value,
+)
 
 _FUSED = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
 _FUSED_SCALED = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter.default
@@ -36,7 +45,10 @@ def fuse_scatters(graph: Graph, options: Options) -> None:
             continue
         reason = _unused_elsewhere(tracer, scatter, traced.source)
         reason = reason or _reason(scatter, traced, terms, options)
-        reason = reason or _rewrite(graph, scatter, wait, traced, terms)
+        try:
+            reason = reason or _rewrite(graph, scatter, wait, traced, terms)
+        except DynamicShapeError as error:
+            reason = str(error)
         scaled = "scaled_" if terms[0].target is _SCALED else ""
         fused = None if reason else f"fused_{scaled}matmul_reduce_scatter"
         text = reason or " + ".join(term.name for term in terms)
@@ -152,6 +164,9 @@ def _call(emitter: Emitter, scatter: Node, terms: list[Node], full: list[int], d
     As = [emitter.reshape(left(m), [*full[:-1], _inner(m)]) for m in terms]
     Bs = [right(m) for m in terms]
     first = terms[0]
+    biased = any(m.target is aten.addmm.default for m in terms)
+    if any(map(is_dynamic, full)) and (first.target is _SCALED or biased):
+        raise DynamicShapeError("its rows are not known when it is compiled")
     if first.target is _SCALED:
         scale = first.args[2]
         if math.prod(static_shape(scale) or ()) != 1:  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx import Graph, Node
 
@@ -46,12 +47,41 @@ def value(node: Any) -> torch.Tensor | None:
     return found if isinstance(found, torch.Tensor) else None
 
 
+# Stand for sizes that are not known when a graph is compiled: large primes, so that sizes which
+# have one as a factor divide and equal each other just where the unknown ones do.
+_FIRST_PRIME = 1_000_003
+_stand_ins: dict[str, int] = {}
+
+
+def _stand_in(symbol: Any) -> int:
+    name = str(symbol)
+    if name not in _stand_ins:
+        after = max(_stand_ins.values(), default=_FIRST_PRIME - 1)
+        _stand_ins[name] = int(sympy.nextprime(after))
+    return _stand_ins[name]
+
+
+def is_dynamic(size: int) -> bool:
+    """Whether a size of `static_shape` stands for one that is not known."""
+    return size >= _FIRST_PRIME and any(size % prime == 0 for prime in _stand_ins.values())
+
+
 def static_shape(node: Node) -> tuple[int, ...] | None:
-    """The shape of a node, if all of it is known."""
+    """The shape of a node, with numbers for sizes that are not known; None for no tensor."""
     tensor = value(node)
-    if tensor is None or not all(isinstance(size, int) for size in tensor.shape):
+    if tensor is None:
         return None
-    return tuple(tensor.shape)
+    found: list[int] = []
+    for size in tensor.shape:
+        if isinstance(size, int):
+            found.append(size)
+            continue
+        expression = size.node.expr
+        number = expression.subs({s: _stand_in(s) for s in expression.free_symbols})
+        if not number.is_Integer:
+            return None
+        found.append(int(number))
+    return tuple(found)
 
 
 @dataclass(frozen=True)
@@ -164,7 +194,7 @@ class Tracer:
             return None
         world_size = int(gather.args[1])  # type: ignore[arg-type]
         shape, tensor = static_shape(node), value(node)
-        if shape is None or tensor is None or 0 in shape:
+        if shape is None or tensor is None or 0 in shape or shape[0] % world_size != 0:
             return None
         ranks = Factor(0, shape[0] // world_size, world_size)
         return Traced(node, origin(shape), (tensor.dtype,), ranks)

@@ -431,6 +431,44 @@ def check(group: dist.ProcessGroup, name: str, seed: int) -> None:
             assert any(op in ran or (op == RS and "reduce_scatter" in ran) for ran in compiled.ops)
 
 
+def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
+    """The batch is not known when the graph is compiled, what is gathered is."""
+    generator = torch.Generator().manual_seed(seed + group.rank())
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+        return attend(group, q, k, v)
+
+    def feed_forward(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
+        return block(group, x, w, u)
+
+    weights = draw(6, 5), draw(5, 6)
+    cases = [
+        (feed_forward, [(draw(n, 4, 6), *weights) for n in (2, 3, 5)], {AG, RS}),
+        # Left alone so far, and right all the same.
+        (attention, [tuple(draw(n, 3, 4, 8) for _ in range(3)) for n in (2, 3)], set()),
+    ]
+    for fn, batches, fused in cases:
+        for inputs in batches:
+            results, grads = run(fn, inputs)
+            for t in inputs[: 1 if fn is feed_forward else 3]:
+                torch._dynamo.maybe_mark_dynamic(t, 0)
+            compiled = through_passes(fn, inputs, Options())
+            for got, want in zip(
+                [*compiled.results, *compiled.grads], [*results, *grads], strict=True
+            ):
+                torch.testing.assert_close(got, want)
+            found = {str(d.fused_into) for d in compiled.report.fused}
+            assert found >= fused, str(compiled.report)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dynamic_batch(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, with_dynamic_batch, int(torch.randint(1 << 30, ())))
+
+
 def two_groups(group: dist.ProcessGroup, seed: int) -> None:
     """Rows gathered over one dimension of a mesh, products scattered over the other."""
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("a", "b"))

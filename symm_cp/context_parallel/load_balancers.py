@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.ops.flex_mask import positions
 from symm_cp.schedule.layout import Layout, even_lengths, head_tail, sequential
 
 
@@ -27,6 +28,8 @@ class LoadBalancer:
         self.layout = layout
 
     def __repr__(self) -> str:
+        if not hasattr(self, "layout"):  # in a traceback of its own construction
+            return f"{type(self).__name__}(...)"
         return f"{type(self).__name__}(seq_length={self.seq_length}, world_size={self.world_size})"
 
     def __eq__(self, other: object) -> bool:
@@ -62,9 +65,7 @@ class LoadBalancer:
 
     def positions(self, rank: int) -> torch.Tensor:
         """The positions in the sequence of a rank's rows: (lengths[rank],) of int64."""
-        spans = self.layout.spans(rank)
-        parts = [torch.arange(span.start, span.start + span.length) for span in spans]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+        return positions(self.layout.spans(rank))
 
     def permutation(self) -> torch.Tensor:
         """The positions of all ranks' rows, rank after rank: (seq_length,) of int64."""

@@ -89,8 +89,8 @@ def _arranged(matmul: Node, traced: Traced) -> _Match | str:
     return _Match(matmul, traced, (leads, inner, columns), (leads, rows[place:], columns), 1)
 
 
-def _supported(matmul: Node, options: Options) -> str:
-    """Why a matmul is not fused, or nothing."""
+def unsupported(matmul: Node) -> str:
+    """Why a fused op cannot stand for a matmul, or nothing."""
     tensor = value(left(matmul))
     if right(matmul) is None:
         return "it multiplies with another matrix for each batch"
@@ -104,7 +104,12 @@ def _supported(matmul: Node, options: Options) -> str:
         scale = static_shape(matmul.args[2])  # type: ignore[arg-type]
         if scale is None or (math.prod(scale) != 1 and scale[-1] != 1):
             return "its scales are not one for the tensor or one for each row"
-    return options.too_small(tensor.device, flops(matmul))
+    return ""
+
+
+def _too_small(matmul: Node, options: Options) -> str:
+    tensor = value(matmul)
+    return "" if tensor is None else options.too_small(tensor.device, flops(matmul))
 
 
 def _operands(matmul: Node) -> list[Node]:
@@ -184,7 +189,9 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
                 continue
             traced = tracer[node]
             assert traced is not None
-            reason: _Match | str = _supported(user, options) or _arranged(user, traced)
+            reason: _Match | str = (
+                unsupported(user) or _too_small(user, options) or _arranged(user, traced)
+            )
             if isinstance(reason, _Match):
                 found.append(reason)
             else:
@@ -372,6 +379,3 @@ def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
 
 def _is_unused(node: Node) -> bool:
     return all(_is_unused(user) for user in node.users) and node.op != "output"
-
-
-__all__ = ["MATMULS", "flops", "fuse_gathers", "hoist", "left", "order_of", "right"]

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes, view
 from symm_cp.inductor.emit import DynamicShapeError, Emitter
-from symm_cp.inductor.gather import MATMULS, flops, left, option, right
+from symm_cp.inductor.gather import MATMULS, flops, left, option, right, unsupported
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import (
@@ -95,21 +95,14 @@ def _reason(scatter: Node, traced: Traced, terms: list[Node], options: Options) 
     if scatter.args[1] not in ("sum", "avg"):
         return f"it reduces by {scatter.args[1]}"
     for matmul in terms:
-        tensor = value(left(matmul))
-        if tensor is None or not tensor.is_floating_point():
-            return "its input is not of a floating-point dtype"
-        if matmul.target is aten.addmm.default and any(
-            matmul.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")
-        ):
-            return "addmm scales its terms"
-        if matmul.target is _SCALED:
-            scale = static_shape(matmul.args[2])  # type: ignore[arg-type]
+        reason = unsupported(matmul)
+        if not reason and matmul.target is _SCALED:
             if len(terms) > 1:
-                return "it is a sum of scaled matmuls"
-            if scale is None or (math.prod(scale) != 1 and scale[-1] != 1):
-                return "its scales are not one for the tensor or one for each row"
+                reason = "it is a sum of scaled matmuls"
             if option(matmul, 4, "bias") is not None:
-                return "its bias is added on every rank, and the fused op would add it once"
+                reason = "its bias is added on every rank, and the fused op would add it once"
+        if reason:
+            return reason
     tensor = value(terms[0])
     assert tensor is not None
     return options.too_small(tensor.device, sum(map(flops, terms)))

@@ -201,7 +201,7 @@ class _Call:
         self.mask = Mask(
             left, 0 if causal else right, _documents(op, documents, self.layout.length)
         )
-        self.group, self.rows, self.key = group, query.shape[2], key
+        self.group, self.rows = group, query.shape[2]
         detail = zlib.crc32(repr((self.layout, self.mask, _rotate_method)).encode())
         B, G, _, E = key.shape
         shape = [B, G, self.layout.length, E]
@@ -214,15 +214,17 @@ class _Call:
         keys = self.layout.lengths[owner]
         return (Tile(0, self.rows, 0, keys),) if keys and self.rows else ()
 
-    def shapes(self) -> list[tuple[tuple[int, ...], ...]]:
-        """The shapes of each rank's keys and values."""
-        B, G, _, E = self.key.shape
-        return [((B, G, length, E),) * 2 for length in self.layout.lengths]
 
-    def partials(self) -> list[tuple[int, ...]]:
-        """The shapes of the gradients of each rank's keys and values, side by side."""
-        B, G, _, E = self.key.shape
-        return [(2, B, length, G, E) for length in self.layout.lengths]
+def shard_shapes(key: torch.Tensor, layout: Layout) -> list[tuple[tuple[int, ...], ...]]:
+    """The shapes of each rank's keys and values."""
+    B, G, _, E = key.shape
+    return [((B, G, length, E),) * 2 for length in layout.lengths]
+
+
+def grad_shapes(key: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
+    """The shapes of the gradients of each rank's keys and values, side by side."""
+    B, G, _, E = key.shape
+    return [(2, B, length, G, E) for length in layout.lengths]
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -241,7 +243,9 @@ def _attention_cpu(
             forward.add(tile, *shards)
 
     shard = [dense_features(key), dense_features(value)]
-    cpu.all_gather_and_consume(group, shard, consume, call.what, shapes=call.shapes())
+    cpu.all_gather_and_consume(
+        group, shard, consume, call.what, shapes=shard_shapes(key, call.layout)
+    )
     return forward.result()
 
 
@@ -272,7 +276,7 @@ def _attention_backward_cpu(
     def consume(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
         backward.add_tiles(call.tiles(owner), shards[0], shards[1], partial)
 
-    shapes = call.partials()
+    shapes = grad_shapes(key, call.layout)
     total = new_result(key, shapes[group.rank], wide(key.dtype))
     cpu.consume_and_reduce_scatter(
         group,
@@ -280,7 +284,7 @@ def _attention_backward_cpu(
         consume,
         total,
         call.what,
-        shapes=call.shapes(),
+        shapes=shard_shapes(key, call.layout),
         partials=shapes,
         ring=_rotate_method == "alltoall",
     )

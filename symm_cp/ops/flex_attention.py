@@ -22,7 +22,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.memory import Group
 from symm_cp.ops import attention
-from symm_cp.ops.attention import check_tensors
+from symm_cp.ops.attention import check_tensors, grad_shapes, shard_shapes
 from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, dense_features, wide
 from symm_cp.ops.common import new_result, what_is
 from symm_cp.ops.flex_captures import Captures
@@ -153,11 +153,6 @@ class _Call:
         text = f"{str(key.dtype)[6:]}{shape} layout {zlib.crc32(detail.encode()):08x}"
         return what_is(name, detail=text)
 
-    def shapes(self, key: torch.Tensor) -> list[tuple[tuple[int, ...], ...]]:
-        """The shapes of each rank's keys and values."""
-        B, G, _, E = key.shape
-        return [((B, G, length, E),) * 2 for length in self.keys.lengths]
-
     def indices(self, owner: int) -> Indices:
         """Gives the positions of the queries and keys of a tile."""
         kv_idx = self.masks.kv_idx(owner)
@@ -185,7 +180,9 @@ def _forward(
 
     shard = [dense_features(key), dense_features(value)]
     what = call.what(_OP, query, key)
-    cpu.all_gather_and_consume(call.group, shard, consume, what, shapes=call.shapes(key))
+    cpu.all_gather_and_consume(
+        call.group, shard, consume, what, shapes=shard_shapes(key, call.keys)
+    )
     return forward.result()
 
 
@@ -220,8 +217,7 @@ def _backward(
         for total in totals:
             total.finish()
 
-    B, G, _, E = key.shape
-    partials = [(2, B, length, G, E) for length in call.keys.lengths]
+    partials = grad_shapes(key, call.keys)
     total = new_result(key, partials[call.group.rank], wide(key.dtype))
     cpu.consume_and_reduce_scatter(
         call.group,
@@ -229,7 +225,7 @@ def _backward(
         consume,
         total,
         call.what(f"{_OP}_backward", query, key),
-        shapes=call.shapes(key),
+        shapes=shard_shapes(key, call.keys),
         partials=partials,
         ring=attention._rotate_method == "alltoall",
     )

@@ -6,6 +6,7 @@ attention would need, are seen to be needed no more.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +26,9 @@ from symm_cp.inductor.trace import (
     Traced,
     Tracer,
     aten,
+    is_dynamic,
     is_item,
     static_shape,
-    value,
 )
 from symm_cp.schedule.layout import Layout, head_tail, sequential
 
@@ -183,8 +184,8 @@ def constant(node: Any) -> torch.Tensor | None:
         if found in seen:
             continue
         seen.add(found)
-        tensor = value(found)
-        if found.op != "call_function" or tensor is None or tensor.numel() > _MOST_MASK:
+        shape = static_shape(found) if found.op == "call_function" else None
+        if shape is None or math.prod(shape) > _MOST_MASK or any(map(is_dynamic, shape)):
             return None
         if torch.Tag.nondeterministic_seeded in getattr(found.target, "tags", ()):
             return None

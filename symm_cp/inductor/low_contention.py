@@ -9,7 +9,7 @@ from symm_cp.inductor.emit import Emitter
 from symm_cp.inductor.gather import MATMULS, flops
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
-from symm_cp.inductor.trace import GATHER, SCATTER, WAIT, value
+from symm_cp.inductor.trace import GATHER, SCATTER, WAIT, is_dynamic, static_shape, value
 
 _GATHER = torch.ops.symm_mem._low_contention_all_gather.default
 _SCATTER = torch.ops.symm_mem._low_contention_reduce_scatter.default
@@ -47,8 +47,8 @@ def _reason(node: Node, waits: list[Node], options: Options) -> str:
     """Why a collective is left alone, or nothing."""
     if len(waits) != 1 or len(node.users) != 1 or not waits[0].users:
         return "nobody waits for it, or several do"
-    source, result = value(node.args[0]), value(node)
-    if source is None or result is None:
+    source, shapes = value(node.args[0]), (static_shape(node.args[0]), static_shape(node))  # type: ignore[arg-type]
+    if source is None or any(s is None or any(map(is_dynamic, s)) for s in shapes):
         return "its shape is not known when it is compiled"
     if source.device.type != "cpu":
         return "on CUDA its input has to be in symmetric memory"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -69,19 +70,25 @@ def is_dynamic(size: int) -> bool:
 def static_shape(node: Node) -> tuple[int, ...] | None:
     """The shape of a node, with numbers for sizes that are not known; None for no tensor."""
     tensor = value(node)
-    if tensor is None:
+    return None if tensor is None else _numbers(tensor)
+
+
+def _numbers(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    found = [_number(size) for size in tensor.shape]
+    return None if None in found else tuple(found)  # type: ignore[arg-type]
+
+
+def _number(size: Any) -> int | None:
+    """A size, or a node that computes one, as a number."""
+    if isinstance(size, Node):
+        size = size.meta.get("val")
+    if isinstance(size, int):
+        return size
+    if not isinstance(size, torch.SymInt):
         return None
-    found: list[int] = []
-    for size in tensor.shape:
-        if isinstance(size, int):
-            found.append(size)
-            continue
-        expression = size.node.expr
-        number = expression.subs({s: _stand_in(s) for s in expression.free_symbols})
-        if not number.is_Integer:
-            return None
-        found.append(int(number))
-    return tuple(found)
+    expression = size.node.expr
+    number = expression.subs({s: _stand_in(s) for s in expression.free_symbols})
+    return int(number) if number.is_Integer else None
 
 
 @dataclass(frozen=True)
@@ -305,10 +312,10 @@ def _part_of(node: Any) -> tuple[Node, int, int, int] | None:
     if node.target is aten.slice.Tensor:
         whole, dim, begin, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])[:5]
         shape = static_shape(whole)  # type: ignore[arg-type]
-        if shape is None or step != 1 or not isinstance(begin, int | None):
+        begin = _number(0 if begin is None else begin)
+        if shape is None or step != 1 or begin is None:
             return None
         dim = int(dim) % len(shape)  # type: ignore[arg-type]
-        begin = int(begin or 0)
         length = static_shape(node)[dim]  # type: ignore[index]
         begin = begin + shape[dim] if begin < 0 else begin
         return whole, dim, begin, begin + length  # type: ignore[return-value]
@@ -323,5 +330,8 @@ def _part_of(node: Any) -> tuple[Node, int, int, int] | None:
     if shape is None or all_parts is None or not isinstance(dim, int):
         return None
     dim %= len(shape)
-    begin = sum(int(part.shape[dim]) for part in all_parts[:index])
-    return whole, dim, begin, begin + int(all_parts[index].shape[dim])  # type: ignore[return-value]
+    shapes = [_numbers(part) for part in all_parts[: index + 1]]
+    if any(found is None for found in shapes):
+        return None
+    edges = [0, *itertools.accumulate(found[dim] for found in shapes if found is not None)]
+    return whole, dim, edges[index], edges[index + 1]  # type: ignore[return-value]

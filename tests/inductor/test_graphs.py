@@ -446,22 +446,22 @@ def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
 
     weights = draw(6, 5), draw(5, 6)
     cases = [
-        (feed_forward, [(draw(n, 4, 6), *weights) for n in (2, 3, 5)], {AG, RS}),
-        # Left alone so far, and right all the same.
-        (attention, [tuple(draw(n, 3, 4, 8) for _ in range(3)) for n in (2, 3)], set()),
+        (feed_forward, [(draw(n, 4, 6), *weights) for n in (2, 3, 5)], [AG, AG, RS, RS]),
+        (attention, [tuple(draw(n, 3, 4, 8) for _ in range(3)) for n in (2, 3)], [ATTENTION]),
     ]
     for fn, batches, fused in cases:
         for inputs in batches:
             results, grads = run(fn, inputs)
             for t in inputs[: 1 if fn is feed_forward else 3]:
-                torch._dynamo.maybe_mark_dynamic(t, 0)
+                torch._dynamo.mark_dynamic(t, 0)
             compiled = through_passes(fn, inputs, Options())
             for got, want in zip(
                 [*compiled.results, *compiled.grads], [*results, *grads], strict=True
             ):
                 torch.testing.assert_close(got, want)
-            found = {str(d.fused_into) for d in compiled.report.fused}
-            assert found >= fused, str(compiled.report)
+            found = sorted(str(d.fused_into) for d in compiled.report.fused)
+            assert found == fused, str(compiled.report)
+            assert not compiled.report.left, str(compiled.report)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
@@ -72,6 +73,11 @@ def _spread(
     region: Region, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[LoadBalancer, LoadBalancer]:
     """How queries and keys are spread; keys of another length (cross-attention) evenly."""
+    if isinstance(query, DTensor):
+        raise NotImplementedError(
+            "DTensors with masks of their own within context_parallel: give this rank's parts, "
+            "as to_local() has them"
+        )
     queries = region.layout(query.shape[2])
     if key.shape[2] == query.shape[2]:
         return queries, queries

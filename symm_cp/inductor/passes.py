@@ -89,7 +89,8 @@ def _run_joint(graph: Graph, options: Options) -> None:
 
 
 _RUNS = {
-    "joint_custom_pre_pass": _run_joint,
+    # After Inductor's own patterns, which turn attention that was written out into one op.
+    "joint_custom_post_pass": _run_joint,
     "post_grad_custom_pre_pass": _run_post_grad,
 }
 

@@ -92,6 +92,12 @@ def dtensors(group: dist.ProcessGroup) -> None:
         assert out.shape == given[0].shape
         grads = torch.autograd.grad(out.to_local(), shards, given[3][:, :, rows])
         assert_all_close([out.to_local().detach(), *grads], expected)
+    mask = torch.ones(8 * W, 8 * W, dtype=torch.bool)
+    with (
+        symm_cp.context_parallel(mesh),
+        pytest.raises(NotImplementedError, match="DTensors with masks"),
+    ):
+        F.scaled_dot_product_attention(*tensors, mask)
     replicated = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False)
     with pytest.raises(ValueError, match=r"needs Shard\(2\)"):
         symm_cp.all_gather_attention(replicated, *tensors[1:], group=group)

@@ -295,6 +295,29 @@ def test_explain_and_strict(ranks: Ranks) -> None:
     ranks.run(2, reports, timeout=300)
 
 
+def written_out(group: dist.ProcessGroup) -> None:
+    """Attention as formulas: Inductor sees what it is, then the pass sees it."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = (funcol.all_gather_tensor_autograd(t, 2, group) for t in (k, v))
+        return torch.softmax(q @ keys.transpose(-2, -1) / 4.0, -1) @ values
+
+    inputs = [torch.randn(2, 2, 8, 16, requires_grad=True) for _ in range(3)]
+    out = attend(*inputs)
+    expected = torch.autograd.grad(out.sin().sum(), inputs)
+    with compiling(), inductor.enable(strict=True):
+        report = inductor.explain(attend, *inputs)
+        assert [d.fused_into for d in report.decisions] == ["fused_all_gather_attention"], report
+        found = torch.compile(attend)(*inputs)
+        grads = torch.autograd.grad(found.sin().sum(), inputs)
+    for got, want in zip([found, *grads], [out, *expected], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_is_written_out(ranks: Ranks) -> None:
+    ranks.run(2, written_out, timeout=300)
+
+
 def hides_collectives(group: dist.ProcessGroup) -> None:
     x, a = torch.randn(256, 64), torch.randn(256, 256)
 

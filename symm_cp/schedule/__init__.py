@@ -1,7 +1,8 @@
 """Schedules: who copies what, who signals whom, and when a kernel runs, as plain data.
 
-``builders`` writes them (one function per pattern), ``check`` proves them free of races and
-deadlocks, ``channels`` lists which patterns share a workspace. Pure Python: no torch here.
+``builders`` writes them (one function per pattern; ``staged`` for machines with copy engines),
+``check`` proves them free of races and deadlocks, ``channels`` lists which patterns share a
+workspace. Pure Python: no torch here.
 """
 
 from symm_cp.schedule.builders import (
@@ -16,7 +17,7 @@ from symm_cp.schedule.builders import (
     reduce_scatter,
     two_shot_all_reduce,
 )
-from symm_cp.schedule.channels import CHANNELS, Pattern
+from symm_cp.schedule.channels import CHANNELS, Pattern, staged_channels
 from symm_cp.schedule.check import Report, check, check_builder
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait, accesses
 
@@ -43,5 +44,6 @@ __all__ = [
     "peers",
     "produce_and_reduce_scatter",
     "reduce_scatter",
+    "staged_channels",
     "two_shot_all_reduce",
 ]

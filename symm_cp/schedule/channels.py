@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import product
 from types import MappingProxyType
 
-from symm_cp.schedule import builders
+from symm_cp.schedule import builders, staged
 from symm_cp.schedule.steps import Schedule
 
 
@@ -64,3 +64,24 @@ CHANNELS: Mapping[str, tuple[Pattern, ...]] = MappingProxyType(
         ),
     }
 )
+
+
+def staged_channels(slots: int = 2) -> Mapping[str, tuple[Pattern, ...]]:
+    """The same for machines with copy engines: "sync" runs in both lanes, "async" in lane "copy".
+
+    With one slot there is no pattern in place.
+    """
+    in_place = ("in_place",) if slots > 1 else ()
+    return {
+        "sync": (
+            *_patterns(staged.gather_and_consume, *in_place, "accumulate"),
+            *_patterns(staged.gather_and_combine, *in_place),
+            *_patterns(staged.produce_and_scatter),
+            *_patterns(staged.consume_and_scatter),
+            *_patterns(staged.consume_and_pass_on),
+        ),
+        "async": (
+            *_patterns(staged.background_gather, *in_place),
+            *_patterns(staged.background_scatter, *in_place),
+        ),
+    }

@@ -7,6 +7,7 @@
 #include "error.h"
 #include "mapping.h"
 #include "plan.h"
+#include "streams.h"
 #include "workspace.h"
 
 namespace {
@@ -45,7 +46,7 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 1; }
+int symm_cp_abi() { return 2; }
 
 // `address` is the start of a rendezvoused symmetric tensor. Null on failure.
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
@@ -114,6 +115,36 @@ void symm_cp_abort(void* workspace, const char* reason) { of(workspace).channel-
 
 void symm_cp_prefault(void* address, int64_t bytes) {
   prefault(address, static_cast<size_t>(bytes));
+}
+
+// Whether the CUDA driver's library loads and has what streams need: 1, or 2 when it can also copy
+// in batches; -1 on failure.
+int64_t symm_cp_driver(const char* path) {
+  return guarded([&]() -> int64_t { return driver::load(path).batches() ? 2 : 1; });
+}
+
+// `bases[r]` is where the workspace of rank r is mapped. Null on failure.
+void* symm_cp_streams_open(const char* driver, char* const* bases, int world_size, int rank,
+                           const Layout* layout, int take_back, int events) {
+  void* result = nullptr;
+  guarded([&]() -> int64_t {
+    std::vector<char*> all(bases, bases + world_size);
+    result = new Streams(driver, std::move(all), rank, *layout, take_back != 0, events);
+    return 0;
+  });
+  return result;
+}
+
+void symm_cp_streams_close(void* streams) { delete static_cast<Streams*>(streams); }
+
+int64_t symm_cp_streams_run(void* streams, const StreamCommand* commands, int count,
+                            void* const* operands, void* const* lanes, uint32_t epoch,
+                            int capturing) {
+  return guarded([&]() -> int64_t {
+    auto* to = static_cast<Streams*>(streams);
+    to->run(commands, count, operands, lanes, epoch, capturing != 0);
+    return 0;
+  });
 }
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.

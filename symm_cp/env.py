@@ -4,6 +4,7 @@
 |---|---|---|
 | `SYMM_CP_BUILD_DIR` | where the native part is built and kept | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
+| `SYMM_CP_SIGNALS` | how GPUs signal: `stream` (by their streams) or `kernel` (torch's) | `stream` |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 """
 
@@ -30,6 +31,14 @@ def timeout_ms() -> int:
             f"SYMM_CP_TIMEOUT_MS={text!r} is not a number: give milliseconds, 0 for the group's own"
         )
     return int(text)
+
+
+def signals() -> str:
+    """Returns how GPUs signal each other: "stream" or "kernel"."""
+    text = os.environ.get("SYMM_CP_SIGNALS", "stream")
+    if text not in ("stream", "kernel"):
+        raise ValueError(f"SYMM_CP_SIGNALS={text!r} must be 'stream' or 'kernel'")
+    return text
 
 
 def compiler() -> str | None:

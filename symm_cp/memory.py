@@ -50,10 +50,10 @@ def _pages(nbytes: int) -> int:
     return math.ceil(nbytes / _PAGE) * _PAGE
 
 
-def workspace_bytes(world_size: int, slot_bytes: int) -> int:
+def workspace_bytes(world_size: int, slot_bytes: int, slots: int = _SLOTS) -> int:
     """Returns the bytes that a workspace takes on each rank (the formula above)."""
     header = len(FLAGS) * _FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES
-    return _pages(header) + _SLOTS * _pages(slot_bytes)
+    return _pages(header) + slots * _pages(slot_bytes)
 
 
 def group_name(group: GroupLike) -> str:
@@ -171,6 +171,9 @@ class Group:
         self.plans: dict[Hashable, Any] = {}
         self._workspaces: dict[str, Workspace] = {}
         self._reserved = 0
+        #: Kept for device.py: workspaces by device and channel, and those that graphs still use.
+        self.device_workspaces: dict[Hashable, Any] = {}
+        self.retained: list[Any] = []
 
     def workspace(self, channel: str, slot_bytes: int) -> Workspace:
         """Returns the workspace of a channel with slots of at least `slot_bytes`.
@@ -238,6 +241,8 @@ class Group:
         """Closes all workspaces; runs when the process group is gone."""
         for channel in CHANNELS:
             self.discard(channel)
+        self.device_workspaces.clear()
+        self.retained.clear()
         native.load().symm_cp_release_groups()
 
 

@@ -29,7 +29,7 @@ from torch.utils import cpp_extension
 
 from . import env
 
-_ABI = 1  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 2  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -196,6 +196,27 @@ class Command(ctypes.Structure):
     ]
 
 
+class StreamCommand(ctypes.Structure):
+    """Mirrors `StreamCommand` of csrc/streams.h."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int32),
+        ("lane", ctypes.c_int32),
+        ("peer", ctypes.c_int32),
+        ("flag", ctypes.c_int32),
+        ("lag", ctypes.c_int32),
+        ("event", ctypes.c_int32),
+        ("alone", ctypes.c_int32),
+        ("reserved", ctypes.c_int32),
+        ("to", Reference),
+        ("source", Reference),
+        ("bytes", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        ("to_pitch", ctypes.c_int64),
+        ("from_pitch", ctypes.c_int64),
+    ]
+
+
 class Layout(ctypes.Structure):
     """Mirrors `Layout` of csrc/channel.h; memory.py fills it."""
 
@@ -226,6 +247,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_abort": (None, [_VOID, _TEXT]),
     "symm_cp_prefault": (None, [_VOID, _LONG]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
+    "symm_cp_driver": (_LONG, [_TEXT]),
+    "symm_cp_streams_open": (
+        _VOID,
+        [_TEXT, _VOID, _INT, _INT, ctypes.POINTER(Layout), _INT, _INT],
+    ),
+    "symm_cp_streams_close": (None, [_VOID]),
+    "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT]),
 }
 
 

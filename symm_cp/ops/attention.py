@@ -20,10 +20,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import group_of, lib, new_result, what_is
-from symm_cp.runtime import cpu
 from symm_cp.schedule.layout import Layout
 from symm_cp.schedule.tiles import Mask, Tile, tiles
 
@@ -230,7 +230,7 @@ def grad_shapes(key: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
 # --- kernels ---------------------------------------------------------------------------------
 
 
-def _attention_cpu(
+def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
@@ -243,13 +243,13 @@ def _attention_cpu(
             forward.add(tile, *shards)
 
     shard = [dense_features(key), dense_features(value)]
-    cpu.all_gather_and_consume(
+    runtime.of(key).all_gather_and_consume(
         group, shard, consume, call.what, shapes=shard_shapes(key, call.layout)
     )
     return forward.result()
 
 
-def _attention_backward_cpu(
+def _attention_backward_kernel(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -278,7 +278,7 @@ def _attention_backward_cpu(
 
     shapes = grad_shapes(key, call.layout)
     total = new_result(key, shapes[group.rank], wide(key.dtype))
-    cpu.consume_and_reduce_scatter(
+    runtime.of(key).consume_and_reduce_scatter(
         group,
         [dense_features(key), dense_features(value)],
         consume,
@@ -377,10 +377,10 @@ def _attention_autograd(
 
 
 def register() -> None:
-    """Adds the CPU kernels, the fake kernels and the gradient."""
+    """Adds the kernels, the fake kernels and the gradient."""
     for name, kernel, fake in (
-        (_FORWARD, _attention_cpu, _attention_fake),
-        (_BACKWARD, _attention_backward_cpu, _attention_backward_fake),
+        (_FORWARD, _attention_kernel, _attention_fake),
+        (_BACKWARD, _attention_backward_kernel, _attention_backward_fake),
     ):
         lib.impl(name, kernel, "CPU")
         lib.impl(name, fake, "Meta")

@@ -44,7 +44,7 @@ def new_result(
     """Returns an empty tensor whose memory is there already, where it is large."""
     result = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
     nbytes = nbytes_of(result)
-    if nbytes >= _PREFAULT_BYTES:
+    if nbytes >= _PREFAULT_BYTES and result.device.type == "cpu":
         native.load().symm_cp_prefault(result.data_ptr(), nbytes)
     return result
 

@@ -20,6 +20,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops import attention
 from symm_cp.ops.attention import check_tensors, grad_shapes, shard_shapes
@@ -28,7 +29,6 @@ from symm_cp.ops.common import new_result, what_is
 from symm_cp.ops.flex_captures import Captures
 from symm_cp.ops.flex_mask import MaskTiles, Modifier
 from symm_cp.ops.flex_scores import Indices, ScoreGradients, Scores, add_scores
-from symm_cp.runtime import cpu
 from symm_cp.schedule.layout import Layout
 
 _OP = "flex_all_gather_attention"
@@ -180,7 +180,7 @@ def _forward(
 
     shard = [dense_features(key), dense_features(value)]
     what = call.what(_OP, query, key)
-    cpu.all_gather_and_consume(
+    runtime.of(key).all_gather_and_consume(
         call.group, shard, consume, what, shapes=shard_shapes(key, call.keys)
     )
     return forward.result()
@@ -219,7 +219,7 @@ def _backward(
 
     partials = grad_shapes(key, call.keys)
     total = new_result(key, partials[call.group.rank], wide(key.dtype))
-    cpu.consume_and_reduce_scatter(
+    runtime.of(key).consume_and_reduce_scatter(
         call.group,
         [dense_features(key), dense_features(value)],
         consume,

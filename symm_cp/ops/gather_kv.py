@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     check_dim,
@@ -20,7 +21,6 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
-from symm_cp.runtime import cpu
 
 _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
@@ -52,7 +52,7 @@ def _longer(tensor: torch.Tensor, dim: int, times: int) -> list[int]:
     return shape
 
 
-def _gather_cpu(
+def _gather_kernel(
     key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
@@ -65,11 +65,11 @@ def _gather_cpu(
             full.narrow(dim, rank * size, size).copy_(shard)
 
     what = what_is(_GATHER, key, value, detail=f"seq_dim={dim}")
-    cpu.all_gather_and_consume(group, [key, value], consume, what)
+    runtime.of(key).all_gather_and_consume(group, [key, value], consume, what)
     return keys, values
 
 
-def _scatter_cpu(
+def _scatter_kernel(
     grad_key: torch.Tensor, grad_value: torch.Tensor, seq_dim: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
@@ -87,7 +87,7 @@ def _scatter_cpu(
             part.view(shape).copy_(grad.narrow(dim, rank * size, size))
 
     what = what_is(_SCATTER, *grads, detail=f"seq_dim={dim}")
-    cpu.produce_and_reduce_scatter(group, produce, total, what)
+    runtime.of(grad_key).produce_and_reduce_scatter(group, produce, total, what)
     # Tensors of their own: an op's results share no memory.
     key, value = (part.view(s) for part, s in zip(total.split(counts), shapes, strict=True))
     return key.clone(), value.clone()
@@ -121,9 +121,9 @@ def _autograd(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tup
 
 
 def register() -> None:
-    """Adds the CPU kernels, the fake kernels and the gradient."""
-    lib.impl(_GATHER, _gather_cpu, "CPU")
-    lib.impl(_SCATTER, _scatter_cpu, "CPU")
+    """Adds the kernels, the fake kernels and the gradient."""
+    lib.impl(_GATHER, _gather_kernel, "CPU")
+    lib.impl(_SCATTER, _scatter_kernel, "CPU")
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
     torch.library.register_autograd(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.memory import Group, GroupLike, group_name
 from symm_cp.ops.common import (
     Sum,
@@ -33,7 +34,6 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
-from symm_cp.runtime import cpu
 
 lib.define(
     "_fused_matmuls_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? addend, str reduce_op, "
@@ -59,7 +59,7 @@ def _check_all_gather_matmul(
     return dim
 
 
-def _all_gather_matmul_cpu(
+def _all_gather_matmul_kernel(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
     gather_dim: int,
@@ -85,7 +85,7 @@ def _all_gather_matmul_cpu(
         for out, B in zip(outs, Bs, strict=True):
             torch.mm(A_rows, B, out=out.narrow(0, rank * rows, rows))
 
-    cpu.all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
+    runtime.of(A).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
     lead = front_shape(A, dim, group.world_size)[:-1]
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return (A_full.movedim(0, dim) if A_full is not None else None), results
@@ -124,7 +124,9 @@ def _add_products_of_shards(
         for total, B in zip(sums, Bs, strict=True):
             total.add_product(shards[0], B.narrow(0, rank * k, k))
 
-    cpu.all_gather_and_consume(group, [A_rows], consume, what, gathered=A_full, columns=True)
+    runtime.of(A_rows).all_gather_and_consume(
+        group, [A_rows], consume, what, gathered=A_full, columns=True
+    )
     for total in sums:
         total.finish()
 
@@ -140,15 +142,16 @@ def _multiply_gathered_blocks(
     """For 16-bit types: products of shards would each be rounded, whole rows are rounded once."""
 
     def combine(shards: list[torch.Tensor]) -> None:
-        for begin in range(0, A_rows.shape[0], _BLOCK_ROWS):
-            rows = slice(begin, begin + _BLOCK_ROWS)
+        at_a_time = _BLOCK_ROWS if A_rows.device.type == "cpu" else max(1, A_rows.shape[0])
+        for begin in range(0, A_rows.shape[0], at_a_time):
+            rows = slice(begin, begin + at_a_time)
             block = torch.cat([shard[rows] for shard in shards], 1)
             if A_full is not None:
                 A_full[rows] = block
             for out, B in zip(outs, Bs, strict=True):
                 torch.mm(block, B, out=out[rows])
 
-    cpu.all_gather_and_combine(group, A_rows, combine, what)
+    runtime.of(A_rows).all_gather_and_combine(group, A_rows, combine, what)
 
 
 def _all_gather_matmul_fake(
@@ -254,11 +257,11 @@ def _multiply_and_reduce_scatter(
         total.finish()
 
     what = what_is(op, As[0], detail=f"N={Bs[0].shape[1]} scatter_dim={dim} {reduce_op}")
-    cpu.produce_and_reduce_scatter(group, produce, out, what, mean=mean)
+    runtime.of(out).produce_and_reduce_scatter(group, produce, out, what, mean=mean)
     return out if columns else out.movedim(0, dim).contiguous()
 
 
-def _matmul_reduce_scatter_cpu(
+def _matmul_reduce_scatter_kernel(
     A: torch.Tensor, B: torch.Tensor, reduce_op: str, scatter_dim: int, group_name: str
 ) -> torch.Tensor:
     op = "fused_matmul_reduce_scatter"
@@ -269,7 +272,7 @@ def _matmul_reduce_scatter_cpu(
     return _multiply_and_reduce_scatter(op, [A], [B], None, reduce_op, scatter_dim, group_name)
 
 
-def _matmuls_reduce_scatter_cpu(
+def _matmuls_reduce_scatter_kernel(
     As: list[torch.Tensor],
     Bs: list[torch.Tensor],
     addend: torch.Tensor | None,
@@ -328,14 +331,14 @@ def _matmul_reduce_scatter_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, 
 # --- registration ----------------------------------------------------------------------------
 
 _KERNELS = {
-    "fused_all_gather_matmul": (_all_gather_matmul_cpu, _all_gather_matmul_fake),
-    "fused_matmul_reduce_scatter": (_matmul_reduce_scatter_cpu, _matmul_reduce_scatter_fake),
-    "_fused_matmuls_reduce_scatter": (_matmuls_reduce_scatter_cpu, _matmuls_reduce_scatter_fake),
+    "fused_all_gather_matmul": (_all_gather_matmul_kernel, _all_gather_matmul_fake),
+    "fused_matmul_reduce_scatter": (_matmul_reduce_scatter_kernel, _matmul_reduce_scatter_fake),
+    "_fused_matmuls_reduce_scatter": (_matmuls_reduce_scatter_kernel, _matmuls_reduce_scatter_fake),
 }
 
 
 def register() -> None:
-    """Adds the CPU kernels, the gradients, and fake kernels (torch's are wrong for some dims)."""
+    """Adds the kernels, the gradients, and fake kernels (torch's are wrong for some dims)."""
     for name, (kernel, fake) in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
         lib.impl(name, fake, "Meta", allow_override=True)

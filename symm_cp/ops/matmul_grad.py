@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.ops.common import (
     Sum,
     front_shape,
@@ -14,7 +15,6 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
-from symm_cp.runtime import cpu
 
 lib.define(
     "_fused_all_gather_weight_grad(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name)"
@@ -26,7 +26,7 @@ lib.define(
 )
 
 
-def _weight_grad_cpu(
+def _weight_grad_kernel(
     A_shard: torch.Tensor, grads: list[torch.Tensor], gather_dim: int, group_name: str
 ) -> list[torch.Tensor]:
     """For each grad g: gathered(A_shard)^T @ g."""
@@ -46,7 +46,7 @@ def _weight_grad_cpu(
                 sums[index].add_product(left, rows_of(g, gather_dim, rank, W))
 
     what = what_is("_fused_all_gather_weight_grad", A_shard, detail=f"gather_dim={gather_dim}")
-    cpu.all_gather_and_consume(group, [shard], consume, what)
+    runtime.of(shard).all_gather_and_consume(group, [shard], consume, what)
     for total in sums:
         total.finish()
     return outs
@@ -60,7 +60,7 @@ def _weight_grad_fake(
     return [A_shard.new_empty(k, g.shape[-1]) for g in grads]
 
 
-def _matmul_reduce_scatter_backward_cpu(
+def _matmul_reduce_scatter_backward_kernel(
     grad: torch.Tensor,
     A: torch.Tensor,
     B: torch.Tensor,
@@ -97,7 +97,7 @@ def _matmul_reduce_scatter_backward_cpu(
 
     shard = grad if columns else grad.movedim(scatter_dim, 0)
     what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=f"dim={scatter_dim}")
-    cpu.all_gather_and_consume(group, [shard], consume, what)
+    runtime.of(shard).all_gather_and_consume(group, [shard], consume, what)
     for total in (A_sum, B_sum):
         if total is not None:
             total.finish()
@@ -123,16 +123,16 @@ def _matmul_reduce_scatter_backward_fake(
 
 
 _KERNELS = {
-    "_fused_all_gather_weight_grad": (_weight_grad_cpu, _weight_grad_fake),
+    "_fused_all_gather_weight_grad": (_weight_grad_kernel, _weight_grad_fake),
     "_fused_matmul_reduce_scatter_backward": (
-        _matmul_reduce_scatter_backward_cpu,
+        _matmul_reduce_scatter_backward_kernel,
         _matmul_reduce_scatter_backward_fake,
     ),
 }
 
 
 def register() -> None:
-    """Adds the CPU and fake kernels."""
+    """Adds the kernels and the fake kernels."""
     for name, (kernel, fake) in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
         lib.impl(name, fake, "Meta")

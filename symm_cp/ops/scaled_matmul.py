@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     check_dim,
@@ -28,7 +29,6 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
-from symm_cp.runtime import cpu
 
 _GATHER = "fused_all_gather_scaled_matmul"
 _SCATTER = "fused_scaled_matmul_reduce_scatter"
@@ -133,7 +133,7 @@ def _scaled_mm_out(
     )
 
 
-def _all_gather_scaled_matmul_cpu(
+def _all_gather_scaled_matmul_kernel(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
     A_scale: torch.Tensor,
@@ -186,7 +186,7 @@ def _all_gather_scaled_matmul_cpu(
             part = out.narrow(0, rank * rows, rows)
             _scaled_mm_out(shards[0].view(rows, A.shape[-1]), B, scale, scale_b, part, **extra)
 
-    cpu.all_gather_and_consume(group, shard, consume, what, gathered=A_full)
+    runtime.of(A).all_gather_and_consume(group, shard, consume, what, gathered=A_full)
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return A_full.movedim(0, dim), results
 
@@ -220,7 +220,7 @@ def _gathered_then_scaled(
     else:
         rows = A.flatten(0, -2)
         A_full = new_result(A, (rows.shape[0], rows.shape[1] * group.world_size))
-        cpu.all_gather_and_consume(
+        runtime.of(A).all_gather_and_consume(
             group, [rows], lambda shards, rank: None, what, gathered=A_full, columns=True
         )
         A_full = A_full.view(*A.shape[:-1], A_full.shape[-1])
@@ -335,7 +335,7 @@ def _own_columns(
     return bias.chunk(world_size, -1)[rank]
 
 
-def _scaled_matmul_reduce_scatter_cpu(
+def _scaled_matmul_reduce_scatter_kernel(
     A: torch.Tensor,
     B: torch.Tensor,
     A_scale: torch.Tensor,
@@ -392,7 +392,7 @@ def _scaled_matmul_reduce_scatter_cpu(
         total = unfused_reduce_scatter(torch.cat(parts), reduce_op, 0, group_name).view(front)
     else:
         what = what_is(_SCATTER, A, detail=f"N={B.shape[1]} scatter_dim={dim} {reduce_op}")
-        cpu.produce_and_reduce_scatter(group, multiply, out, what, mean=mean)
+        runtime.of(out).produce_and_reduce_scatter(group, multiply, out, what, mean=mean)
         total = out
     if not columns:
         total = total.movedim(0, dim)
@@ -425,10 +425,10 @@ def _scaled_matmul_reduce_scatter_fake(
 
 
 def register() -> None:
-    """Adds the CPU kernels, and fake kernels (torch's are wrong for the last dimension)."""
-    lib.impl(_GATHER, _all_gather_scaled_matmul_cpu, "CPU")
+    """Adds the kernels, and fake kernels (torch's are wrong for the last dimension)."""
+    lib.impl(_GATHER, _all_gather_scaled_matmul_kernel, "CPU")
     lib.impl(_GATHER, _all_gather_scaled_matmul_fake, "Meta", allow_override=True)
-    lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_cpu, "CPU")
+    lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_kernel, "CPU")
     lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_fake, "Meta", allow_override=True)
 
 

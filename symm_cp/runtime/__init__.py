@@ -1,1 +1,40 @@
-"""Runtimes: each carries out schedules on one kind of machine."""
+"""Runtimes: each carries out schedules on one kind of machine, with the same functions.
+
+`all_gather_and_consume`, `all_gather_and_combine`, `produce_and_reduce_scatter`,
+`consume_and_reduce_scatter`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from symm_cp.runtime import cpu
+
+_runtimes: dict[str, ModuleType] = {"cpu": cpu}
+
+
+def of(tensor: torch.Tensor) -> ModuleType:
+    """Returns the runtime for the device of a tensor."""
+    kind = tensor.device.type
+    found = _runtimes.get(kind)
+    if found is None:
+        found = _runtimes[kind] = import_module(f"symm_cp.runtime.{kind}")
+    return found
+
+
+@contextmanager
+def replaced(kind: str, by: str) -> Iterator[None]:
+    """Uses another runtime for tensors on devices of a kind, inside. For tests."""
+    before = _runtimes.get(kind)
+    _runtimes[kind] = import_module(f"symm_cp.runtime.{by}")
+    try:
+        yield
+    finally:
+        del _runtimes[kind]
+        if before is not None:
+            _runtimes[kind] = before

@@ -141,7 +141,7 @@ class _Lowering:
         self.reduction = reduction
         self.python_copies = python_copies
         self.steps = [step for lane in schedule.lanes.values() for step in lane]
-        self.in_place = any("symmetric" in _buffers(step) for step in self.steps)
+        self.in_place = any("symmetric" in buffers_of(step) for step in self.steps)
         self.items: list[tuple[object, int]] = []
         self.commands: list[native.Command] = []
         self.references: list[native.Reference] = []
@@ -267,7 +267,8 @@ class _Lowering:
         )
 
 
-def _buffers(step: Step) -> set[str]:
+def buffers_of(step: Step) -> set[str]:
+    """Returns the buffers that a step touches."""
     if isinstance(step, Copy):
         return {step.src.buffer, step.dst.buffer}
     if isinstance(step, Compute):

@@ -74,7 +74,8 @@ def staged_channels(slots: int = 2) -> Mapping[str, tuple[Pattern, ...]]:
     in_place = ("in_place",) if slots > 1 else ()
     return {
         "sync": (
-            *_patterns(staged.gather_and_consume, *in_place, "accumulate"),
+            *_patterns(staged.gather_and_consume, *in_place, "accumulate", "bounded"),
+            *_patterns(staged.gather_and_consume, *in_place, "keep")[1::2],
             *_patterns(staged.gather_and_combine, *in_place),
             *_patterns(staged.produce_and_scatter),
             *_patterns(staged.consume_and_scatter),

@@ -63,16 +63,28 @@ def _release(peer: int, in_place: bool, slots: int) -> list[Step]:
 
 @_cached
 def gather_and_consume(
-    rank: int, world_size: int, *, in_place: bool = False, accumulate: bool = False, slots: int = 2
+    rank: int,
+    world_size: int,
+    *,
+    in_place: bool = False,
+    accumulate: bool = False,
+    bounded: bool = False,
+    keep: bool = False,
+    slots: int = 2,
 ) -> Schedule:
     """Consume one's own shard while the first peer's is pulled, and so on.
 
     ``Compute("consume", p, ...)`` reads the own shard where it is (``"input"``, or the symmetric
     tensor) and chunk p of the private buffer ``"gathered"`` for each peer p; what it writes is as
-    in ``builders.all_gather_and_consume``.
+    in ``builders.all_gather_and_consume``. With ``bounded``, ``"gathered"`` has room for two
+    shards, which the peers' take in turn; with ``keep`` the own shard is copied there, too.
+
+    Raises ``ValueError`` for ``bounded`` with ``keep``.
     """
     name = "gather_and_consume"
     _check(name, rank, world_size, slots, in_place)
+    if bounded and keep:
+        raise ValueError(f"{name}: {bounded=} and {keep=} exclude each other")
     others = peers(rank, world_size)
     source = Region(rank, "symmetric" if in_place else "input")
 
@@ -81,9 +93,13 @@ def gather_and_consume(
         return Compute("consume", index, (shard,), (target,))
 
     compute, copy = _begin(source, others, slots)
-    compute.append(consume(source, rank))
+    kept: list[Step] = [Copy(source, Region(rank, "gathered", rank))] if keep else []
+    compute += [*([] if others else kept), consume(source, rank)]
     for turn, peer in enumerate(others):
-        pulled = Region(rank, "gathered", peer)
+        pulled = Region(rank, "gathered", turn % 2 if bounded else peer)
+        if bounded and turn >= 2:
+            # The shard that lies there has been consumed.
+            copy.append(Wait(rank, f"consumed{turn - 2}"))
         # Awaits the peer's shard.
         copy.append(Wait(peer, "ready"))
         copy.append(Copy(Region(peer, "symmetric" if in_place else "slot"), pulled))
@@ -91,6 +107,9 @@ def gather_and_consume(
         copy += _release(peer, in_place, slots)
         compute.append(Wait(rank, f"pulled{turn}"))
         compute.append(consume(pulled, peer))
+        if bounded and turn + 2 < len(others):
+            compute.append(Signal(rank, f"consumed{turn}"))
+    copy += kept if others else []
     if in_place and others:
         # The caller may overwrite its tensor after this.
         copy += [*_waits(others, "done"), Signal(rank, "ended")]
@@ -270,17 +289,21 @@ def background_gather(
 ) -> Schedule:
     """Pull every rank's shard into chunk 0, ..., W-1 of ``"output"``, in the background.
 
-    All waits come before all copies, so that a runtime may batch either. Lane ``"copy"`` alone.
+    All waits come before all pulls, so that a runtime may batch either. After the signals the input
+    is left alone: the caller may have it back. Lane ``"copy"`` alone.
     """
     name = "background_gather"
     _check(name, rank, world_size, slots, in_place)
     others = peers(rank, world_size)
     source = Region(rank, "symmetric" if in_place else "input")
-    steps = _publish(source, others, slots) if others else []
-    steps += _waits(others, "ready")
-    for index in (rank, *others):
-        shard = source if index == rank else Region(index, "symmetric" if in_place else "slot")
-        steps.append(Copy(shard, Region(rank, "output", index)))
+    own: list[Step] = [Copy(source, Region(rank, "output", rank))]
+    publish = _publish(source, others, slots) if others else []
+    steps = [*publish, *_waits(others, "ready"), *own] if in_place else [*own, *publish]
+    if not in_place:
+        steps += _waits(others, "ready")
+    for peer in others:
+        shard = Region(peer, "symmetric" if in_place else "slot")
+        steps.append(Copy(shard, Region(rank, "output", peer)))
     for peer in others:
         steps += _release(peer, in_place, slots)
     if in_place:
@@ -296,20 +319,20 @@ def background_scatter(
     """Pull chunk ``rank`` of all ranks to ``"partials"``, then ``Compute("reduce", rank, ...)``.
 
     In the background: lane ``"copy"`` alone. Every rank contributes ``"input"``, or in place its
-    symmetric tensor, of W chunks; the slot holds the chunks that are for peers.
+    symmetric tensor, of W chunks; the slot holds the chunks that are for peers. The input is left
+    alone after the signals.
     """
     name = "background_scatter"
     _check(name, rank, world_size, slots, in_place)
     others = peers(rank, world_size)
     parts = tuple(Region(rank, "partials", source) for source in range(world_size))
     own, theirs = ("symmetric",) * 2 if in_place else ("input", "slot")
-    steps: list[Step] = []
+    steps: list[Step] = [Copy(Region(rank, own, rank), parts[rank])]
     if not in_place:
         steps += _claim_slot(others, slots)
         steps += [Copy(Region(rank, own, peer), Region(rank, "slot", peer)) for peer in others]
     steps += _signals(others, "ready")
     steps += _waits(others, "ready")
-    steps.append(Copy(Region(rank, own, rank), parts[rank]))
     steps += [Copy(Region(peer, theirs, rank), parts[peer]) for peer in others]
     for peer in others:
         steps += _release(peer, in_place, slots)

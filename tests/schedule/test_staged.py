@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from itertools import combinations
 
 import pytest
@@ -122,6 +123,21 @@ def test_background_gather_waits_for_all_before_it_copies() -> None:
     kinds = [type(step).__name__ for step in steps]
     signals, waits, copies = ["Signal"] * 3, ["Wait"] * 3, ["Copy"] * 4
     assert kinds == [*signals, *waits, *copies, *signals, *waits]
+
+
+@pytest.mark.parametrize("builder", [staged.background_gather, staged.background_scatter])
+def test_in_the_background_the_input_is_read_before_the_signals(
+    builder: Callable[..., Schedule],
+) -> None:
+    steps = builder(1, 4).lanes["copy"]
+    first = next(index for index, step in enumerate(steps) if isinstance(step, Signal))
+    readers = [
+        index
+        for index, step in enumerate(steps)
+        if isinstance(step, Copy) and step.src.buffer == "input"
+    ]
+    assert readers
+    assert max(readers) < first
 
 
 def test_in_place_needs_two_slots() -> None:

@@ -1,0 +1,93 @@
+// The functions of the CUDA driver that streams.cpp calls. They are found at run time, so nothing
+// here needs a CUDA toolkit; the types mirror cuda.h (tests/cuda/ compares them with it).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace symm_cp::driver {
+
+using Result = int;
+using Stream = void*;
+using Event = void*;
+using Address = uint64_t;
+
+// A failure that the driver reported, or a driver that is not there.
+struct Error : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+enum MemOpKind : int { kWaitValue32 = 1, kWriteValue32 = 2 };
+enum WaitFlags : unsigned { kWaitGeq = 0, kWaitEq = 1 };
+
+// CUstreamBatchMemOpParams: of its union the two members that are used, which are alike.
+struct MemOp {
+  int operation;
+  Address address;
+  uint64_t value;
+  unsigned flags;
+  Address alias;  // the driver's own
+  uint64_t padding;
+};
+static_assert(sizeof(MemOp) == 48);
+
+struct Location {  // CUmemLocation
+  int type;
+  int id;
+};
+
+struct CopyAttributes {  // CUmemcpyAttributes
+  int source_order;
+  Location source;
+  Location to;
+  unsigned flags;
+};
+static_assert(sizeof(CopyAttributes) == 24);
+
+constexpr int kSourceInStreamOrder = 1;      // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+constexpr unsigned kOverlapWithCompute = 1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+constexpr int kDeviceMemory = 2;             // CU_MEMORYTYPE_DEVICE
+
+struct Copy2D {  // CUDA_MEMCPY2D
+  size_t from_x, from_y;
+  int from_type;
+  const void* from_host;
+  Address from_device;
+  void* from_array;
+  size_t from_pitch;
+  size_t to_x, to_y;
+  int to_type;
+  void* to_host;
+  Address to_device;
+  void* to_array;
+  size_t to_pitch;
+  size_t width, height;
+};
+static_assert(sizeof(Copy2D) == 128);
+
+struct Api {
+  Result (*error_name)(Result, const char**);
+  Result (*event_create)(Event*, unsigned);
+  Result (*event_destroy)(Event);
+  Result (*event_record)(Event, Stream);
+  Result (*stream_wait_event)(Stream, Event, unsigned);
+  Result (*mem_ops)(Stream, unsigned, MemOp*, unsigned);
+  Result (*copy)(Address, Address, size_t, Stream);
+  Result (*copy_2d)(const Copy2D*, Stream);
+  // One of them, or none: batches came with CUDA 12.8, and lost an argument in 13.0.
+  Result (*copy_batch)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
+                       Stream);
+  Result (*copy_batch_12)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
+                          size_t*, Stream);
+
+  bool batches() const { return copy_batch != nullptr || copy_batch_12 != nullptr; }
+  // Throws Error naming `what` unless `result` is success.
+  void expect(Result result, const char* what) const;
+};
+
+// Loads the driver's library (`path` as for dlopen), once for each path. Throws Error.
+const Api& load(const std::string& path);
+
+}  // namespace symm_cp::driver

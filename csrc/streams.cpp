@@ -1,0 +1,161 @@
+#include "streams.h"
+
+namespace symm_cp {
+
+namespace {
+
+constexpr int64_t kFlagBytes = 64;  // memory.py: a cache line for each flag
+constexpr unsigned kNoTiming = 2;   // CU_EVENT_DISABLE_TIMING
+
+}  // namespace
+
+Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank, Layout layout,
+                 bool take_back, int events)
+    : api_(driver::load(driver)),
+      bases_(std::move(bases)),
+      rank_(rank),
+      layout_(layout),
+      take_back_(take_back) {
+  for (int i = 0; i < events; ++i) {
+    driver::Event event = nullptr;
+    api_.expect(api_.event_create(&event, kNoTiming), "cuEventCreate");
+    events_.push_back(event);
+  }
+}
+
+Streams::~Streams() {
+  // At exit the driver may be gone; it then says so, and there is nothing left to free.
+  for (driver::Event event : events_) api_.event_destroy(event);
+}
+
+driver::Address Streams::flag(int owner, int writer, int flag) const {
+  int64_t index = static_cast<int64_t>(flag) * static_cast<int64_t>(bases_.size()) + writer;
+  return reinterpret_cast<driver::Address>(bases_[owner] + layout_.flags + index * kFlagBytes);
+}
+
+driver::Address Streams::resolve(const Reference& reference, void* const* operands,
+                                 uint32_t epoch) const {
+  char* base = nullptr;
+  if (reference.space == Space::kOperand) {
+    base = static_cast<char*>(operands[reference.index]);
+  } else {
+    int64_t slot = epoch % static_cast<uint64_t>(layout_.slot_count);
+    base = bases_[reference.index] + layout_.slots + slot * layout_.slot_bytes;
+  }
+  return reinterpret_cast<driver::Address>(base + reference.offset);
+}
+
+void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch) {
+  if (command.kind == StreamKind::kSignal) {
+    // Publishes all that came before it in the stream: a write is ordered after it, system-wide.
+    mem_ops_.push_back({driver::kWriteValue32, flag(command.peer, rank_, command.flag),
+                        take_back_ ? 1U : epoch, 0, 0, 0});
+    return;
+  }
+  driver::Address mine = flag(rank_, command.peer, command.flag);
+  if (!take_back_) {
+    // Compared as differences of 32-bit numbers, so the epoch may wrap around.
+    uint32_t needed = epoch - static_cast<uint32_t>(command.lag);
+    mem_ops_.push_back({driver::kWaitValue32, mine, needed, driver::kWaitGeq, 0, 0});
+    return;
+  }
+  mem_ops_.push_back({driver::kWaitValue32, mine, 1, driver::kWaitEq, 0, 0});
+  mem_ops_.push_back({driver::kWriteValue32, mine, 0, 0, 0, 0});
+}
+
+void Streams::flush_mem_ops(driver::Stream lane) {
+  if (mem_ops_.empty()) return;
+  auto count = static_cast<unsigned>(mem_ops_.size());
+  driver::Result result = api_.mem_ops(lane, count, mem_ops_.data(), 0);
+  mem_ops_.clear();
+  api_.expect(result, "cuStreamBatchMemOp");
+}
+
+void Streams::add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
+                       uint32_t epoch) {
+  driver::Address to = resolve(command.to, operands, epoch);
+  driver::Address from = resolve(command.from, operands, epoch);
+  bool dense = command.rows == 1 ||
+               (command.to_pitch == command.bytes && command.from_pitch == command.bytes);
+  if (command.bytes * command.rows == 0) return;
+  if (dense) {
+    to_.push_back(to);
+    from_.push_back(from);
+    sizes_.push_back(static_cast<size_t>(command.bytes * command.rows));
+    return;
+  }
+  driver::Copy2D copy{};
+  copy.from_type = copy.to_type = driver::kDeviceMemory;
+  copy.from_device = from;
+  copy.from_pitch = static_cast<size_t>(command.from_pitch);
+  copy.to_device = to;
+  copy.to_pitch = static_cast<size_t>(command.to_pitch);
+  copy.width = static_cast<size_t>(command.bytes);
+  copy.height = static_cast<size_t>(command.rows);
+  api_.expect(api_.copy_2d(&copy, lane), "cuMemcpy2DAsync");
+}
+
+void Streams::flush_copies(driver::Stream lane, bool capturing) {
+  if (sizes_.empty()) return;
+  auto to = std::move(to_), from = std::move(from_);
+  auto sizes = std::move(sizes_);
+  to_.clear(), from_.clear(), sizes_.clear();
+  // The null stream takes no batches.
+  if (!api_.batches() || capturing || lane == nullptr) {
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      api_.expect(api_.copy(to[i], from[i], sizes[i], lane), "cuMemcpyAsync");
+    }
+    return;
+  }
+  driver::CopyAttributes attributes{};
+  attributes.source_order = driver::kSourceInStreamOrder;
+  attributes.flags = driver::kOverlapWithCompute;
+  size_t first = 0, failed = 0;
+  driver::Result result =
+      api_.copy_batch != nullptr
+          ? api_.copy_batch(to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &first,
+                            1, lane)
+          : api_.copy_batch_12(to.data(), from.data(), sizes.data(), sizes.size(), &attributes,
+                               &first, 1, &failed, lane);
+  api_.expect(result, "cuMemcpyBatchAsync");
+}
+
+void Streams::run(const StreamCommand* commands, int count, void* const* operands,
+                  driver::Stream const* lanes, uint32_t epoch, bool capturing) {
+  int32_t lane = count > 0 ? commands[0].lane : 0;
+  auto flush = [&] {
+    // Never both at once: each kind flushes the other before it gathers.
+    flush_mem_ops(lanes[lane]);
+    flush_copies(lanes[lane], capturing);
+  };
+  for (int i = 0; i < count; ++i) {
+    const StreamCommand& command = commands[i];
+    if (command.lane != lane) flush();
+    lane = command.lane;
+    driver::Stream stream = lanes[lane];
+    switch (command.kind) {
+      case StreamKind::kCopy:
+        flush_mem_ops(stream);
+        if (command.alone != 0) flush_copies(stream, capturing);
+        add_copy(command, operands, stream, epoch);
+        break;
+      case StreamKind::kSignal:
+      case StreamKind::kWait:
+        flush_copies(stream, capturing);
+        add_mem_ops(command, epoch);
+        break;
+      case StreamKind::kRecord:
+        flush();
+        api_.expect(api_.event_record(events_.at(command.event), stream), "cuEventRecord");
+        break;
+      case StreamKind::kWaitEvent:
+        flush();
+        api_.expect(api_.stream_wait_event(stream, events_.at(command.event), 0),
+                    "cuStreamWaitEvent");
+        break;
+    }
+  }
+  flush();
+}
+
+}  // namespace symm_cp

@@ -1,0 +1,80 @@
+// A workspace of a group on a device with streams, and how the lanes of a schedule are put on them:
+// copies go to copy engines, signals and waits are operations of the stream, so none takes a
+// multiprocessor.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "channel.h"
+#include "driver.h"
+
+namespace symm_cp {
+
+enum class StreamKind : int32_t {
+  kCopy = 0,
+  kSignal = 1,
+  kWait = 2,
+  kRecord = 3,     // an event on the lane
+  kWaitEvent = 4,  // the lane waits for an event
+};
+
+// Mirrored by native.py. Only the fields of its kind are read.
+struct StreamCommand {
+  StreamKind kind;
+  int32_t lane;
+  int32_t peer;   // signal: to; wait: from
+  int32_t flag;   // which flag of the pair of ranks
+  int32_t lag;    // wait: calls ago
+  int32_t event;  // record, wait for an event
+  int32_t alone;  // copy: it may not be in a batch with the one before, which it depends on
+  int32_t reserved;
+  Reference to;  // copy; kShard is no space here: peers' addresses are known
+  Reference from;
+  int64_t bytes;  // of a row
+  int64_t rows;
+  int64_t to_pitch;
+  int64_t from_pitch;
+};
+static_assert(sizeof(StreamCommand) == 96);
+
+class Streams {
+ public:
+  // `bases[r]` is where the workspace of rank r is mapped here. With `take_back` a signal is 1 and
+  // the waiter sets it back to 0, so that the same commands serve every call (CUDA graphs);
+  // otherwise it is the number of the call, and only grows. The calling thread has the context of
+  // the device, here and in all other calls.
+  Streams(const std::string& driver, std::vector<char*> bases, int rank, Layout layout,
+          bool take_back, int events);
+  ~Streams();
+  Streams(const Streams&) = delete;
+  Streams& operator=(const Streams&) = delete;
+
+  // Puts commands on the streams `lanes`, in order. Nothing here waits for the device. While the
+  // streams are `capturing`, copies are single ones: batches cannot be captured. Throws
+  // driver::Error.
+  void run(const StreamCommand* commands, int count, void* const* operands,
+           driver::Stream const* lanes, uint32_t epoch, bool capturing);
+
+ private:
+  driver::Address flag(int owner, int writer, int flag) const;
+  driver::Address resolve(const Reference& reference, void* const* operands, uint32_t epoch) const;
+  void add_mem_ops(const StreamCommand& command, uint32_t epoch);
+  void flush_mem_ops(driver::Stream lane);
+  void add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
+                uint32_t epoch);
+  void flush_copies(driver::Stream lane, bool capturing);
+
+  const driver::Api& api_;
+  std::vector<char*> bases_;
+  int rank_;
+  Layout layout_;
+  bool take_back_;
+  std::vector<driver::Event> events_;
+  // What is gathered for the next call of the driver.
+  std::vector<driver::MemOp> mem_ops_;
+  std::vector<driver::Address> to_, from_;
+  std::vector<size_t> sizes_;
+};
+
+}  // namespace symm_cp

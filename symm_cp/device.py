@@ -1,0 +1,268 @@
+"""Devices with streams, and the workspaces of groups on them.
+
+A workspace here is memory of torch's own symmetric memory for the device, of
+
+    4096 * ceil((4 * 64 * W + 2 * 128) / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank
+
+as in memory.py: flags, then slots. A group has one for each channel and device:
+
+    "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
+    "async"  low-contention collectives, which outlive the call. Likewise.
+
+and each of them twice: a second one is for calls that are captured into a CUDA graph, in which no
+number can change. It has one slot, and flags that the waiter takes back. Each of its calls is
+complete in itself, so graphs may be replayed in any order and any number, as long as all ranks do
+it alike.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import _SymmetricMemory
+
+from symm_cp import env, native
+from symm_cp.memory import FLAGS, Group, workspace_bytes
+
+#: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
+LANES = ("compute", "copy")
+CHANNELS = ("sync", "async")
+
+_FLAG_BYTES = 64
+_SLOTS = 2
+
+
+class Device:
+    """The streams of one CUDA device. Tests put a simulated driver in its place."""
+
+    driver = "libcuda.so.1"
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copy: dict[str, torch.cuda.Stream] = {}
+
+    def __repr__(self) -> str:
+        return f"Device({self.device})"
+
+    def copy_stream(self, channel: str) -> torch.cuda.Stream:
+        """The stream of lane "copy": of high priority, so that it does not wait behind kernels.
+
+        Each channel has its own: what is in the background does not hold up what is not.
+        """
+        if channel not in self._copy:
+            self._copy[channel] = torch.cuda.Stream(self.device, priority=-1)
+        return self._copy[channel]
+
+    def streams(self, channel: str) -> tuple[int, int]:
+        """The driver's handles of the streams of `LANES`."""
+        current: int = torch._C._cuda_getCurrentRawStream(self.device.index)
+        return current, self.copy_stream(channel).cuda_stream
+
+    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to the stream of a lane."""
+        if lane == "compute":
+            kernel()
+        else:
+            with torch.cuda.stream(self.copy_stream(channel)):
+                kernel()
+
+    def guard(self) -> AbstractContextManager[Any]:
+        """The device is the current one inside."""
+        if torch.cuda.current_device() == self.device.index:
+            return nullcontext()
+        return torch.cuda.device(self.device)
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a CUDA graph."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def synchronize(self) -> None:
+        """Returns when all work has ended."""
+        torch.cuda.synchronize(self.device)
+
+    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+        """Keeps the memory of tensors until the copy stream is done with what it has so far."""
+        for tensor in tensors:
+            tensor.record_stream(self.copy_stream(channel))
+
+    def copies_ended(self, channel: str) -> Any:
+        """Returns an event: its `wait()` makes the current stream wait for the copies so far."""
+        event = torch.cuda.Event()
+        event.record(self.copy_stream(channel))
+        return event
+
+    def signals_by_stream(self) -> bool:
+        """Whether streams signal and wait by themselves; otherwise torch's kernels do."""
+        return env.signals() == "stream"
+
+    def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Whether a tensor was allocated as symmetric memory."""
+        known = getattr(_SymmetricMemory, "is_symm_mem_tensor", None)
+        return known is None or bool(known(tensor))
+
+
+_devices: dict[torch.device, Device] = {}
+
+
+def device_of(device: torch.device) -> Device:
+    """Returns the `Device` of a torch device."""
+    found = _devices.get(device)
+    if found is None:
+        if device.index is None:
+            device = torch.device(device.type, torch.cuda.current_device())
+        found = _devices.setdefault(device, Device(device))
+    return found
+
+
+class DeviceWorkspace:
+    """Symmetric memory of one channel of a group on a device. Not for several threads at once."""
+
+    def __init__(
+        self, group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool
+    ) -> None:
+        self.device, self.channel = device, channel
+        self.rank, self.world_size = group.rank, group.world_size
+        self.slots = 1 if graph else _SLOTS
+        total = workspace_bytes(group.world_size, slot_bytes, self.slots)
+        header = workspace_bytes(group.world_size, 0, self.slots)
+        self.slot_bytes = (total - header) // self.slots
+        self._header = header
+        self.epoch = 0
+        self.last_stream: int | None = None
+        self.memory = _SymmetricMemory.empty_strided_p2p(
+            (total,), [1], torch.uint8, device.device, group.name
+        )
+        self.torch_handle = _SymmetricMemory.rendezvous(self.memory, group.name)
+        self.handle = self._open(graph)
+        weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
+        self._clear(graph)
+
+    def _open(self, graph: bool) -> int:
+        bases = addresses_of(self.torch_handle, self.memory, self.rank)
+        layout = native.Layout(
+            flags=0,
+            flag_count=len(FLAGS),
+            records=len(FLAGS) * _FLAG_BYTES * self.world_size,
+            slots=self._header,
+            slot_bytes=self.slot_bytes,
+            slot_count=self.slots,
+        )
+        handle: int | None = native.load().symm_cp_streams_open(
+            self.device.driver.encode(),
+            (ctypes.c_void_p * self.world_size)(*bases),
+            self.world_size,
+            self.rank,
+            ctypes.byref(layout),
+            int(graph),
+            events_needed(self.world_size),
+        )
+        if not handle:
+            raise RuntimeError(native.error())
+        return handle
+
+    def _clear(self, graph: bool) -> None:
+        self.memory[: self._header].zero_()
+        done = FLAGS.index("done")
+        if graph and self.device.signals_by_stream():
+            # Nobody has read this rank's slot before the first call.
+            words = self.memory[: self._header].view(torch.int32)[:: _FLAG_BYTES // 4]
+            words[done * self.world_size : (done + 1) * self.world_size] = 1
+        # No peer signals before all have come here.
+        self.torch_handle.barrier()
+        if graph and not self.device.signals_by_stream():
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    self.torch_handle.put_signal(peer, done)
+        self.device.synchronize()
+
+    def next_epoch(self) -> int:
+        """Begins a call: every rank does so in the same order."""
+        self.epoch = (self.epoch + 1) & 0xFFFFFFFF
+        return self.epoch
+
+    def signal(self, flag: str, peer: int) -> None:
+        """Signals a peer by a kernel of torch's, in the current stream."""
+        self.torch_handle.put_signal(peer, FLAGS.index(flag))
+
+    def wait(self, flag: str, peer: int) -> None:
+        """Waits for a peer's signal by a kernel of torch's, and takes it back."""
+        self.torch_handle.wait_signal(peer, FLAGS.index(flag))
+
+    def slot(self, epoch: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Returns bytes of this rank's slot in call `epoch`."""
+        begin = self._header + epoch % self.slots * self.slot_bytes + offset
+        return self.memory[begin : begin + nbytes]
+
+
+def events_needed(world_size: int) -> int:
+    """The events of a call: begin and end, and those of the flags to oneself."""
+    return 3 + 4 * world_size
+
+
+def addresses_of(handle: Any, tensor: torch.Tensor, rank: int) -> list[int]:
+    """Returns where the peers' counterparts of a rendezvoused tensor are mapped here."""
+    bases: Sequence[int] = handle.buffer_ptrs
+    offset = tensor.data_ptr() - bases[rank]
+    return [base + offset for base in bases]
+
+
+def symmetric_addresses(
+    device: Device, tensor: torch.Tensor, group: Group
+) -> tuple[int, ...] | None:
+    """Returns where the peers' counterparts of a contiguous symmetric tensor are; None for others.
+
+    And for parts of one: nothing tells whether they lie at the same place on all ranks, whereas a
+    whole allocation does. Collective when its memory was not rendezvoused with the group yet.
+    """
+    if not tensor.is_contiguous() or not device.is_symmetric(tensor, group):
+        return None
+    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+        return None
+    handle = _SymmetricMemory.rendezvous(tensor, group.name)
+    return None if handle is None else tuple(addresses_of(handle, tensor, group.rank))
+
+
+def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> DeviceWorkspace:
+    """Returns the group's workspace of a channel, with slots of at least `slot_bytes`.
+
+    Collective when it has to be made or to grow; every rank must ask for the same size. Raises
+    `RuntimeError` when that would be in the middle of a capture.
+    """
+    capturing = device.capturing()
+    return _workspace(group, device, channel, slot_bytes, graph=capturing, capturing=capturing)
+
+
+def _workspace(
+    group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool, capturing: bool
+) -> DeviceWorkspace:
+    key = (device.device, channel, graph, device.signals_by_stream())
+    known: DeviceWorkspace | None = group.device_workspaces.get(key)
+    if known is not None and known.slot_bytes >= slot_bytes:
+        return known
+    if capturing:
+        room = 0 if known is None else known.slot_bytes
+        raise RuntimeError(
+            f"symm_cp: this call needs a workspace of {slot_bytes} bytes, there is one of {room}, and "
+            "none can be made while a CUDA graph is captured: call "
+            f"symm_cp.reserve(group, {slot_bytes}, device={str(device.device)!r}) before"
+        )
+    wanted = max(slot_bytes, known.slot_bytes if known is not None else 0)
+    if graph and known is not None:
+        # Graphs that were captured go on using it.
+        group.retained.append(known)
+    fresh = DeviceWorkspace(group, device, channel, wanted, graph=graph)
+    group.device_workspaces[key] = fresh
+    return fresh
+
+
+def reserve(group: Group, device: Device, slot_bytes: int) -> None:
+    """Makes room in all workspaces for calls of up to `slot_bytes`. Collective."""
+    with group.lock, device.guard():
+        for channel in CHANNELS:
+            for graph in (False, True):
+                _workspace(group, device, channel, slot_bytes, graph=graph, capturing=False)

@@ -1,0 +1,1 @@
+"""Kernels in Triton, for CUDA. Triton is imported when one of them is first called."""

@@ -1,0 +1,52 @@
+"""The CUDA runtime over a simulated driver: the tests of the ops, run as on CUDA.
+
+Real ranks, schedules, launches, signals and copies; streams are threads that dawdle at random.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from symm_cp import device, memory
+from tests.cuda.simulated import build, simulation
+from tests.ops import test_gradients, test_random
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{}, {"graph": True}, {"by_stream": False}, {"graph": True, "by_stream": False}],
+    ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    build()
+
+
+def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:
+    with simulation(**mode) as made:
+        device.reserve(memory.resolve(group), made, 1 << 20)
+        for index in range(count):
+            test_random.gathers(group, index)
+            test_random.scatters(group, index)
+
+
+@MODES
+@WORLD_SIZES
+def test_random_matmuls(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
+    ranks.run(world_size, random_ops, mode, 6)
+
+
+def gradients(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
+    with simulation(delays_us=0, **mode):
+        test_gradients.gather_gradients(group)
+
+
+@WORLD_SIZES
+def test_gradients_of_gathers(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gradients, {})

@@ -1,1 +1,28 @@
-"""Kernels in Triton, for CUDA. Triton is imported when one of them is first called."""
+"""Kernels in Triton, for CUDA. Triton is imported when one of them is first called.
+
+They also run on CPU tensors, in Triton's interpreter (`TRITON_INTERPRET=1`): that is how the tests
+check what they compute.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
+    """Writes the sum over the first dimension of `rows` to `out`, in order (see add_rows.py)."""
+    from symm_cp.kernels.add_rows import add_rows as kernel
+
+    kernel(rows, out, mean=mean)
+
+
+def merge_attention(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Takes attention over further keys into `out` and `lse` (see merge_attention.py)."""
+    from symm_cp.kernels.merge_attention import merge_attention as kernel
+
+    kernel(out, lse, part, part_lse)

@@ -22,6 +22,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.runtime import transfers
 from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
 from symm_cp.runtime.program import Extent, Reduction
 from symm_cp.schedule import builders
@@ -30,9 +31,13 @@ _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
 
 
-def _plan_gather(group: Group, tensor: torch.Tensor) -> Collective:
+def _check_gather(tensor: torch.Tensor) -> None:
     if tensor.dim() == 0:
         raise ValueError(f"{_GATHER}: tensor must have at least 1 dimension, has none")
+
+
+def _plan_gather(group: Group, tensor: torch.Tensor) -> Collective:
+    _check_gather(tensor)
     nbytes, world_size = nbytes_of(tensor), group.world_size
     shard = (Extent.even(0, nbytes),)
     binding = {
@@ -99,6 +104,26 @@ def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     world_size = world_size_of(group_name)
     _check_scatter(tensor, reduce_op, world_size)
     return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
+
+
+def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    if in_test_mode():
+        return unfused_all_gather(tensor, 0, group_name)
+    _check_gather(tensor)
+    return transfers.all_gather(resolve(group_name), tensor)
+
+
+def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    group = resolve(group_name)
+    mean = _check_scatter(tensor, reduce_op, group.world_size)
+    if in_test_mode():
+        return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
+    scattered = transfers.reduce_scatter(group, real(tensor), mean=mean)
+    return torch.view_as_complex(scattered) if tensor.is_complex() else scattered
+
+
+#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
+CUDA_KERNELS = {_GATHER: _all_gather_cuda, _SCATTER: _reduce_scatter_cuda}
 
 
 def register() -> None:

@@ -31,14 +31,14 @@ _BOUNDED_FROM = 4
 
 
 @dataclass(frozen=True)
-class _Mode:
+class Mode:
     """How calls are carried out now, as far as their lowering depends on it."""
 
     slots: int
     by_kernels: bool
 
     @classmethod
-    def of(cls, device: Device) -> _Mode:
+    def of(cls, device: Device) -> Mode:
         return cls(1 if device.capturing() else 2, not device.signals_by_stream())
 
 
@@ -123,7 +123,7 @@ def _call(group: Group, device: Device, slot_bytes: int) -> Iterator[tuple[Devic
 
 
 def _in_place(
-    group: Group, device: Device, shard: Sequence[torch.Tensor], mode: _Mode
+    group: Group, device: Device, shard: Sequence[torch.Tensor], mode: Mode
 ) -> tuple[int, ...] | None:
     if len(shard) != 1 or mode.slots == 1:
         return None
@@ -147,7 +147,7 @@ class _Kept:
 
 @lru_cache(maxsize=512)
 def _gather_launch(
-    rank: int, sizes: _Sizes, mode: _Mode, in_place: bool, bounded: bool, kept: _Kept | None
+    rank: int, sizes: _Sizes, mode: Mode, in_place: bool, bounded: bool, kept: _Kept | None
 ) -> Launch:
     ranks, own = len(sizes.parts), sizes.parts[rank]
     schedule = staged.gather_and_consume(
@@ -183,7 +183,7 @@ def all_gather_and_consume(
     """
     ranks, rank = group.world_size, group.rank
     device = device_of(shard[0].device)
-    mode = _Mode.of(device)
+    mode = Mode.of(device)
     addresses = _in_place(group, device, shard, mode)
     mine = _Shard(shard, shapes, ranks)
     kept = None if gathered is None else _Kept(shard[0].shape[0] if columns else 1, columns)
@@ -214,7 +214,7 @@ def all_gather_and_consume(
 
 
 @lru_cache(maxsize=512)
-def _combine_launch(rank: int, sizes: _Sizes, mode: _Mode, in_place: bool) -> Launch:
+def _combine_launch(rank: int, sizes: _Sizes, mode: Mode, in_place: bool) -> Launch:
     ranks, nbytes = len(sizes.parts), sizes.parts[rank][0]
     schedule = staged.gather_and_combine(rank, ranks, in_place=in_place, slots=mode.slots)
     binding = {
@@ -237,7 +237,7 @@ def all_gather_and_combine(
     """
     ranks = group.world_size
     device = device_of(shard.device)
-    mode = _Mode.of(device)
+    mode = Mode.of(device)
     addresses = _in_place(group, device, [shard], mode)
     mine = _Shard([shard], None, ranks)
     launch = _combine_launch(group.rank, mine.sizes, mode, addresses is not None)
@@ -258,7 +258,7 @@ def _partials(operand: int, sizes: tuple[int, ...], rank: int) -> tuple[Extent, 
 
 
 @lru_cache(maxsize=512)
-def _produce_launch(rank: int, ranks: int, nbytes: int, mode: _Mode) -> Launch:
+def _produce_launch(rank: int, ranks: int, nbytes: int, mode: Mode) -> Launch:
     schedule = staged.produce_and_scatter(rank, ranks, slots=mode.slots)
     slot = (Extent.even(None, nbytes, ranks),)
     binding = {"partials": _partials(0, (nbytes,) * ranks, rank)}
@@ -281,7 +281,7 @@ def produce_and_reduce_scatter(
     """
     rank, ranks = group.rank, group.world_size
     device = device_of(out.device)
-    mode = _Mode.of(device)
+    mode = Mode.of(device)
     nbytes = out.numel() * out.element_size()
     launch = _produce_launch(rank, ranks, nbytes, mode)
     partials = out.new_empty((ranks, *out.shape))
@@ -336,7 +336,7 @@ class _Exchange:
 
 
 @lru_cache(maxsize=512)
-def _exchange_launch(rank: int, exchange: _Exchange, mode: _Mode) -> Launch:
+def _exchange_launch(rank: int, exchange: _Exchange, mode: Mode) -> Launch:
     ranks, own = len(exchange.partials), exchange.shard.parts[rank]
     builder = staged.consume_and_pass_on if exchange.ring else staged.consume_and_scatter
     # Operands: the parts of the own shard, the staging memory, the partial sums for this rank.
@@ -367,7 +367,7 @@ def consume_and_reduce_scatter(
     """
     rank, ranks = group.rank, group.world_size
     device = device_of(out.device)
-    mode = _Mode.of(device)
+    mode = Mode.of(device)
     mine = _Shard(shard, shapes, ranks)
     exchange = _Exchange(
         mine.sizes, tuple(math.prod(shape) * out.element_size() for shape in partials), ring

@@ -1,0 +1,267 @@
+"""Attention over shards that are still on their way: one persistent kernel that polls for arrivals.
+
+Every program takes blocks of queries, one after the other, and runs over all shards of the keys:
+its own rank's first, which are there, then the peers' in the order in which they are pulled.
+Before it touches a peer's shard it polls that shard's word, which the copy stream writes behind the
+copy. So attention begins at once, in one launch, with nothing to merge afterwards.
+
+Source: FlashAttention-2 (Dao, 2023) for the loop over keys; arrival flags after Flux (Chang et al.,
+2024), there for matmuls.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+#: What the kernel takes.
+DTYPES = (torch.bfloat16, torch.float16)
+FEATURES = (64, 128)
+
+_LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _attend(
+    acc,
+    top,
+    total,
+    q,
+    q_at,
+    keys,
+    values,
+    k_s,
+    v_s,
+    begin,
+    length,
+    start,
+    scale,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    E: tl.constexpr,
+):
+    """Takes one chunk of keys in: rows [begin, begin + length) of a shard, from position `start`."""
+    e = tl.arange(0, E)
+    # The keys that the last query of the block sees.
+    count = tl.minimum(length, tl.max(q_at) - start + 1) if CAUSAL else length
+    for first in range(0, count, KEYS):
+        j = first + tl.arange(0, KEYS)
+        there = j < length
+        row = (begin + j).to(tl.int64)
+        k = tl.load(keys + row[None, :] * k_s + e[:, None], mask=there[None, :], other=0.0)
+        score = tl.dot(q, k) * scale
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (q_at[:, None] >= start + j[None, :])
+        score = tl.where(seen, score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, 1))
+        # Rows that have seen nothing yet: any finite number in the place of -inf.
+        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = tl.exp2(score - anchor[:, None])
+        shrink = tl.exp2(top - anchor)
+        total = total * shrink + tl.sum(weight, 1)
+        v = tl.load(values + row[:, None] * v_s + e[None, :], mask=there[:, None], other=0.0)
+        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _attend_shard(
+    acc,
+    top,
+    total,
+    q,
+    q_at,
+    keys,
+    values,
+    k_s,
+    v_s,
+    chunks,
+    shard,
+    scale,
+    CHUNKS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+    E: tl.constexpr,
+):
+    for chunk in range(CHUNKS):
+        at = chunks + (shard * CHUNKS + chunk) * 3
+        begin, length, start = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        acc, top, total = _attend(
+            acc, top, total, q, q_at, keys, values, k_s, v_s, begin, length, start, scale,
+            CAUSAL=CAUSAL, KEYS=KEYS, E=E,
+        )  # fmt: skip
+    return acc, top, total
+
+
+@triton.jit
+def _arrival_attention(
+    query,
+    key,
+    value,
+    pulled_key,
+    pulled_value,
+    out,
+    lse,
+    q_positions,
+    chunks,
+    words,
+    word_step,
+    epoch,
+    batch_heads,
+    heads,
+    groups,
+    rows,
+    shards,
+    q_b,
+    q_h,
+    q_s,
+    k_b,
+    k_h,
+    k_s,
+    v_b,
+    v_h,
+    v_s,
+    pulled_shard,
+    p_b,
+    p_h,
+    p_s,
+    o_b,
+    o_h,
+    o_s,
+    scale,
+    CHUNKS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    E: tl.constexpr,
+):
+    blocks = tl.cdiv(rows, ROWS)
+    e = tl.arange(0, E)
+    for block in range(tl.program_id(0), blocks * batch_heads, tl.num_programs(0)):
+        # Blocks of late queries first: under a causal mask they have the most work.
+        s = (blocks - 1 - block // batch_heads) * ROWS + tl.arange(0, ROWS)
+        b, h = (block % batch_heads) // heads, (block % batch_heads) % heads
+        b, h, shared = b.to(tl.int64), h.to(tl.int64), (h // groups).to(tl.int64)
+        inside = s < rows
+        q_at = tl.load(q_positions + s, mask=inside, other=0)
+        base = query + b * q_b + h * q_h
+        q = tl.load(base + s.to(tl.int64)[:, None] * q_s + e[None, :], mask=inside[:, None])
+        acc = tl.zeros([ROWS, E], dtype=tl.float32)
+        top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
+        total = tl.zeros([ROWS], dtype=tl.float32)
+        acc, top, total = _attend_shard(
+            acc, top, total, q, q_at, key + b * k_b + shared * k_h, value + b * v_b + shared * v_h,
+            k_s, v_s, chunks, 0, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
+        )  # fmt: skip
+        for shard in range(1, shards):
+            # Awaits the shard: its word is written behind the copy. Differences of 32-bit numbers,
+            # so that the epoch may wrap around.
+            word = words + (shard - 1) * word_step
+            while tl.atomic_add(word, 0, sem="acquire", scope="sys") - epoch < 0:
+                pass
+            offset = pulled_shard.to(tl.int64) * (shard - 1) + b * p_b + shared * p_h
+            acc, top, total = _attend_shard(
+                acc, top, total, q, q_at, pulled_key + offset, pulled_value + offset,
+                p_s, p_s, chunks, shard, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
+            )  # fmt: skip
+        # The scores are in units of log 2.
+        known = tl.where(total == 0.0, 1.0, total)
+        result = (acc / known[:, None]).to(out.dtype.element_ty)
+        at = out + b * o_b + h * o_h + s.to(tl.int64)[:, None] * o_s + e[None, :]
+        tl.store(at, result, mask=inside[:, None])
+        natural = tl.where(total == 0.0, float("-inf"), (top + tl.log2(known)) / 1.4426950408889634)
+        tl.store(lse + (b * heads + h) * rows + s, natural, mask=inside)
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Peers' shards: where they are pulled to, and the words that say that they have come.
+
+    `keys` and `values` are (shards - 1, B, G, S, E), of the same strides, in the order of arrival.
+    A shard is there once word i * `step` of `words` (int32) is `epoch` or a later one.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    words: torch.Tensor
+    step: int
+    epoch: int
+
+
+def arrival_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    arrivals: Arrivals,
+    query_positions: torch.Tensor,
+    chunks: torch.Tensor,
+    *,
+    causal: bool,
+    scale: float | None = None,
+    blocks: tuple[int, int] = (128, 64),
+    programs: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the attention of `query` over all shards, and its log-sum-exp in float32.
+
+    `query` is (B, H, S, E), `key` and `value` (B, G, S_k, E) for a divisor G of H; 16-bit, E of 64
+    or 128, features contiguous. `query_positions` (S,) and `chunks` are int32: for each shard, the
+    own one first, and each of its chunks (begin in the shard, length, position of its first key).
+    """
+    B, H, S, E = query.shape
+    G, shards = key.shape[1], chunks.shape[0]
+    out = torch.empty_like(query)
+    lse = query.new_empty((B, H, S), dtype=torch.float32)
+    rows, keys = blocks
+    work = triton.cdiv(S, rows) * B * H
+    if work == 0:
+        return out, lse
+    assert arrivals.keys.stride() == arrivals.values.stride()
+    if programs is None:
+        programs = torch.cuda.get_device_properties(query.device).multi_processor_count
+    scale = E**-0.5 if scale is None else scale
+    _arrival_attention[(min(programs, work),)](
+        query,
+        key,
+        value,
+        arrivals.keys,
+        arrivals.values,
+        out,
+        lse,
+        query_positions,
+        chunks,
+        arrivals.words,
+        arrivals.step,
+        arrivals.epoch,
+        B * H,
+        H,
+        H // G,
+        S,
+        shards,
+        *query.stride()[:3],
+        *key.stride()[:3],
+        *value.stride()[:3],
+        *arrivals.keys.stride()[:4],
+        *out.stride()[:3],
+        scale * _LOG2_E,
+        CHUNKS=chunks.shape[1],
+        CAUSAL=causal,
+        ROWS=rows,
+        KEYS=keys,
+        E=E,
+        num_warps=8 if E == 128 else 4,
+    )
+    return out, lse
+
+
+def chunk_table(shards: Sequence[Sequence[tuple[int, int, int]]]) -> torch.Tensor:
+    """Returns `chunks` of `arrival_attention`; shards with fewer chunks get empty ones."""
+    most = max(len(shard) for shard in shards)
+    rows = [[*shard, *[(0, 0, 0)] * (most - len(shard))] for shard in shards]
+    return torch.tensor(rows, dtype=torch.int32)

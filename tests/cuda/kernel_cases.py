@@ -1,0 +1,188 @@
+"""What test_kernels.py runs in a process with Triton's interpreter: `python -m ... <case>`."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import time
+from typing import Any
+
+import torch
+
+from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
+from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention as attention, chunk_table
+from symm_cp.kernels.merge_attention import merge_attention as merge
+from symm_cp.schedule.builders import peers
+from symm_cp.schedule.layout import Layout, head_tail, sequential
+
+
+def add_rows() -> int:
+    dtypes = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8]
+    cases = 0
+    for dtype in dtypes:
+        for count, shape in ((1, (5,)), (2, (3, 7)), (3, (2049,)), (4, (1, 4096)), (2, (0, 3))):
+            for mean in (False, True) if dtype.is_floating_point else (False,):
+                rows = (torch.randn(count, *shape) * 4).to(dtype)
+                out = torch.empty(shape, dtype=dtype)
+                add_rows_kernel(rows, out, mean=mean)
+                wide = torch.float64 if dtype == torch.float64 else torch.float32
+                wide = wide if dtype.is_floating_point else torch.int64
+                total = rows[0].to(wide)
+                for row in rows[1:]:
+                    total = total + row
+                total = total / count if mean else total
+                # The interpreter cuts off where a GPU rounds to bfloat16: one unit in the last place.
+                ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
+                torch.testing.assert_close(out, total.to(dtype), rtol=ulp, atol=0.0)
+                cases += 1
+    return cases
+
+
+def dense(q: Any, k: Any, v: Any, visible: Any, scale: float) -> tuple[Any, Any]:
+    q, k, v = (t.double() for t in (q, k, v))
+    times = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(times, 1), v.repeat_interleave(times, 1)
+    score = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+    lse = torch.logsumexp(score, -1)
+    weight = torch.exp(score - lse.masked_fill(lse == -torch.inf, 0.0).unsqueeze(-1))
+    return weight @ v, lse
+
+
+def merge_attention() -> int:
+    cases = 0
+    for dtype, lse_dtype in ((torch.float64, torch.float64), (torch.bfloat16, torch.float32)):
+        for shape in ((1, 2, 5, 16), (2, 3, 33, 24)):
+            B, H, S, E = shape
+            out = torch.randn(B, S, H, E).transpose(1, 2).to(lse_dtype)
+            part = torch.randn(shape).to(dtype)
+            lse, part_lse = (torch.randn(B, H, S, dtype=lse_dtype) for _ in range(2))
+            lse[0, 0, :3] = -torch.inf
+            part_lse[0, 0, 1:4] = -torch.inf
+            part[0, 0, 1:4] = torch.nan  # nobody may look at it
+            weights = torch.stack([lse, part_lse]).softmax(0).nan_to_num()
+            values = torch.stack([out, part.to(lse_dtype).nan_to_num()])
+            expected = (weights.unsqueeze(-1) * values).sum(0)
+            total = torch.logaddexp(lse, part_lse)
+            nothing = (lse == -torch.inf) & (part_lse == -torch.inf)
+            total = total.masked_fill(nothing, -torch.inf)
+            merge(out, lse, part, part_lse)
+            tolerance = 1e-12 if dtype == torch.float64 else 1e-6
+            torch.testing.assert_close(lse, total, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                out.masked_fill(nothing.unsqueeze(-1), 0.0),
+                expected.masked_fill(nothing.unsqueeze(-1), 0.0),
+                rtol=tolerance,
+                atol=tolerance,
+            )
+            cases += 1
+    return cases
+
+
+class Case:
+    """One rank's attention over the shards of all ranks."""
+
+    def __init__(self, layout: Layout, rank: int, *, causal: bool, H: int, G: int, E: int) -> None:
+        B, length, ranks = 2, layout.length, layout.world_size
+        self.causal, self.E = causal, E
+        dtype = torch.float16  # the interpreter's dot takes bfloat16 for integers
+        self.k, self.v = (torch.randn(B, G, length, E).to(dtype) for _ in range(2))
+        positions = [
+            torch.cat([torch.arange(s.start, s.start + s.length) for s in layout.spans(r)])
+            for r in range(ranks)
+        ]
+        self.positions = positions[rank].int()
+        self.q = torch.randn(B, len(self.positions), H, E).transpose(1, 2).to(dtype)
+        order = [rank, *peers(rank, ranks)]
+        self.own = [t[:, :, positions[rank]] for t in (self.k, self.v)]
+        self.shards = [
+            [t[:, :, positions[peer]] for t in (self.k, self.v)] for peer in order[1:]
+        ]
+        room = max(layout.lengths)
+        self.keys, self.values = (
+            torch.full((max(1, ranks - 1), B, G, room, E), torch.nan, dtype=dtype) for _ in "kv"
+        )
+        self.words = torch.zeros(max(1, ranks - 1) * 16, dtype=torch.int32)
+        table = []
+        for owner in order:
+            row, begin = [], 0
+            for span in layout.spans(owner):
+                row.append((begin, span.length, span.start))
+                begin += span.length
+            table.append(row)
+        self.chunks = chunk_table(table)
+
+    def arrive(self, index: int, epoch: int) -> None:
+        for place, tensor in zip((self.keys, self.values), self.shards[index], strict=True):
+            place[index, :, :, : tensor.shape[2]] = tensor
+        self.words[index * 16] = epoch
+
+    def run(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        arrivals = Arrivals(self.keys, self.values, self.words, 16, epoch)
+        return attention(
+            self.q,
+            *self.own,
+            arrivals,
+            self.positions,
+            self.chunks,
+            causal=self.causal,
+            blocks=(16, 16),
+            programs=3,
+        )
+
+    def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:
+        at = torch.arange(self.k.shape[2])
+        visible = self.positions.unsqueeze(1) >= at if self.causal else torch.ones(1, 1).bool()
+        expected, expected_lse = dense(self.q, self.k, self.v, visible, self.E**-0.5)
+        # Weights and results are rounded to 16 bits: 2^-8 each, of values of about one.
+        torch.testing.assert_close(out.double(), expected, rtol=2**-6, atol=2**-6)
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
+
+
+def layouts() -> list[Layout]:
+    return [
+        sequential(40, 1),
+        sequential(64, 2),
+        sequential(50, 3),
+        head_tail(64, 2),
+        head_tail(61, 3),
+    ]
+
+
+def arrival_attention() -> int:
+    cases = 0
+    for layout in layouts():
+        for causal in (False, True):
+            for H, G, E in ((2, 2, 64), (4, 2, 64), (2, 1, 128)):
+                rank = random.randrange(layout.world_size)
+                case = Case(layout, rank, causal=causal, H=H, G=G, E=E)
+                epoch = random.choice([1, 7, 2**31 - 1])
+                for index in range(layout.world_size - 1):
+                    case.arrive(index, epoch)
+                case.check(*case.run(epoch))
+                cases += 1
+    return cases
+
+
+def late_arrivals() -> int:
+    """The kernel begins before anything has come, and waits for what has not."""
+    case = Case(head_tail(48, 3), 1, causal=True, H=2, G=2, E=64)
+    case.words[:] = 4  # of the call before
+    finished: list[tuple[torch.Tensor, torch.Tensor]] = []
+    thread = threading.Thread(target=lambda: finished.append(case.run(5)))
+    thread.start()
+    for index in (0, 1):
+        time.sleep(0.5)
+        assert not finished, "the kernel did not wait"
+        case.arrive(index, 5)
+    thread.join(60)
+    case.check(*finished[0])
+    return 1
+
+
+if __name__ == "__main__":
+    seed = int.from_bytes(open("/dev/urandom", "rb").read(4), "little")
+    print(f"seed {seed}")
+    torch.manual_seed(seed)
+    random.seed(seed)
+    print(f"checked {globals()[sys.argv[1]]()} cases")

@@ -46,6 +46,11 @@ driver::Address Streams::resolve(const Reference& reference, void* const* operan
 }
 
 void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch) {
+  if (command.kind == StreamKind::kArrived) {
+    mem_ops_.push_back(
+        {driver::kWriteValue32, flag(rank_, command.peer, command.flag), epoch, 0, 0, 0});
+    return;
+  }
   if (command.kind == StreamKind::kSignal) {
     // Publishes all that came before it in the stream: a write is ordered after it, system-wide.
     mem_ops_.push_back({driver::kWriteValue32, flag(command.peer, rank_, command.flag),
@@ -141,6 +146,7 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
         break;
       case StreamKind::kSignal:
       case StreamKind::kWait:
+      case StreamKind::kArrived:
         flush_copies(stream, capturing);
         add_mem_ops(command, epoch);
         break;

@@ -17,6 +17,7 @@ enum class StreamKind : int32_t {
   kWait = 2,
   kRecord = 3,     // an event on the lane
   kWaitEvent = 4,  // the lane waits for an event
+  kArrived = 5,    // number `peer` of this rank's own flags `flag`, for a kernel that polls it
 };
 
 // Mirrored by native.py. Only the fields of its kind are read.

@@ -31,6 +31,7 @@ from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
+from symm_cp.ops.override import override_cuda_ops
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
 
 __version__ = "0.1.0"
@@ -53,6 +54,7 @@ __all__ = [
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
     "matmul_reduce_scatter",
+    "override_cuda_ops",
     "reserve",
     "scaled_all_gather_matmul",
     "scaled_matmul_reduce_scatter",

@@ -2,9 +2,9 @@
 
 A workspace here is memory of torch's own symmetric memory for the device, of
 
-    4096 * ceil((4 * 64 * W + 2 * 128) / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank
+    4096 * ceil(5 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
 
-as in memory.py: flags, then slots. A group has one for each channel and device:
+flags, then slots, as in memory.py. A group has one for each channel and device:
 
     "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
     "async"  low-contention collectives, which outlive the call. Likewise.
@@ -27,13 +27,15 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
-from symm_cp.memory import FLAGS, Group, workspace_bytes
+from symm_cp.memory import FLAG_BYTES, Group, pages
+from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
 CHANNELS = ("sync", "async")
+#: The flags between ranks, and those of this rank's own pulls, for kernels that poll for them.
+FLAGS = (*_BETWEEN_RANKS, "arrived")
 
-_FLAG_BYTES = 64
 _SLOTS = 2
 
 
@@ -128,10 +130,9 @@ class DeviceWorkspace:
         self.device, self.channel = device, channel
         self.rank, self.world_size = group.rank, group.world_size
         self.slots = 1 if graph else _SLOTS
-        total = workspace_bytes(group.world_size, slot_bytes, self.slots)
-        header = workspace_bytes(group.world_size, 0, self.slots)
-        self.slot_bytes = (total - header) // self.slots
-        self._header = header
+        self.slot_bytes = pages(slot_bytes)
+        self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size)
+        total = self._header + self.slots * self.slot_bytes
         self.epoch = 0
         self.last_stream: int | None = None
         self.memory = _SymmetricMemory.empty_strided_p2p(
@@ -147,7 +148,7 @@ class DeviceWorkspace:
         layout = native.Layout(
             flags=0,
             flag_count=len(FLAGS),
-            records=len(FLAGS) * _FLAG_BYTES * self.world_size,
+            records=0,  # of CPU workspaces only
             slots=self._header,
             slot_bytes=self.slot_bytes,
             slot_count=self.slots,
@@ -170,8 +171,7 @@ class DeviceWorkspace:
         done = FLAGS.index("done")
         if graph and self.device.signals_by_stream():
             # Nobody has read this rank's slot before the first call.
-            words = self.memory[: self._header].view(torch.int32)[:: _FLAG_BYTES // 4]
-            words[done * self.world_size : (done + 1) * self.world_size] = 1
+            self.flags("done").fill_(1)
         # No peer signals before all have come here.
         self.torch_handle.barrier()
         if graph and not self.device.signals_by_stream():
@@ -192,6 +192,12 @@ class DeviceWorkspace:
     def wait(self, flag: str, peer: int) -> None:
         """Waits for a peer's signal by a kernel of torch's, and takes it back."""
         self.torch_handle.wait_signal(peer, FLAGS.index(flag))
+
+    def flags(self, name: str) -> torch.Tensor:
+        """Returns a flag of each rank here, as int32."""
+        first, step = FLAGS.index(name) * self.world_size, FLAG_BYTES // 4
+        words = self.memory[: self._header].view(torch.int32)[::step]
+        return words[first : first + self.world_size]
 
     def slot(self, epoch: int, offset: int, nbytes: int) -> torch.Tensor:
         """Returns bytes of this rank's slot in call `epoch`."""
@@ -247,8 +253,8 @@ def _workspace(
     if capturing:
         room = 0 if known is None else known.slot_bytes
         raise RuntimeError(
-            f"symm_cp: this call needs a workspace of {slot_bytes} bytes, there is one of {room}, and "
-            "none can be made while a CUDA graph is captured: call "
+            f"symm_cp: this call needs a workspace of {slot_bytes} bytes and there is one of "
+            f"{room}; none can be made while a CUDA graph is captured: call "
             f"symm_cp.reserve(group, {slot_bytes}, device={str(device.device)!r}) before"
         )
     wanted = max(slot_bytes, known.slot_bytes if known is not None else 0)

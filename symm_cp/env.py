@@ -4,7 +4,8 @@
 |---|---|---|
 | `SYMM_CP_BUILD_DIR` | where the native part is built and kept | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
-| `SYMM_CP_SIGNALS` | how GPUs signal: `stream` (by their streams) or `kernel` (torch's) | `stream` |
+| `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
+| `SYMM_CP_ATTENTION` | on CUDA: `pipeline` of kernels, or one that polls (`arrival`) | `pipeline` |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 """
 
@@ -38,6 +39,14 @@ def signals() -> str:
     text = os.environ.get("SYMM_CP_SIGNALS", "stream")
     if text not in ("stream", "kernel"):
         raise ValueError(f"SYMM_CP_SIGNALS={text!r} must be 'stream' or 'kernel'")
+    return text
+
+
+def attention() -> str:
+    """Returns how attention on CUDA takes shards in: "pipeline" or "arrival"."""
+    text = os.environ.get("SYMM_CP_ATTENTION", "pipeline")
+    if text not in ("pipeline", "arrival"):
+        raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'arrival'")
     return text
 
 

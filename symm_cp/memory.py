@@ -36,8 +36,10 @@ FLAGS = ("ready", "reduced", "taken", "done")
 #: The channels of a group.
 CHANNELS = ("sync", "async")
 
+#: A flag has a cache line of its own.
+FLAG_BYTES = 64
+
 _SLOTS = 2
-_FLAG_BYTES = 64
 _RECORD_BYTES = 128
 _PAGE = 4096
 _MAX_VIEWS = 1024
@@ -46,14 +48,15 @@ _MAX_PLANS = 512
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str"
 
 
-def _pages(nbytes: int) -> int:
+def pages(nbytes: int) -> int:
+    """Returns a number of bytes, rounded up to whole pages."""
     return math.ceil(nbytes / _PAGE) * _PAGE
 
 
-def workspace_bytes(world_size: int, slot_bytes: int, slots: int = _SLOTS) -> int:
+def workspace_bytes(world_size: int, slot_bytes: int) -> int:
     """Returns the bytes that a workspace takes on each rank (the formula above)."""
-    header = len(FLAGS) * _FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES
-    return _pages(header) + slots * _pages(slot_bytes)
+    header = len(FLAGS) * FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES
+    return pages(header) + _SLOTS * pages(slot_bytes)
 
 
 def group_name(group: GroupLike) -> str:
@@ -96,7 +99,7 @@ class Workspace:
     def __init__(self, group: Group, slot_bytes: int) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
-        self.slot_bytes = _pages(slot_bytes)
+        self.slot_bytes = pages(slot_bytes)
         self.nbytes = workspace_bytes(group.world_size, slot_bytes)
         self.epoch = 0
         self._library = native.load()
@@ -108,7 +111,7 @@ class Workspace:
         layout = native.Layout(
             flags=0,
             flag_count=len(FLAGS),
-            records=len(FLAGS) * _FLAG_BYTES * group.world_size,
+            records=len(FLAGS) * FLAG_BYTES * group.world_size,
             slots=header,
             slot_bytes=self.slot_bytes,
             slot_count=_SLOTS,

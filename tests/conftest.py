@@ -11,10 +11,29 @@ import numpy as np
 import pytest
 import torch
 
+from tests import device
 from tests.pool import SEED_VARIABLE, Ranks
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 SESSION_SEED = int(os.environ.get(SEED_VARIABLE) or int.from_bytes(os.urandom(4), "little"))
+
+
+# What runs with --device cuda or simulated; the rest is about the CPU's own backend, or about no
+# device at all.
+_ON_DEVICES = (
+    "ops/test_random",
+    "ops/test_gradients",
+    "ops/test_attention.py",
+    "ops/test_gather_kv",
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=device.CHOICES, default="cpu", help=device.__doc__)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ[device.VARIABLE] = config.getoption("--device")
 
 
 @pytest.fixture(scope="session")
@@ -42,7 +61,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={SESSION_SEED}")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if device.chosen() != "cpu":
+        here = [item for item in items if any(part in item.nodeid for part in _ON_DEVICES)]
+        here += [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in here])
+        items[:] = here
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 import symm_cp  # noqa: F401 - as a user does; registers the CPU backend
 from symm_cp import native
+from tests import device
 from tests.pool import GROUP_TIMEOUT
 
 _PR_SET_PDEATHSIG = 1
@@ -39,7 +40,9 @@ _GROUPS_OF_A_RUN = 1000
 def make_groups(rank: int, size: int, port: int) -> dict[int, dist.ProcessGroup]:
     """Returns the groups of ranks 0..W-1 that this rank is in, by W."""
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    dist.init_process_group(
+        device.backend(), store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+    )
     groups = {}
     for world_size in range(1, size):
         # Collective over all processes, the ones outside the group too.
@@ -77,7 +80,9 @@ def answer(message: bytes, groups: dict[int, dist.ProcessGroup]) -> bytes:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        reply: tuple[str, Any] = ("result", function(groups[world_size], *args, **kwargs))
+        group = groups[world_size]
+        with device.in_use(group.rank()):
+            reply: tuple[str, Any] = ("result", function(group, *args, **kwargs))
         return pickle.dumps(reply)
     except BaseException as error:  # pytest's own outcomes are no Exceptions
         return pickle.dumps(("failure", describe(error)))

@@ -45,7 +45,7 @@ def _attend(
     KEYS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Takes one chunk of keys in: rows [begin, begin + length) of a shard, from position `start`."""
+    """Takes a chunk of keys in: rows [begin, begin + length) of a shard, from position `start`."""
     e = tl.arange(0, E)
     # The keys that the last query of the block sees.
     count = tl.minimum(length, tl.max(q_at) - start + 1) if CAUSAL else length

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 
 from symm_cp import runtime
 from symm_cp.memory import Group
+from symm_cp.ops import arrival_attention
 from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import group_of, lib, new_result, what_is
 from symm_cp.schedule.layout import Layout
@@ -235,6 +236,10 @@ def _attention_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
     call = _Call(_FORWARD, query, key, value, group, options)
+    if arrival_attention.takes(group, query, key, call.layout, call.mask):
+        return arrival_attention.attend(
+            group, query, key, value, call.layout, call.mask, options.get("scale")
+        )
     parts = sum(len(call.tiles(owner)) for owner in range(group.world_size))
     forward = Forward(dense_features(query), options.get("scale"), parts)
 
@@ -266,9 +271,11 @@ def _attention_backward_kernel(
         # The kernel takes weight * (grad_out . v - grad_out . out) for the gradient of a score.
         # One more feature, 0 in v, 1 in grad_out, -grad_logsumexp in out, adds what belongs to lse.
         scale = features**-0.5 if scale is None else scale
-        query, key, value = (F.pad(t, (0, 1)) for t in (query, key, value))
-        grad_out = F.pad(grad_out, (0, 1), value=1.0)
-        out = torch.cat((out, -grad_logsumexp.unsqueeze(-1).to(out.dtype)), -1)
+        more = -features % 8 or 8 if query.device.type != "cpu" else 1  # kernels there like eights
+        query, key, value = (F.pad(t, (0, more)) for t in (query, key, value))
+        grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, more - 1))
+        extra = -grad_logsumexp.unsqueeze(-1).to(out.dtype)
+        out = F.pad(torch.cat((out, extra), -1), (0, more - 1))
     group = group_of(group_name)
     call = _Call(_BACKWARD, query, key, value, group, options)
     backward = Backward(grad_out, dense_features(query), out, logsumexp, scale)
@@ -382,6 +389,7 @@ def register() -> None:
         (_FORWARD, _attention_kernel, _attention_fake),
         (_BACKWARD, _attention_backward_kernel, _attention_backward_fake),
     ):
-        lib.impl(name, kernel, "CPU")
+        for device in ("CPU", "CUDA"):
+            lib.impl(name, kernel, device)
         lib.impl(name, fake, "Meta")
     lib.impl(_FORWARD, _attention_autograd, "Autograd")

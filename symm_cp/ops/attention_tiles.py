@@ -1,8 +1,8 @@
-"""Attention tile by tile on CPU: torch's flash kernels on parts of the keys, merged as they come.
+"""Attention tile by tile: torch's kernels on parts of the keys, merged as they come.
 
 Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
 Partial results are merged in float32 (float64 for float64), so that errors do not grow with the
-number of parts. torch's kernel kills the process where there are no keys, so it never gets such.
+number of parts. torch's CPU kernel kills the process where there are no keys: it never gets such.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from functools import lru_cache
 
 import torch
 
+from symm_cp.ops import attention_kernels
 from symm_cp.ops.common import new_result
-from symm_cp.schedule.tiles import Tile
-
-_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+from symm_cp.schedule.tiles import Tile, squares
 
 #: The dtypes that the kernels take.
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -40,17 +38,22 @@ def dense_features(tensor: torch.Tensor) -> torch.Tensor:
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a boolean mask as kernels take it: zeros, and -inf where nothing is visible."""
     # Reduced dtypes are masked in float32.
-    bias = torch.zeros(visible.shape, dtype=wide(dtype))
+    bias = torch.zeros(visible.shape, dtype=wide(dtype), device=visible.device)
     return bias.masked_fill_(visible.logical_not(), -torch.inf)
 
 
 @lru_cache(maxsize=16)
 def _band(
-    rows: int, keys: int, low: int | None, high: int | None, dtype: torch.dtype
+    rows: int,
+    keys: int,
+    low: int | None,
+    high: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The additive mask of a tile with a band, and which of its rows see nothing."""
-    offset = torch.arange(keys).unsqueeze(0) - torch.arange(rows).unsqueeze(1)
-    visible = torch.ones(rows, keys, dtype=torch.bool)
+    offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
     if low is not None:
         visible &= offset >= low
     if high is not None:
@@ -58,10 +61,16 @@ def _band(
     return additive(visible, dtype), visible.any(1).logical_not()
 
 
-def _mask_of(tile: Tile, dtype: torch.dtype) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if tile.full or tile.causal:
         return None, None
-    return _band(tile.q_end - tile.q_begin, tile.k_end - tile.k_begin, tile.low, tile.high, dtype)
+    rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
+    return _band(rows, keys, tile.low, tile.high, query.dtype, query.device)
+
+
+def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
+    """The tile as the kernels of the device take it."""
+    return (tile,) if query.device.type == "cpu" else squares(tile)
 
 
 class Forward:
@@ -82,8 +91,9 @@ class Forward:
 
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
         """Takes in a tile, of the keys and values that its rows count."""
-        mask, blind = _mask_of(tile, self._query.dtype)
-        self.add_masked(tile, key, value, mask, blind, is_causal=tile.causal)
+        for part in _for_kernels(tile, self._query):
+            mask, blind = _mask_of(part, self._query)
+            self.add_masked(part, key, value, mask, blind, is_causal=part.causal)
 
     def add_masked(
         self,
@@ -100,7 +110,7 @@ class Forward:
         k, v = key[:, :, tile.k_begin : tile.k_end], value[:, :, tile.k_begin : tile.k_end]
         if q.numel() == 0 or k.numel() == 0:
             return
-        out, lse = _forward(q, k, v, 0.0, is_causal, attn_mask=mask, scale=self._scale)
+        out, lse = attention_kernels.forward(q, k, v, mask, causal=is_causal, scale=self._scale)
         if blind is not None:  # the kernel says 0 for them
             lse = lse.masked_fill(blind, -torch.inf)
         self.merge(tile.q_begin, tile.q_end, out, lse)
@@ -112,7 +122,7 @@ class Forward:
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        torch.ops.symm_cp.merge_attention(
+        attention_kernels.merge(
             self._merged[0][:, :, begin:end], self._merged[1][:, :, begin:end], out, lse
         )
 
@@ -180,8 +190,9 @@ class Backward:
         """Takes in tiles of one part of the keys; `partial` (2, B, S, G, E) gets its gradients."""
         totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
         for tile in tiles:
-            mask, _ = _mask_of(tile, self._query.dtype)
-            self.add(tile, key, value, totals, mask, is_causal=tile.causal)
+            for part in _for_kernels(tile, self._query):
+                mask, _ = _mask_of(part, self._query)
+                self.add(part, key, value, totals, mask, is_causal=part.causal)
         for total in totals:
             total.finish()
 
@@ -200,16 +211,15 @@ class Backward:
         q, k, v = self._query[:, :, rows], key[:, :, keys], value[:, :, keys]
         if q.numel() == 0 or k.numel() == 0:
             return
-        grad_q, grad_k, grad_v = _backward(
+        grad_q, grad_k, grad_v = attention_kernels.backward(
             self._grad_out[:, :, rows],
             q,
             k,
             v,
             self._out[:, :, rows],
             self._lse[:, :, rows],
-            0.0,
-            is_causal,
-            attn_mask=mask,
+            mask,
+            causal=is_causal,
             scale=self._scale,
         )
         self._grad_query.add(tile.q_begin, tile.q_end, grad_q)

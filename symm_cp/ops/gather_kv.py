@@ -122,8 +122,9 @@ def _autograd(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tup
 
 def register() -> None:
     """Adds the kernels, the fake kernels and the gradient."""
-    lib.impl(_GATHER, _gather_kernel, "CPU")
-    lib.impl(_SCATTER, _scatter_kernel, "CPU")
+    for device in ("CPU", "CUDA"):
+        lib.impl(_GATHER, _gather_kernel, device)
+        lib.impl(_SCATTER, _scatter_kernel, device)
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
     torch.library.register_autograd(

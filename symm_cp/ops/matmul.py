@@ -337,10 +337,19 @@ _KERNELS = {
 }
 
 
+#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
+CUDA_KERNELS = {
+    "fused_all_gather_matmul": _all_gather_matmul_kernel,
+    "fused_matmul_reduce_scatter": _matmul_reduce_scatter_kernel,
+}
+
+
 def register() -> None:
     """Adds the kernels, the gradients, and fake kernels (torch's are wrong for some dims)."""
     for name, (kernel, fake) in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
+        if name not in CUDA_KERNELS:  # torch has none
+            lib.impl(name, kernel, "CUDA")
         lib.impl(name, fake, "Meta", allow_override=True)
     torch.library.register_autograd(
         "symm_mem::fused_all_gather_matmul",

@@ -135,4 +135,5 @@ def register() -> None:
     """Adds the kernels and the fake kernels."""
     for name, (kernel, fake) in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
+        lib.impl(name, kernel, "CUDA")
         lib.impl(name, fake, "Meta")

@@ -424,6 +424,13 @@ def _scaled_matmul_reduce_scatter_fake(
     return A.new_empty(full, dtype=dtype)
 
 
+#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
+CUDA_KERNELS = {
+    _GATHER: _all_gather_scaled_matmul_kernel,
+    _SCATTER: _scaled_matmul_reduce_scatter_kernel,
+}
+
+
 def register() -> None:
     """Adds the kernels, and fake kernels (torch's are wrong for the last dimension)."""
     lib.impl(_GATHER, _all_gather_scaled_matmul_kernel, "CPU")

@@ -39,11 +39,12 @@ class Mode:
 
     @classmethod
     def of(cls, device: Device) -> Mode:
+        """Returns the mode of the current stream of a device."""
         return cls(1 if device.capturing() else 2, not device.signals_by_stream())
 
 
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
     """The bytes of the parts of each rank's shard; a part begins at the same place on all ranks."""
 
     parts: tuple[tuple[int, ...], ...]
@@ -74,7 +75,7 @@ class _Sizes:
         return extents
 
 
-class _Shard:
+class Shard:
     """This rank's shard, and the shapes of all ranks'."""
 
     def __init__(self, own: Sequence[torch.Tensor], shapes: Sequence[Shapes] | None, ranks: int):
@@ -83,7 +84,7 @@ class _Shard:
         like = tuple(tuple(t.shape) for t in own)
         self.shapes = tuple((like,) * ranks if shapes is None else shapes)
         self.dtypes = tuple(t.dtype for t in own)
-        self.sizes = _Sizes(
+        self.sizes = Sizes(
             tuple(
                 tuple(
                     math.prod(shape) * dtype.itemsize
@@ -95,6 +96,7 @@ class _Shard:
         self.room = self.sizes.offsets[-1]
 
     def addresses(self) -> list[int]:
+        """Where the parts of the own shard are."""
         return [t.data_ptr() for t in self.own]
 
     def staging(self, places: int) -> torch.Tensor:
@@ -147,7 +149,7 @@ class _Kept:
 
 @lru_cache(maxsize=512)
 def _gather_launch(
-    rank: int, sizes: _Sizes, mode: Mode, in_place: bool, bounded: bool, kept: _Kept | None
+    rank: int, sizes: Sizes, mode: Mode, in_place: bool, bounded: bool, kept: _Kept | None
 ) -> Launch:
     ranks, own = len(sizes.parts), sizes.parts[rank]
     schedule = staged.gather_and_consume(
@@ -185,13 +187,14 @@ def all_gather_and_consume(
     device = device_of(shard[0].device)
     mode = Mode.of(device)
     addresses = _in_place(group, device, shard, mode)
-    mine = _Shard(shard, shapes, ranks)
+    mine = Shard(shard, shapes, ranks)
     kept = None if gathered is None else _Kept(shard[0].shape[0] if columns else 1, columns)
     even = len(set(mine.sizes.parts)) == 1
     bounded = gathered is None and even and ranks >= _BOUNDED_FROM
     launch = _gather_launch(rank, mine.sizes, mode, addresses is not None, bounded, kept)
     turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
-    needs_staging = ranks > 1 and (gathered is None or len(mine.own) > 1)
+    # Where the first part is kept, the others come to lie in staging memory, one's own too.
+    needs_staging = len(mine.own) > 1 if gathered is not None else ranks > 1
     staging = mine.staging((2 if bounded else ranks) if needs_staging else 0)
     if gathered is not None:
         places = gathered.chunk(ranks, 1 if columns else 0)
@@ -214,7 +217,7 @@ def all_gather_and_consume(
 
 
 @lru_cache(maxsize=512)
-def _combine_launch(rank: int, sizes: _Sizes, mode: Mode, in_place: bool) -> Launch:
+def _combine_launch(rank: int, sizes: Sizes, mode: Mode, in_place: bool) -> Launch:
     ranks, nbytes = len(sizes.parts), sizes.parts[rank][0]
     schedule = staged.gather_and_combine(rank, ranks, in_place=in_place, slots=mode.slots)
     binding = {
@@ -239,7 +242,7 @@ def all_gather_and_combine(
     device = device_of(shard.device)
     mode = Mode.of(device)
     addresses = _in_place(group, device, [shard], mode)
-    mine = _Shard([shard], None, ranks)
+    mine = Shard([shard], None, ranks)
     launch = _combine_launch(group.rank, mine.sizes, mode, addresses is not None)
     staging = mine.staging(ranks)
 
@@ -309,7 +312,7 @@ class _Exchange:
     `partials` are the bytes of the partial sum for each rank.
     """
 
-    shard: _Sizes
+    shard: Sizes
     partials: tuple[int, ...]
     ring: bool
 
@@ -368,7 +371,7 @@ def consume_and_reduce_scatter(
     rank, ranks = group.rank, group.world_size
     device = device_of(out.device)
     mode = Mode.of(device)
-    mine = _Shard(shard, shapes, ranks)
+    mine = Shard(shard, shapes, ranks)
     exchange = _Exchange(
         mine.sizes, tuple(math.prod(shape) * out.element_size() for shape in partials), ring
     )

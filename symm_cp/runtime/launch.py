@@ -15,8 +15,7 @@ from functools import partial
 from typing import TypeAlias
 
 from symm_cp import native
-from symm_cp.device import LANES, DeviceWorkspace, events_needed
-from symm_cp.memory import FLAGS
+from symm_cp.device import FLAGS, LANES, DeviceWorkspace, events_needed
 from symm_cp.runtime.program import Binding, Extent, buffers_of
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
 
@@ -29,6 +28,7 @@ class _Kind(IntEnum):
     WAIT = 2
     RECORD = 3
     WAIT_EVENT = 4
+    ARRIVED = 5
 
 
 # Events of every call: where the caller's stream begins it, where a lane has ended it, and where
@@ -136,10 +136,12 @@ class _Lowering:
         *,
         by_kernels: bool,
         joined: bool,
+        polled: bool,
     ) -> None:
         self.schedule, self.binding, self.slots = schedule, binding, slots
         self.rank = schedule.rank
         self.by_kernels = by_kernels
+        self.polled = polled
         self.joined = joined
         # Without a join the caller's stream waits until its input has been read; in place it does
         # not: the caller leaves that tensor alone.
@@ -154,6 +156,10 @@ class _Lowering:
 
     def launch(self) -> Launch:
         lanes = {name: list(steps) for name, steps in self.schedule.lanes.items()}
+        if self.polled:
+            # The first kernel does it all: it polls for what the others would wait for.
+            first = next(step for step in lanes["compute"] if isinstance(step, Compute))
+            lanes["compute"] = [first]
         others = [name for name in lanes if name != "compute"]
         self._add(_Kind.RECORD, "compute", event=_BEGIN)
         for name in others:
@@ -206,6 +212,9 @@ class _Lowering:
             self._call(step.kernel, step.index, lane)
         elif isinstance(step, Copy):
             self._copy(lane, step)
+        elif self.polled and isinstance(step, Signal) and step.flag.startswith("pulled"):
+            turn = int(step.flag.removeprefix("pulled"))
+            self._add(_Kind.ARRIVED, lane, peer=turn, flag=FLAGS.index("arrived"))
         elif isinstance(step, Signal) and step.to == self.rank:
             self.recorded.add(step.flag)
             self._add(_Kind.RECORD, lane, event=self._event(step.flag))
@@ -302,10 +311,15 @@ def lower(
     *,
     by_kernels: bool = False,
     joined: bool = True,
+    polled: bool = False,
 ) -> Launch:
     """Lowers a schedule; `binding` says where each buffer lies, `slots` does for each rank's slot.
 
     With `by_kernels` signals and waits become kernels of torch's. Without `joined` the caller's
-    stream goes on, and only waits until its input has been read.
+    stream goes on, and only waits until its input has been read. With `polled` the first kernel
+    stands for all of lane "compute": the i-th pull writes the epoch to the i-th flag "arrived".
     """
-    return _Lowering(schedule, binding, slots, by_kernels=by_kernels, joined=joined).launch()
+    lowering = _Lowering(
+        schedule, binding, slots, by_kernels=by_kernels, joined=joined, polled=polled
+    )
+    return lowering.launch()

@@ -1,4 +1,4 @@
-"""Low-contention collectives on CUDA: copy engines move the bytes while the caller's stream goes on.
+"""Low-contention collectives on CUDA: copy engines move the bytes, the caller goes on.
 
 They run in the channel "async", on a stream of its own. The caller's stream waits only until its
 input has been read (for a symmetric input not even that: leave it alone until the transfer was

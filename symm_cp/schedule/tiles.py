@@ -73,6 +73,21 @@ class Tile:
         return total
 
 
+def squares(tile: Tile) -> tuple[Tile, ...]:
+    """A causal tile as square ones and full ones; any other as it is.
+
+    Kernels disagree about where a causal mask begins in a tile that is not square.
+    """
+    rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
+    if not tile.causal or rows == keys:
+        return (tile,)
+    both = min(rows, keys)
+    cut, end = tile.q_begin + both, tile.k_begin + both
+    square = Tile(tile.q_begin, cut, tile.k_begin, end, high=0)
+    # Rows beyond the keys see all of them; keys beyond the rows are seen by none.
+    return (square,) if rows < keys else (square, Tile(cut, tile.q_end, tile.k_begin, tile.k_end))
+
+
 @lru_cache(maxsize=1024)
 def tiles(layout: Layout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
     """The tiles of a rank's queries and the keys of rank `owner`, of one sequence."""

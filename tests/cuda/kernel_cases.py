@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
-from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention as attention, chunk_table
+from symm_cp.kernels.arrival_attention import Arrivals, chunk_table
+from symm_cp.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.kernels.merge_attention import merge_attention as merge
 from symm_cp.schedule.builders import peers
 from symm_cp.schedule.layout import Layout, head_tail, sequential
@@ -32,7 +33,7 @@ def add_rows() -> int:
                 for row in rows[1:]:
                     total = total + row
                 total = total / count if mean else total
-                # The interpreter cuts off where a GPU rounds to bfloat16: one unit in the last place.
+                # The interpreter cuts off where a GPU rounds to bfloat16: one last place.
                 ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
                 torch.testing.assert_close(out, total.to(dtype), rtol=ulp, atol=0.0)
                 cases += 1
@@ -95,9 +96,7 @@ class Case:
         self.q = torch.randn(B, len(self.positions), H, E).transpose(1, 2).to(dtype)
         order = [rank, *peers(rank, ranks)]
         self.own = [t[:, :, positions[rank]] for t in (self.k, self.v)]
-        self.shards = [
-            [t[:, :, positions[peer]] for t in (self.k, self.v)] for peer in order[1:]
-        ]
+        self.shards = [[t[:, :, positions[peer]] for t in (self.k, self.v)] for peer in order[1:]]
         room = max(layout.lengths)
         self.keys, self.values = (
             torch.full((max(1, ranks - 1), B, G, room, E), torch.nan, dtype=dtype) for _ in "kv"
@@ -181,7 +180,7 @@ def late_arrivals() -> int:
 
 
 if __name__ == "__main__":
-    seed = int.from_bytes(open("/dev/urandom", "rb").read(4), "little")
+    seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     torch.manual_seed(seed)
     random.seed(seed)

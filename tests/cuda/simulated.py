@@ -1,4 +1,4 @@
-"""The CUDA runtime on CPU memory: real schedules, launches and peers, over a stand-in of the driver.
+"""The CUDA runtime on CPU memory: real schedules, launches and peers, but not the real driver.
 
 `tests/cuda/driver.cpp` does what the driver promises and no more. What it leaves out is the device:
 kernels run in the calling thread.

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from tests import reference
+from tests import device, reference
 from tests.pool import Ranks
 
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -34,7 +34,7 @@ def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tens
         return gaps[..., ::2]
     if kind == 3 and x.numel() > 0:
         # At another place in the block on each rank.
-        block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device="cpu")
+        block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device=device.name())
         symm_mem.rendezvous(block, group)
         return block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
     return x.clone()

@@ -1,0 +1,86 @@
+"""Attention on CUDA by one kernel that begins before the peers' keys have come."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from symm_cp import env
+from symm_cp.device import device_of
+from symm_cp.memory import Group
+from symm_cp.runtime.arrivals import all_gather_and_poll
+from symm_cp.schedule.builders import peers
+from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.tiles import Mask
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FEATURES = (64, 128)
+
+
+def takes(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> bool:
+    """Tells whether a call is for this kernel: the user asked for it, and it can do it."""
+    if query.device.type != "cuda" or env.attention() != "arrival":
+        return False
+    return fits(group, query, key, layout, mask) and not device_of(query.device).capturing()
+
+
+def fits(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> bool:
+    """Tells whether the kernel can do a call: 16 bits, equal shards, no mask but a causal one."""
+    return (
+        group.world_size > 1
+        and query.dtype in _DTYPES
+        and query.shape[3] in _FEATURES
+        and len(set(layout.lengths)) == 1
+        and mask in (Mask(), Mask(right=0))
+        and min(query.shape[2], key.shape[2]) > 0
+    )
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    layout: Layout, rank: int, rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
+    from symm_cp.kernels.arrival_attention import chunk_table
+
+    shards = []
+    for owner in (rank, *peers(rank, layout.world_size)):
+        chunks, begin = [], 0
+        for span in layout.spans(owner):
+            chunks.append((begin, span.length, span.start))
+            begin += span.length
+        shards.append(chunks)
+    spans = layout.spans(rank)
+    at = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
+    # Without a mask, queries may be of another sequence: positions do not matter then.
+    at = at if len(at) == rows else torch.zeros(rows)
+    return at.int().to(device), chunk_table(shards).to(device)
+
+
+def attend(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layout: Layout,
+    mask: Mask,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the attention over all ranks' keys, and its log-sum-exp."""
+    from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention
+
+    at, chunks = _tables(layout, group.rank, query.shape[2], query.device)
+    query = query if query.stride(-1) == 1 else query.contiguous()
+    key, value = key.contiguous(), value.contiguous()
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
+        arrivals = Arrivals(pulled[0], pulled[1], words, step, epoch)
+        causal = bool(mask)
+        found.append(
+            arrival_attention(query, key, value, arrivals, at, chunks, causal=causal, scale=scale)
+        )
+
+    all_gather_and_poll(group, [key, value], kernel)
+    return found[0]

@@ -1,0 +1,203 @@
+"""torch's attention kernels for one tile, by device, behind two functions.
+
+Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, features contiguous.
+`mask` is an additive one, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
+
+    CPU    torch's flash kernels: every dtype and mask, any number of features.
+    CUDA   flash (16-bit types, without mask), memory-efficient (masks, and float32), or, for what
+           neither takes (float64, odd numbers of features), plain matmuls.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from symm_cp import kernels
+
+_aten = torch.ops.aten
+_cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
+_cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_flash = _aten._scaled_dot_product_flash_attention.default
+_flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
+_efficient = _aten._scaled_dot_product_efficient_attention.default
+_efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
+
+_NARROW = (torch.bfloat16, torch.float16)
+# The efficient kernel wants rows of a mask to begin at multiples of 16 elements.
+_MASK_ALIGN = 16
+_MOST_FEATURES = 256
+
+
+def kind_of(query: torch.Tensor, mask: torch.Tensor | None) -> str:
+    """Returns which kernel takes a tile: "cpu", "flash", "efficient" or "matmul"."""
+    if query.device.type == "cpu":
+        return "cpu"
+    features = query.shape[-1]
+    if query.dtype == torch.float64 or features % 8 != 0 or features > _MOST_FEATURES:
+        return "matmul"
+    return "flash" if mask is None and query.dtype in _NARROW else "efficient"
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    kind: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and its log-sum-exp; for rows that see no key the latter may be wrong."""
+    kind = kind or kind_of(query, mask)
+    if kind == "cpu":
+        return _cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
+    if causal:
+        # Other kernels align a causal mask at the lower right unless the tile is square.
+        assert query.shape[2] == key.shape[2]
+    if kind == "flash":
+        out, lse, *_ = _flash(query, key, value, 0.0, causal, False, scale=scale)
+        return out, lse
+    times = query.shape[1] // key.shape[1]
+    key, value = _repeated(key, times), _repeated(value, times)
+    if kind == "efficient":
+        bias = _aligned(mask, query, key)
+        out, lse, *_ = _efficient(query, key, value, bias, True, 0.0, causal, scale=scale)
+        return out, lse[:, :, : query.shape[2]]  # it rounds up to a multiple of 32
+    score = _scores(query, key, mask, causal, scale)
+    lse = torch.logsumexp(score, -1)
+    return torch.matmul(_weights(score, lse).to(value.dtype), value), lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    scale: float | None,
+    kind: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the gradients of query, key and value; `lse` is inf in rows that see nothing."""
+    kind = kind or kind_of(query, mask)
+    if kind == "cpu":
+        return _cpu_backward(
+            grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
+        )
+    if kind == "flash":
+        none = torch.empty(0, dtype=torch.uint64, device=query.device)
+        rows, keys = query.shape[2], key.shape[2]
+        # Cumulative lengths and random state: of nested tensors and dropout, which are not here.
+        return _flash_backward(
+            grad_out, query, key, value, out, lse.contiguous(), none, none, rows, keys,
+            0.0, causal, none, none, scale=scale,
+        )  # fmt: skip
+    times = query.shape[1] // key.shape[1]
+    key, value = _repeated(key, times), _repeated(value, times)
+    if kind == "efficient":
+        grads = _by_efficient(grad_out, query, key, value, out, lse, mask, causal, scale)
+    else:
+        grads = _by_matmuls(grad_out, query, key, value, out, lse, mask, causal, scale)
+    return grads[0], _summed(grads[1], times), _summed(grads[2], times)
+
+
+def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
+    """Takes attention over further keys into `out` and `lse`, by log-sum-exp."""
+    if out.device.type == "cpu":
+        torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
+    else:
+        kernels.merge_attention(out, lse, part, part_lse)
+
+
+def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
+    return tensor if times == 1 else tensor.repeat_interleave(times, 1)
+
+
+def _summed(grad: torch.Tensor, times: int) -> torch.Tensor:
+    return grad if times == 1 else grad.unflatten(1, (-1, times)).sum(2)
+
+
+def _aligned(
+    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
+) -> torch.Tensor | None:
+    """A mask as the efficient kernel takes it: of the query's dtype, expanded, aligned."""
+    if mask is None:
+        return None
+    keys = key.shape[2]
+    room = -keys % _MASK_ALIGN
+    bias = F.pad(mask.to(query.dtype), (0, room))[..., :keys]
+    return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+
+
+def _scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    score = torch.matmul(query.to(wide) * factor, key.to(wide).transpose(-1, -2))
+    if mask is not None:
+        score = score + mask
+    if causal:
+        hidden = torch.ones(score.shape[-2:], dtype=torch.bool, device=query.device).triu(1)
+        score = score.masked_fill(hidden, -torch.inf)
+    return score
+
+
+def _weights(score: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    # Rows that see nothing: no weight at all.
+    return torch.exp(score - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+
+
+def _by_matmuls(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    score = _scores(query, key, mask, causal, scale)
+    weight = _weights(score, lse)
+    wide = weight.dtype
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    grad = grad_out.to(wide)
+    grad_value = torch.matmul(weight.transpose(-1, -2), grad)
+    inner = (grad * out.to(wide)).sum(-1, keepdim=True)
+    grad_score = weight * (torch.matmul(grad, value.to(wide).transpose(-1, -2)) - inner) * factor
+    grad_query = torch.matmul(grad_score, key.to(wide))
+    grad_key = torch.matmul(grad_score.transpose(-1, -2), query.to(wide))
+    return grad_query, grad_key, grad_value
+
+
+def _by_efficient(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = query.shape[2]
+    padded = F.pad(lse, (0, -rows % 32), value=torch.inf).contiguous()
+    none = torch.empty(0, dtype=torch.int64, device=query.device)
+    bias = _aligned(mask, query, key)
+    grads = _efficient_backward(
+        grad_out, query, key, value, bias, out, padded, none, none, 0.0,
+        [True, True, True, False], causal, scale=scale,
+    )  # fmt: skip
+    return grads[0], grads[1], grads[2]

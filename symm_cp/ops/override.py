@@ -1,0 +1,61 @@
+"""Our kernels in the place of torch's, for the CUDA ops that torch has as well."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+
+import torch
+
+from symm_cp import native
+from symm_cp.device import Device
+from symm_cp.ops import low_contention, matmul, scaled_matmul
+
+_installed: CudaOverride | None = None
+
+
+class CudaOverride:
+    """What `override_cuda_ops` did; `undo()`, or the end of a `with` block, takes it back."""
+
+    def __init__(self) -> None:
+        self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is a kernel already: that is the purpose
+            for module in (matmul, scaled_matmul, low_contention):
+                for name, kernel in module.CUDA_KERNELS.items():
+                    self._library.impl(name, kernel, "CUDA", allow_override=True)
+
+    def undo(self) -> None:
+        """Puts torch's kernels back; a second time it does nothing."""
+        global _installed
+        if self._library is not None:
+            self._library._destroy()
+            self._library = None
+            _installed = None
+
+    def __enter__(self) -> CudaOverride:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+
+def override_cuda_ops() -> CudaOverride:
+    """Uses our kernels for those ops of `torch.ops.symm_mem` that torch has CUDA kernels for.
+
+    The fused (scaled) matmuls and the low-contention collectives: copy engines move the bytes,
+    streams signal, and calls in flight on a group do not disturb each other. Call it alike on all
+    ranks. Calling it again changes nothing. Returns an object with `undo()`, which is also a
+    context manager. Raises `RuntimeError` where the CUDA driver does not load.
+    """
+    global _installed
+    if native.load().symm_cp_driver(Device.driver.encode()) < 0:
+        raise RuntimeError(f"override_cuda_ops: {native.error()}")
+    if _installed is None:
+        _installed = CudaOverride()
+    return _installed

@@ -26,7 +26,8 @@ from symm_cp.context_parallel import (
     context_parallel_unshard,
     shard_batch,
 )
-from symm_cp.memory import get_workspace, reserve
+from symm_cp.device import reserve
+from symm_cp.memory import get_workspace
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter

@@ -27,7 +27,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
-from symm_cp.memory import FLAG_BYTES, Group, pages
+from symm_cp.memory import FLAG_BYTES, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
@@ -266,9 +266,26 @@ def _workspace(
     return fresh
 
 
-def reserve(group: Group, device: Device, slot_bytes: int) -> None:
+def reserve_on(group: Group, device: Device, slot_bytes: int) -> None:
     """Makes room in all workspaces for calls of up to `slot_bytes`. Collective."""
     with group.lock, device.guard():
         for channel in CHANNELS:
             for graph in (False, True):
                 _workspace(group, device, channel, slot_bytes, graph=graph, capturing=False)
+
+
+def reserve(group: GroupLike, nbytes: int, *, device: torch.device | str = "cpu") -> None:
+    """Makes room for ops whose shard takes up to `nbytes` bytes, so that none has to grow it later.
+
+    `device` is that of the ops' tensors. On CUDA it also makes the workspaces that ops take while a
+    CUDA graph is captured, which cannot be made then. Collective: call it with the same size on
+    every rank of the group. Raises `ValueError` for a negative size.
+    """
+    if nbytes < 0:
+        raise ValueError(f"reserve: {nbytes=} must not be negative")
+    where, state = torch.device(device), resolve(group)
+    if where.type == "cpu":
+        with state.lock:
+            state.reserve(nbytes)
+    else:
+        reserve_on(state, device_of(where), nbytes)

@@ -295,19 +295,6 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
         return state.workspace(channel, nbytes)
 
 
-def reserve(group: GroupLike, nbytes: int) -> None:
-    """Makes room for ops whose shard takes up to `nbytes` bytes, so that none has to grow it later.
-
-    Collective: call it with the same size on every rank of the group. Raises `ValueError` for a
-    negative size.
-    """
-    if nbytes < 0:
-        raise ValueError(f"reserve: {nbytes=} must not be negative")
-    state = resolve(group)
-    with state.lock:
-        state.reserve(nbytes)
-
-
 def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:
     """Tells whether a tensor lies in symmetric memory that was rendezvoused with the group."""
     library = native.load()

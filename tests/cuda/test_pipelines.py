@@ -30,7 +30,7 @@ def _built() -> None:
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:
     with simulation(**mode) as made:
-        device.reserve(memory.resolve(group), made, 1 << 20)
+        device.reserve_on(memory.resolve(group), made, 1 << 20)
         for index in range(count):
             test_random.gathers(group, index)
             test_random.scatters(group, index)

@@ -1,0 +1,252 @@
+"""What is particular to the CUDA runtime, over a simulated driver."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import symm_cp
+from symm_cp import device, memory
+from symm_cp.ops import low_contention
+from tests.cuda.simulated import build, simulated_device, simulation
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+MODES = pytest.mark.parametrize(
+    "mode",
+    [{}, {"graph": True}, {"by_stream": False}, {"graph": True, "by_stream": False}],
+    ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
+)
+wait = torch.ops._c10d_functional.wait_tensor
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    build()
+
+
+def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    tensor = symm_mem.empty(*like.shape, dtype=like.dtype, device="cpu")
+    symm_mem.rendezvous(tensor, group)
+    return tensor.copy_(like)
+
+
+def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
+    """The same tensor on all ranks, with a row for each."""
+    return torch.randn(group.size(), *shape)
+
+
+def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
+    rank, W = group.rank(), group.size()
+    with simulation(**mode) as made:
+        device.reserve_on(memory.resolve(group), made, 1 << 16)
+        for turn in range(6):
+            rows = stacked(group, 3, 5)
+            full = stacked(group, W * 2, 3)
+            shard, whole = rows[rank].clone(), full[rank].clone()
+            in_place = turn % 2 == 1
+            if in_place:
+                shard, whole = symmetric(shard, group), symmetric(whole, group)
+            gathered = low_contention._all_gather_cuda(shard, group.group_name)
+            op = random.choice(["sum", "avg"])
+            scattered = low_contention._reduce_scatter_cuda(whole, op, group.group_name)
+            if not in_place:  # the caller may have its input back at once
+                shard.fill_(torch.nan)
+                whole.fill_(torch.nan)
+            assert torch.equal(wait(gathered), rows.flatten(0, 1))
+            total = full.sum(0) if op == "sum" else full.mean(0)
+            torch.testing.assert_close(wait(scattered), total.chunk(W)[rank])
+
+
+@MODES
+@WORLD_SIZES
+def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
+    ranks.run(world_size, transfers, mode)
+
+
+def batches(group: dist.ProcessGroup) -> dict[str, int]:
+    with simulation() as made:
+        shard = symmetric(torch.randn(64, 4), group)
+        wait(low_contention._all_gather_cuda(shard, group.group_name))
+        made.synchronize()
+        made.count()
+        wait(low_contention._all_gather_cuda(shard, group.group_name))
+        return made.count()
+
+
+def test_an_all_gather_is_one_batch_of_copies_and_two_of_signals(ranks: Ranks) -> None:
+    """Signals and waits before the copies; after them, in place, that they have ended."""
+    for counted in ranks.run(4, batches):
+        assert counted == {
+            "copies": 0,
+            "batches": 1,
+            "2d": 0,
+            "mem_op_calls": 2,
+            "mem_ops": 3 + 3 + 3 + 3,
+        }
+
+
+def in_place(group: dist.ProcessGroup) -> list[dict[str, int]]:
+    rank, counted = group.rank(), []
+    with simulation() as made:
+        for _ in range(3):
+            rows, weight = stacked(group, 8, 4), torch.randn(4, 3)
+            shard = symmetric(rows[rank], group)
+            made.count()
+            product = symm_cp.all_gather_matmul(shard, weight, gather_dim=0, group=group)
+            counted.append(made.count())
+            torch.testing.assert_close(product, rows.flatten(0, 1) @ weight)
+            shard.fill_(torch.nan)  # nobody reads it any more
+    return counted
+
+
+@WORLD_SIZES
+def test_symmetric_tensors_are_read_in_place(ranks: Ranks, world_size: int) -> None:
+    for counts in ranks.run(world_size, in_place):
+        for count in counts:
+            assert count["batches"] + count["copies"] == world_size - 1
+
+
+def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any]) -> None:
+    """Ops of all kinds in a row, of sizes that grow and shrink, on both channels at once."""
+    rank, W, choose = group.rank(), group.size(), random.Random(seed)
+    with simulation(**mode) as made:
+        device.reserve_on(memory.resolve(group), made, 1 << 18)
+        pending = []
+        for _ in range(count):
+            n, kind = choose.choice([1, 3, 40]), choose.randrange(5)
+            rows, weight = stacked(group, n, 8), torch.randn(8, 5)
+            if kind == 0:
+                out = symm_cp.all_gather_matmul(rows[rank], weight, gather_dim=0, group=group)
+                torch.testing.assert_close(out, rows.flatten(0, 1) @ weight)
+            elif kind == 1:
+                full = stacked(group, W * n, 8)
+                out = symm_cp.matmul_reduce_scatter(full[rank], weight, scatter_dim=0, group=group)
+                expected = (full @ weight).sum(0).chunk(W)[rank]
+                torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+            elif kind == 2:
+                key, value = symm_cp.all_gather_kv(rows[rank], -rows[rank], seq_dim=0, group=group)
+                assert torch.equal(key, rows.flatten(0, 1))
+                assert torch.equal(value, -key)
+            elif kind == 3:
+                gathered = low_contention._all_gather_cuda(rows[rank], group.group_name)
+                pending.append((gathered, rows))
+            elif pending:
+                gathered, expected = pending.pop(0)
+                assert torch.equal(wait(gathered), expected.flatten(0, 1))
+        for gathered, expected in pending:
+            assert torch.equal(wait(gathered), expected.flatten(0, 1))
+
+
+@MODES
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_mixes_of_ops(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
+    ranks.run(world_size, mixes, 40, random.randrange(1 << 30), mode)
+
+
+def epoch_wraps(group: dist.ProcessGroup) -> None:
+    with simulation() as made:
+        state = memory.resolve(group)
+        space = device.workspace(state, made, "sync", 1 << 12)
+        dist.barrier(group)
+        made.synchronize()
+        space.epoch = (1 << 32) - 4
+        for name in ("ready", "reduced", "done"):
+            space.flags(name).fill_(-4)
+        dist.barrier(group)
+        for _ in range(8):
+            rows = stacked(group, 4, 4)
+            out = symm_cp.all_gather_matmul(
+                rows[group.rank()], torch.eye(4), gather_dim=0, group=group
+            )
+            assert torch.equal(out, rows.flatten(0, 1))
+        assert space.epoch == 4
+        state.device_workspaces.clear()  # the next test begins with another
+
+
+def test_the_epoch_wraps_around(ranks: Ranks) -> None:
+    ranks.run(3, epoch_wraps)
+
+
+def capture_refuses(group: dist.ProcessGroup) -> None:
+    rows = stacked(group, 4, 4)
+    weight = torch.eye(4)
+
+    def call() -> torch.Tensor:
+        return symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=group)
+
+    with simulation() as made:
+        memory.resolve(group).device_workspaces.clear()
+        dist.barrier(group)
+        expected = call()
+        made.in_capture = True
+        with pytest.raises(RuntimeError, match=r"of 64 bytes.*reserve\(group, 64"):
+            call()
+        made.in_capture = False
+        device.reserve_on(memory.resolve(group), made, 64)
+        made.in_capture = True
+        assert torch.equal(call(), expected)
+
+
+def test_a_capture_does_not_grow_a_workspace(ranks: Ranks) -> None:
+    ranks.run(2, capture_refuses)
+
+
+def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
+    """What a captured graph has in its commands must not be freed by a later, larger reserve."""
+    with simulation() as made:
+        state = memory.resolve(group)
+        device.reserve_on(state, made, 1 << 12)
+        made.in_capture = True
+        first = device.workspace(state, made, "sync", 64)
+        made.in_capture = False
+        device.reserve_on(state, made, 1 << 22)
+        assert any(kept is first for kept in state.retained)
+        state.close()
+        assert not state.retained
+
+
+def test_workspaces_of_graphs_outlive_growth(ranks: Ranks) -> None:
+    ranks.run(2, graph_workspaces_stay)
+
+
+def driver_fails(group: dist.ProcessGroup) -> None:
+    with simulation() as made:
+        tensor = torch.randn(4, 4)
+        made.library.simulated_refuse(1)
+        with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed: CUDA_ERROR_OUT_OF_MEM"):
+            symm_cp.all_gather_matmul(tensor, tensor, gather_dim=0, group=group)
+        memory.resolve(group).device_workspaces.clear()
+        dist.barrier(group)
+        symm_cp.all_gather_matmul(tensor, tensor, gather_dim=0, group=group)
+
+
+def test_what_the_driver_says_is_raised(ranks: Ranks) -> None:
+    ranks.run(2, driver_fails)
+
+
+def test_a_driver_that_is_not_there_is_named() -> None:
+    with pytest.raises(RuntimeError, match=r"override_cuda_ops: the CUDA driver does not load"):
+        symm_cp.override_cuda_ops()
+
+
+def test_override_puts_kernels_over_torchs_and_takes_them_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(device.Device, "driver", simulated_device().driver)
+
+    def kernel() -> str:
+        lines = torch._C._dispatch_dump("symm_mem::fused_all_gather_matmul").splitlines()
+        return next(line for line in lines if line.startswith("CUDA:"))
+
+    assert "symm_cp" not in kernel()
+    with symm_cp.override_cuda_ops() as override:
+        assert "symm_cp/ops/override.py" in kernel()
+        assert symm_cp.override_cuda_ops() is override
+    assert "symm_cp" not in kernel()
+    override.undo()  # a second time: nothing

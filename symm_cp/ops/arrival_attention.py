@@ -44,18 +44,14 @@ def _tables(
     """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
     from symm_cp.kernels.arrival_attention import chunk_table
 
-    shards = []
-    for owner in (rank, *peers(rank, layout.world_size)):
-        chunks, begin = [], 0
-        for span in layout.spans(owner):
-            chunks.append((begin, span.length, span.start))
-            begin += span.length
-        shards.append(chunks)
-    spans = layout.spans(rank)
-    at = torch.cat([torch.arange(span.start, span.start + span.length) for span in spans])
+    shards = [
+        [(span.row, span.length, span.start) for span in layout.spans(owner)]
+        for owner in (rank, *peers(rank, layout.world_size))
+    ]
+    at = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
     # Without a mask, queries may be of another sequence: positions do not matter then.
-    at = at if len(at) == rows else torch.zeros(rows)
-    return at.int().to(device), chunk_table(shards).to(device)
+    at = at if len(at) == rows else at.new_zeros(rows)
+    return at.to(device), chunk_table(shards).to(device)
 
 
 def attend(

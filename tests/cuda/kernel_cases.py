@@ -88,10 +88,7 @@ class Case:
         self.causal, self.E = causal, E
         dtype = torch.float16  # the interpreter's dot takes bfloat16 for integers
         self.k, self.v = (torch.randn(B, G, length, E).to(dtype) for _ in range(2))
-        positions = [
-            torch.cat([torch.arange(s.start, s.start + s.length) for s in layout.spans(r)])
-            for r in range(ranks)
-        ]
+        positions = [torch.tensor(list(layout.positions(r))) for r in range(ranks)]
         self.positions = positions[rank].int()
         self.q = torch.randn(B, len(self.positions), H, E).transpose(1, 2).to(dtype)
         order = [rank, *peers(rank, ranks)]
@@ -102,14 +99,9 @@ class Case:
             torch.full((max(1, ranks - 1), B, G, room, E), torch.nan, dtype=dtype) for _ in "kv"
         )
         self.words = torch.zeros(max(1, ranks - 1) * 16, dtype=torch.int32)
-        table = []
-        for owner in order:
-            row, begin = [], 0
-            for span in layout.spans(owner):
-                row.append((begin, span.length, span.start))
-                begin += span.length
-            table.append(row)
-        self.chunks = chunk_table(table)
+        self.chunks = chunk_table(
+            [[(span.row, span.length, span.start) for span in layout.spans(o)] for o in order]
+        )
 
     def arrive(self, index: int, epoch: int) -> None:
         for place, tensor in zip((self.keys, self.values), self.shards[index], strict=True):

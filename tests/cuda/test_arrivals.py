@@ -1,0 +1,60 @@
+"""Attention by one kernel that polls: real ranks, pulls and flags; the kernel is interpreted."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cuda.simulated import build
+from tests.launch import launch
+
+
+def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
+    # Triton chooses its interpreter when it is imported.
+    from symm_cp import memory
+    from symm_cp.kernels import arrival_attention as module
+    from symm_cp.ops import arrival_attention
+    from symm_cp.schedule.layout import head_tail, sequential
+    from symm_cp.schedule.tiles import Mask
+    from tests.cuda.simulated import simulation
+
+    rank, W, choose = group.rank(), group.size(), random.Random(seed)
+    torch.manual_seed(seed)
+    plain = module.arrival_attention
+
+    def small(*args: Any, **options: Any) -> Any:
+        return plain(*args, **options, blocks=(16, 16), programs=2)
+
+    module.arrival_attention = small
+    state = memory.resolve(group)
+    with simulation(delays_us=2000):
+        for _ in range(4):
+            layout = choose.choice([sequential, head_tail])(16 * 2 * W, W)
+            mask = choose.choice([Mask(), Mask(right=0)])
+            H, G = choose.choice([(2, 2), (4, 2)])
+            q, k, v = (torch.randn(1, n, layout.length, 64) for n in (H, G, G))
+            at = torch.tensor(list(layout.positions(rank)))
+            mine = [t[:, :, at].half() for t in (q, k, v)]
+            assert arrival_attention.fits(state, mine[0], mine[1], layout, mask)
+            out, lse = arrival_attention.attend(state, *mine, layout, mask, None)
+            everywhere = torch.arange(layout.length)
+            visible = at.unsqueeze(1) >= everywhere if mask else torch.ones(1, 1).bool()
+            keys, values = (t.half().double().repeat_interleave(H // G, 1) for t in (k, v))
+            score = mine[0].double() @ keys.transpose(-1, -2) * 64**-0.5
+            score = score.masked_fill(~visible, -torch.inf)
+            torch.testing.assert_close(lse.double(), score.logsumexp(-1), rtol=1e-3, atol=1e-3)
+            expected = score.softmax(-1) @ values
+            torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-8)
+    say("right")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_attention_while_keys_arrive(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    build()
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with launch(world_size, attends, random.randrange(1 << 30)) as ranks:
+        assert ranks.hear_all() == ["right"] * world_size

@@ -36,14 +36,21 @@ class Case:
     repetitions: int = 15
     inner: int = 1  # calls in one timing, for short ones
     barrier: Callable[[], None] | None = None
+    # Called before and after a timing; with `host` only before, so that what is timed is how long
+    # the host takes to hand the work out.
+    synchronize: Callable[[], object] = lambda: None
+    host: bool = False
     notes: dict[str, object] = field(default_factory=dict)
 
 
 def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None]) -> float:
+    case.synchronize()
     barrier()
     start = time.perf_counter()
     for _ in range(case.inner):
         run()
+    if not case.host:
+        case.synchronize()
     return (time.perf_counter() - start) / case.inner
 
 
@@ -73,11 +80,11 @@ def _measure(case: Case, group: dist.ProcessGroup) -> dict[str, object]:
     }
 
 
-def _rank_main(cases: Callable[[dist.ProcessGroup], Iterable[Case]]) -> None:
+def _rank_main(cases: Callable[[dist.ProcessGroup], Iterable[Case]], backend: str) -> None:
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = f"file://{os.environ['SYMM_CP_BENCH_STORE']}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=world_size)
     assert dist.group.WORLD is not None
     rows = []
     for case in cases(dist.group.WORLD):
@@ -123,14 +130,20 @@ def _children(
         yield subprocess.Popen([sys.executable, *arguments], env=env)
 
 
-def main(cases: Callable[[dist.ProcessGroup], Iterable[Case]], description: str) -> None:
+def main(
+    cases: Callable[[dist.ProcessGroup], Iterable[Case]],
+    description: str,
+    *,
+    backend: str = "gloo",
+    machine: str | None = None,
+) -> None:
     """Runs a benchmark as a command: `--ranks N`, `--json FILE`."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--ranks", type=int, default=2, help="processes, one thread each")
     parser.add_argument("--json", type=Path, help="write the rows, the machine and the date here")
     options = parser.parse_args()
     if "SYMM_CP_BENCH_STORE" in os.environ:
-        _rank_main(cases)
+        _rank_main(cases, backend)
         return
     import symm_cp  # noqa: F401 - builds the native part once, before the ranks start
 
@@ -144,7 +157,7 @@ def main(cases: Callable[[dist.ProcessGroup], Iterable[Case]], description: str)
         report = {
             "command": " ".join(["python", *sys.argv]),
             "date": datetime.date.today().isoformat(),
-            "machine": f"{_processor()}, {os.cpu_count()} cores",
+            "machine": machine or f"{_processor()}, {os.cpu_count()} cores",
             "torch": torch.__version__,
             "ranks": options.ranks,
             "rows": rows,

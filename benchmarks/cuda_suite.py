@@ -1,0 +1,323 @@
+"""Everything about CUDA that needs a GPU to be measured, in one command.
+
+    python benchmarks/cuda_suite.py --ranks 2 --json benchmarks/results/cuda_suite.json
+
+Ranks may share one GPU (they then share its time, too: ratios are what counts). Each case computes
+its result once against a reference before it is timed. The first variant is the limit.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+# Read by torch when it allocates symmetric memory.
+os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+
+import symm_cp
+from benchmarks.harness import Case, main
+from symm_cp.ops import arrival_attention, low_contention, matmul
+from symm_cp.schedule.layout import sequential
+from symm_cp.schedule.tiles import Mask
+
+DEVICE = "cuda"
+# SYMM_CP_SUITE_SCALE divides every size: to try the suite out.
+SCALE = int(os.environ.get("SYMM_CP_SUITE_SCALE", "1"))
+DTYPE = torch.bfloat16
+#: (name, hidden size, feed-forward size) of models; a rank has 8192 rows over W.
+MODELS = (("Llama-3 8B", 4096, 14336), ("Llama-3 70B", 8192, 28672))
+
+gather_matmul = matmul.CUDA_KERNELS["fused_all_gather_matmul"]
+matmul_scatter = matmul.CUDA_KERNELS["fused_matmul_reduce_scatter"]
+low_gather = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
+low_scatter = low_contention.CUDA_KERNELS["_low_contention_reduce_scatter"]
+wait = torch.ops._c10d_functional.wait_tensor
+
+
+def synchronize() -> None:
+    torch.cuda.synchronize()
+
+
+def case(name: str, variants: dict[str, Callable[[], object]], **options: Any) -> Case:
+    return Case(name, variants, synchronize=synchronize, **options)
+
+
+def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE, dtype=dtype)
+
+
+def gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The definition, by way of the host: for references only."""
+    parts = [torch.empty_like(shard, device="cpu") for _ in range(group.size())]
+    dist.all_gather(parts, shard.cpu(), group=group)
+    return torch.cat(parts).to(DEVICE)
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
+    error = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
+    assert error < 2**-6, f"{what}: off by {error:.2e} of the largest value"
+
+
+def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
+    """Fused against unfused and against torch's own fused ops."""
+    W, name = group.size(), group.group_name
+    for model, hidden, feed in MODELS:
+        rows, hidden, feed = 8192 // SCALE // W, hidden // SCALE, feed // SCALE
+        x, up, down = normal(rows, hidden), normal(hidden, feed // W), normal(feed // W, hidden)
+        full, wide = gathered(x, group), normal(rows * W, feed // W)
+        out = torch.empty(rows * W, feed // W, device=DEVICE, dtype=DTYPE)
+
+        def check_gather(x: Any = x, up: Any = up, full: Any = full, model: str = model) -> None:
+            close(gather_matmul(x, [up], 0, name)[1][0], full @ up, f"all-gather-matmul {model}")
+
+        yield case(
+            f"all-gather-matmul, {model} up",
+            {
+                "matmul alone": lambda full=full, up=up, out=out: torch.mm(full, up, out=out),
+                "fused": lambda x=x, up=up: gather_matmul(x, [up], 0, name, return_A=False),
+                "torch's": lambda x=x, up=up: symm_mem._fused_all_gather_matmul(
+                    x, [up], 0, name, return_A=False
+                ),
+                "unfused": lambda x=x, up=up: wait(low_gather(x, name)) @ up,
+            },
+            check=check_gather,
+        )
+        product = normal(rows * W, hidden)
+
+        def check_scatter(wide: Any = wide, down: Any = down, model: str = model) -> None:
+            total = (wide @ down).float().cpu()
+            dist.all_reduce(total, group=group)
+            own = total.chunk(W)[group.rank()].to(DEVICE)
+            close(matmul_scatter(wide, down, "sum", 0, name), own, f"matmul-reduce-scatter {model}")
+
+        yield case(
+            f"matmul-reduce-scatter, {model} down",
+            {
+                "matmul alone": lambda wide=wide, down=down, out=product: torch.mm(
+                    wide, down, out=out
+                ),
+                "fused": lambda wide=wide, down=down: matmul_scatter(wide, down, "sum", 0, name),
+                "torch's": lambda wide=wide, down=down: symm_mem._fused_matmul_reduce_scatter(
+                    wide, down, "sum", 0, name
+                ),
+                "unfused": lambda wide=wide, down=down: wait(low_scatter(wide @ down, "sum", name)),
+            },
+            check=check_scatter,
+        )
+
+
+def launches(group: dist.ProcessGroup) -> Iterator[Case]:
+    """How long the host takes to hand one op out."""
+    name, W = group.group_name, group.size()
+    x, weight = normal(128, 128), normal(128, 128)
+    many = {"host": True, "inner": 20, "repetitions": 25}
+    yield case(
+        "host time of an all-gather-matmul",
+        {
+            "torch's": lambda: symm_mem._fused_all_gather_matmul(
+                x, [weight], 0, name, return_A=False
+            ),
+            "ours": lambda: gather_matmul(x, [weight], 0, name, return_A=False),
+        },
+        **many,
+    )
+    wide = normal(128 * W, 128)
+    yield case(
+        "host time of a matmul-reduce-scatter",
+        {
+            "torch's": lambda: symm_mem._fused_matmul_reduce_scatter(wide, weight, "sum", 0, name),
+            "ours": lambda: matmul_scatter(wide, weight, "sum", 0, name),
+        },
+        **many,
+    )
+    yield case(
+        "host time of a low-contention all-gather",
+        {
+            "torch's": lambda: wait(symm_mem._low_contention_all_gather(x, name)),
+            "ours": lambda: wait(low_gather(x, name)),
+        },
+        **many,
+    )
+
+
+def latencies(group: dist.ProcessGroup) -> Iterator[Case]:
+    """A signal to and from a peer: a barrier of torch's against stream operations."""
+    name = group.group_name
+    shared = symm_mem.empty(1024, device=DEVICE, dtype=torch.uint8)
+    handle = symm_mem.rendezvous(shared, name)
+    tiny = symm_mem.empty(16, device=DEVICE, dtype=torch.uint8)
+    symm_mem.rendezvous(tiny, name)
+    yield case(
+        "a barrier; an all-gather of 16 bytes, which has two",
+        {
+            "barrier (torch's kernel)": lambda: handle.barrier(),
+            "all-gather, symmetric input": lambda: wait(low_gather(tiny, name)),
+        },
+        inner=50,
+    )
+
+
+def sm_copies(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """An all-gather whose bytes are moved by kernels, on a stream of its own."""
+    handle = symm_mem.rendezvous(shard, group.group_name)
+    output = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
+    side = torch.cuda.Stream()
+    parts = output.chunk(group.size())
+    peers = [handle.get_buffer(p, shard.shape, shard.dtype) for p in range(group.size())]
+
+    def run() -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            handle.barrier(channel=1)
+            for part, peer in zip(parts, peers, strict=True):
+                torch.add(peer, 0, out=part)  # an element-wise kernel
+            handle.barrier(channel=2)
+        return output
+
+    return run
+
+
+def contention(group: dist.ProcessGroup) -> Iterator[Case]:
+    """What a large matmul loses beside an all-gather."""
+    n = 8192 // SCALE
+    a, b, out = normal(n, n), normal(n, n), normal(n, n)
+    shard = symm_mem.empty(n * n // 2, device=DEVICE, dtype=DTYPE).normal_()
+    symm_mem.rendezvous(shard, group.group_name)
+    by_kernels = sm_copies(shard, group)
+
+    def check() -> None:
+        full = gathered(shard, group)
+        assert torch.equal(wait(low_gather(shard, group.group_name)), full)
+        assert torch.equal(by_kernels(), full)
+
+    def beside(start: Callable[[], torch.Tensor], finish: Any) -> Callable[[], object]:
+        def run() -> object:
+            moving = start()
+            torch.mm(a, b, out=out)
+            return finish(moving)
+
+        return run
+
+    def join(moved: torch.Tensor) -> torch.Tensor:
+        synchronize()
+        return moved
+
+    yield case(
+        f"a matmul of {n} cubed beside an all-gather of {shard.nbytes >> 20} MiB a rank",
+        {
+            "matmul alone": lambda: torch.mm(a, b, out=out),
+            "beside low-contention all-gather": beside(
+                lambda: low_gather(shard, group.group_name), wait
+            ),
+            "beside all-gather by kernels": beside(by_kernels, join),
+            "low-contention all-gather alone": lambda: wait(low_gather(shard, group.group_name)),
+        },
+        check=check,
+    )
+
+
+def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
+    """Attention over shards against one call over gathered keys."""
+    W, rank, name = group.size(), group.rank(), group.group_name
+    for length, features in ((8192, 128), (32768, 128), (8192, 64)):
+        local = length // SCALE // W
+        q, k, v = (normal(1, 32, local, features) for _ in range(3))
+        key, value = (
+            gathered(t.movedim(2, 0).contiguous(), group).movedim(0, 2).contiguous() for t in (k, v)
+        )
+        grad = torch.randn_like(q)
+        layout = sequential(local * W, W)
+        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+        full = [t.clone().requires_grad_() for t in (q, key, value)]
+        state = symm_cp.memory.resolve(name)
+
+        def arrival(
+            q: Any = q, k: Any = k, v: Any = v, layout: Any = layout, s: Any = state
+        ) -> Any:
+            return arrival_attention.attend(s, q, k, v, layout, Mask(), None)
+
+        def train(function: Callable[..., Any], tensors: list[Any], grad: Any = grad) -> None:
+            torch.autograd.grad(function(*tensors), tensors, grad)
+
+        def fused(q: Any, k: Any, v: Any) -> torch.Tensor:
+            return symm_cp.all_gather_attention(q, k, v, group=group)
+
+        def check(q: Any = q, k: Any = k, v: Any = v, key: Any = key, value: Any = value) -> None:
+            expected = F.scaled_dot_product_attention(q, key, value)
+            close(fused(q, k, v), expected, f"attention, rank {rank}")
+            close(arrival(q, k, v)[0], expected, f"attention by arrival, rank {rank}")
+
+        what = f"{length // SCALE} tokens, 32 heads of {features}"
+        yield case(
+            f"attention forward, {what}",
+            {
+                "one call on gathered keys": lambda q=q, key=key, value=value: (
+                    F.scaled_dot_product_attention(q, key, value)
+                ),
+                "fused, pipeline": lambda q=q, k=k, v=v: fused(q, k, v),
+                "fused, arrival flags": arrival,
+            },
+            check=check,
+        )
+        yield case(
+            f"attention forward and backward, {what}",
+            {
+                "one call on gathered keys": lambda full=full, train=train: train(
+                    F.scaled_dot_product_attention, full
+                ),
+                "fused": lambda leaves=leaves, train=train: train(fused, leaves),
+            },
+        )
+
+
+def graphs(group: dist.ProcessGroup) -> Iterator[Case]:
+    """An op captured once and replayed, with inputs that change."""
+    name = group.group_name
+    x, weight = normal(1024 // SCALE, 1024), normal(1024, 1024)
+    symm_cp.reserve(group, x.nbytes, device=DEVICE)
+    gather_matmul(x, [weight], 0, name)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _, (product,) = gather_matmul(x, [weight], 0, name, return_A=False)
+
+    def check() -> None:
+        for _ in range(20):
+            x.normal_()
+            graph.replay()
+            close(product, gathered(x, group) @ weight, "a replayed all-gather-matmul")
+
+    yield case(
+        "an all-gather-matmul of 1024 rows a rank",
+        {
+            "eager": lambda: gather_matmul(x, [weight], 0, name, return_A=False),
+            "replayed": lambda: graph.replay(),
+        },
+        check=check,
+        inner=10,
+    )
+
+
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    torch.cuda.set_device(group.rank() % torch.cuda.device_count())
+    for part in (latencies, launches, matmuls, contention, attentions, graphs):
+        yield from part(group)
+
+
+if __name__ == "__main__":
+    if not torch.cuda.is_available():
+        sys.exit("cuda_suite: needs a CUDA device, and this machine has none")
+    main(
+        cases,
+        "Correctness and speed on CUDA.",
+        backend="cpu:gloo,cuda:gloo",
+        machine=f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+    )

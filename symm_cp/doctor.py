@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, native
+from symm_cp import __version__, env, native
+from symm_cp.device import Device
 
 _KEYS = ("CPU", "CUDA", "Meta", "Autograd")
 
@@ -93,6 +94,17 @@ def _cpu() -> Finding:
     return Finding("backends", "CPU", "ok", "symmetric memory in anonymous shared memory")
 
 
+def _driver() -> Finding:
+    """What the CUDA runtime of this package asks of the driver."""
+    found = native.load().symm_cp_driver(Device.driver.encode())
+    if found < 0:
+        advice = "update the driver; the ops of torch's namespace keep torch's kernels until then"
+        return Finding("backends", "CUDA driver", "missing", native.error(), advice)
+    copies = "batched copies" if found == 2 else "single copies (batches came with CUDA 12.8)"
+    signals = "by streams" if env.signals() == "stream" else "by torch's kernels"
+    return Finding("backends", "CUDA driver", "ok", f"{copies}; signals {signals}")
+
+
 def _cuda() -> list[Finding]:
     if not torch.cuda.is_available():
         built = torch.version.cuda is not None
@@ -100,7 +112,7 @@ def _cuda() -> list[Finding]:
         advice = "check the driver with nvidia-smi" if built else "install a CUDA build of torch"
         return [Finding("backends", "CUDA", "missing", detail, advice)]
     count = torch.cuda.device_count()
-    findings = []
+    findings = [_driver()]
     for device in range(count):
         about = torch.cuda.get_device_properties(device)
         peers = [

@@ -4,8 +4,8 @@ Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, fea
 `mask` is an additive one, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
 
     CPU    torch's flash kernels: every dtype and mask, any number of features.
-    CUDA   flash (16-bit types, without mask), memory-efficient (masks, and float32), or, for what
-           neither takes (float64, odd numbers of features), plain matmuls.
+    CUDA   what torch would choose for the same attention, so that `sdpa_kernel` and the like hold:
+           cuDNN, flash or memory-efficient; and plain matmuls for what none of them takes.
 """
 
 from __future__ import annotations
@@ -20,23 +20,30 @@ _cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
 _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _flash = _aten._scaled_dot_product_flash_attention.default
 _flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
+_cudnn = _aten._scaled_dot_product_cudnn_attention.default
 _efficient = _aten._scaled_dot_product_efficient_attention.default
 _efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
-_NARROW = (torch.bfloat16, torch.float16)
+# torch's numbers of its kernels (`torch.nn.attention.SDPBackend`).
+_KINDS = {1: "flash", 2: "efficient", 3: "cudnn"}
 # The efficient kernel wants rows of a mask to begin at multiples of 16 elements.
 _MASK_ALIGN = 16
-_MOST_FEATURES = 256
 
 
-def kind_of(query: torch.Tensor, mask: torch.Tensor | None) -> str:
-    """Returns which kernel takes a tile: "cpu", "flash", "efficient" or "matmul"."""
+def kind_of(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+) -> str:
+    """Returns which kernel takes a tile: "cpu", "cudnn", "flash", "efficient" or "matmul"."""
     if query.device.type == "cpu":
         return "cpu"
-    features = query.shape[-1]
-    if query.dtype == torch.float64 or features % 8 != 0 or features > _MOST_FEATURES:
-        return "matmul"
-    return "flash" if mask is None and query.dtype in _NARROW else "efficient"
+    if mask is not None:
+        # Only the efficient kernel has a mask and a log-sum-exp that can be merged.
+        times = query.shape[1] // key.shape[1]
+        key, mask = _repeated(key, times), _aligned(mask, query, key)
+    shared = query.shape[1] != key.shape[1]
+    choice = torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=shared)
+    kind = _KINDS.get(choice, "matmul")
+    return "efficient" if mask is not None and kind != "matmul" else kind
 
 
 def forward(
@@ -50,7 +57,7 @@ def forward(
     kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and its log-sum-exp; for rows that see no key the latter may be wrong."""
-    kind = kind or kind_of(query, mask)
+    kind = kind or kind_of(query, key, mask, causal=causal)
     if kind == "cpu":
         return _cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     if causal:
@@ -59,6 +66,9 @@ def forward(
     if kind == "flash":
         out, lse, *_ = _flash(query, key, value, 0.0, causal, False, scale=scale)
         return out, lse
+    if kind == "cudnn":
+        out, lse, *_ = _cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
+        return out, lse.reshape(query.shape[:3])
     times = query.shape[1] // key.shape[1]
     key, value = _repeated(key, times), _repeated(value, times)
     if kind == "efficient":
@@ -84,12 +94,13 @@ def backward(
     kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value; `lse` is inf in rows that see nothing."""
-    kind = kind or kind_of(query, mask)
+    kind = kind or kind_of(query, key, mask, causal=causal)
     if kind == "cpu":
         return _cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-    if kind == "flash":
+    if kind in ("flash", "cudnn"):
+        # cuDNN wants the log-sum-exp as its own forward pass laid it out; flash takes any.
         none = torch.empty(0, dtype=torch.uint64, device=query.device)
         rows, keys = query.shape[2], key.shape[2]
         # Cumulative lengths and random state: of nested tensors and dropout, which are not here.

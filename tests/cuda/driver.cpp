@@ -1,7 +1,7 @@
 // A stand-in for the CUDA driver that runs on CPU memory, for tests: a stream is a thread with a
 // queue, the null stream is the thread that calls. It does what the driver promises and no more:
-// streams run at their own pace (with random delays), copies of a batch in any order, and a wait for
-// an event that was not recorded yet is none.
+// streams run at their own pace (with random delays), copies of a batch in any order, and a wait
+// for an event that was not recorded yet is none.
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -109,7 +109,9 @@ extern "C" {
 
 Stream simulated_stream() { return new SimStream; }
 void simulated_drain(Stream stream) { static_cast<SimStream*>(stream)->drain(); }
-void simulated_call(Stream stream, void (*kernel)()) { run(stream, [kernel] { kernel(); }); }
+void simulated_call(Stream stream, void (*kernel)()) {
+  run(stream, [kernel] { kernel(); });
+}
 void simulated_delays(int most_us) { max_delay_us = most_us; }
 // How often the driver was called since the last time, by kind.
 int simulated_count(int kind) {

@@ -83,10 +83,20 @@ def merge_attention() -> int:
 class Case:
     """One rank's attention over the shards of all ranks."""
 
-    def __init__(self, layout: Layout, rank: int, *, causal: bool, H: int, G: int, E: int) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        *,
+        causal: bool,
+        H: int,
+        G: int,
+        E: int,
+        # Not bfloat16: the interpreter's dot takes that for integers.
+        dtype: torch.dtype = torch.float16,
+    ) -> None:
         B, length, ranks = 2, layout.length, layout.world_size
         self.causal, self.E = causal, E
-        dtype = torch.float16  # the interpreter's dot takes bfloat16 for integers
         self.k, self.v = (torch.randn(B, G, length, E).to(dtype) for _ in range(2))
         positions = [torch.tensor(list(layout.positions(r))) for r in range(ranks)]
         self.positions = positions[rank].int()
@@ -101,14 +111,16 @@ class Case:
         self.words = torch.zeros(max(1, ranks - 1) * 16, dtype=torch.int32)
         self.chunks = chunk_table(
             [[(span.row, span.length, span.start) for span in layout.spans(o)] for o in order]
-        )
+        ).to(self.q.device)
 
     def arrive(self, index: int, epoch: int) -> None:
         for place, tensor in zip((self.keys, self.values), self.shards[index], strict=True):
             place[index, :, :, : tensor.shape[2]] = tensor
         self.words[index * 16] = epoch
 
-    def run(self, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(
+        self, epoch: int, blocks: tuple[int, int] = (16, 16), programs: int | None = 3
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         arrivals = Arrivals(self.keys, self.values, self.words, 16, epoch)
         return attention(
             self.q,
@@ -117,8 +129,8 @@ class Case:
             self.positions,
             self.chunks,
             causal=self.causal,
-            blocks=(16, 16),
-            programs=3,
+            blocks=blocks,
+            programs=programs,
         )
 
     def check(self, out: torch.Tensor, lse: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -54,18 +55,29 @@ def test_rows_that_see_nothing() -> None:
     assert not grads[0][0, 0, 2].any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_which_kernel_takes_a_tile_on_cuda(dtype: torch.dtype) -> None:
-    def kind(features: int, masked: bool) -> str:
-        query = torch.empty(1, 1, 2, features, dtype=dtype, device="meta")  # any but the CPU
-        return attention_kernels.kind_of(query, torch.empty(2, 2) if masked else None)
+@pytest.mark.parametrize("masked", [False, True])
+def test_on_cuda_the_kernel_is_the_one_that_torch_would_choose(
+    masked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    query = torch.empty(1, 4, 3, 64, device="meta")  # any device but the CPU
+    key = torch.empty(1, 2, 5, 64, device="meta")
+    mask = torch.empty(3, 5, device="meta") if masked else None
+    chosen = {0: "matmul", 1: "flash", 2: "efficient", 3: "cudnn"}
+    asked: list[tuple[Any, dict[str, object]]] = []
+    for number, kind in chosen.items():
 
-    if dtype == torch.float64:
-        assert kind(64, masked=False) == "matmul"
-    else:
-        assert kind(64, masked=False) == ("flash" if dtype == torch.bfloat16 else "efficient")
-        assert kind(64, masked=True) == "efficient"
-        assert kind(65, masked=False) == kind(320, masked=False) == "matmul"
+        def choice(*given: object, number: int = number, **options: object) -> int:
+            asked.append((given, options))
+            return number
+
+        monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
+        found = attention_kernels.kind_of(query, key, mask, causal=not masked)
+        assert found == ("efficient" if masked and kind != "matmul" else kind)
+        (_, keys, _, bias, _, causal), options = asked.pop()
+        assert causal is not masked
+        assert options == {"enable_gqa": not masked}
+        assert keys.shape[1] == (4 if masked else 2)
+        assert bias is None or bias.shape == (1, 4, 3, 5)
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(5, 5), (5, 9), (9, 5), (1, 4), (4, 1)])

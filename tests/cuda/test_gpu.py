@@ -1,0 +1,119 @@
+"""What only a GPU can show, in one process. Ranks on GPUs: `pytest --device cuda`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import symm_cp
+from symm_cp import kernels, native
+from symm_cp.device import Device, device_of
+from symm_cp.ops import attention_kernels
+from symm_cp.ops.override import CudaOverride
+from tests.cuda import kernel_cases
+
+pytestmark = pytest.mark.gpu
+
+
+def test_the_driver_has_what_streams_need() -> None:
+    assert native.load().symm_cp_driver(Device.driver.encode()) in (1, 2), native.error()
+
+
+def test_types_are_those_of_cuda_h(tmp_path: Path) -> None:
+    """csrc/driver.h declares by hand what cuda.h does."""
+    source = Path(__file__).with_name("driver_types.cpp")
+    nvcc = shutil.which("nvcc")
+    assert nvcc is not None, "the CUDA toolkit is needed for this test"
+    command = [nvcc, "-std=c++20", "-c", str(source), "-o", str(tmp_path / "types.o")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_side_streams_are_not_the_callers() -> None:
+    device = device_of(torch.device("cuda", 0))
+    handles = {*device.streams("sync"), *device.streams("async")}
+    assert len(handles) == 3
+    with torch.cuda.stream(torch.cuda.Stream()):
+        assert device.streams("sync")[0] not in handles
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32])
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_add_rows(dtype: torch.dtype, ranks: int) -> None:
+    rows = (torch.randn(ranks, 1000, 37, device="cuda") * 8).to(dtype)
+    out = torch.empty_like(rows[0])
+    kernels.add_rows(rows, out)
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    total = rows[0].to(wide)
+    for row in rows[1:]:
+        total = total + row
+    assert torch.equal(out, total.to(dtype))
+
+
+def test_merge_attention() -> None:
+    with torch.device("cuda"):
+        assert kernel_cases.merge_attention() > 0
+
+
+def attend(kind: str, dtype: torch.dtype, *, causal: bool, groups: int) -> list[torch.Tensor]:
+    rows = keys = 130
+    q, grad = (torch.randn(2, 4, rows, 64, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(2, 4 // groups, keys, 64, device="cuda", dtype=dtype) for _ in range(2))
+    options: dict[str, Any] = {"causal": causal, "scale": None}
+    results = []
+    for chosen in (kind, "matmul"):
+        tensors = [t if chosen == kind else t.double() for t in (q, k, v, grad)]
+        query, key, value, gradient = tensors
+        out, lse = attention_kernels.forward(query, key, value, None, kind=chosen, **options)
+        given = (gradient, query, key, value, out, lse, None)
+        grads = attention_kernels.backward(*given, kind=chosen, **options)
+        results.append([out, lse, *grads])
+    for found, wanted in zip(*results, strict=True):
+        scale = wanted.abs().max()
+        # Weights, products and results are rounded to the dtype.
+        limit = 2**-6 if dtype.itemsize == 2 else 2**-9
+        assert (found.double() - wanted).abs().max() <= limit * scale
+    return results[0]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("flash", torch.bfloat16),
+        ("cudnn", torch.bfloat16),
+        ("efficient", torch.float16),
+        ("efficient", torch.float32),
+    ],
+)
+def test_attention_kernels(kind: str, dtype: torch.dtype, groups: int, causal: bool) -> None:
+    attend(kind, dtype, causal=causal, groups=groups)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("features", [64, 128])
+def test_arrival_attention(dtype: torch.dtype, causal: bool, features: int) -> None:
+    """Over shards that are all there; tests/cuda/test_arrivals.py has those that are not."""
+    for layout in kernel_cases.layouts():
+        with torch.device("cuda"):
+            case = kernel_cases.Case(layout, 0, causal=causal, H=4, G=2, E=features, dtype=dtype)
+            for index in range(layout.world_size - 1):
+                case.arrive(index, 7)
+            case.check(*case.run(7, blocks=(128, 64), programs=None))
+
+
+def test_override_can_be_undone() -> None:
+    name = "symm_mem::fused_all_gather_matmul"
+    before = torch._C._dispatch_dump(name)
+    with CudaOverride():
+        assert torch._C._dispatch_dump(name) != before
+    assert torch._C._dispatch_dump(name) == before
+    assert symm_cp.override_cuda_ops() is symm_cp.override_cuda_ops()
+    symm_cp.override_cuda_ops().undo()

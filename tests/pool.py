@@ -218,6 +218,7 @@ def _spawn(rank: int, port: int) -> _Process:
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pool
     # One thread a rank: the tests run on small machines, and sums come out in one order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks share GPUs
     command = [sys.executable, "-u", "-m", "tests.rank_process"]
     popen = subprocess.Popen(
         [*command, str(rank), str(SIZE), str(port), str(child_end.fileno()), str(os.getpid())],

@@ -5,14 +5,16 @@ Real ranks, schedules, launches, signals and copies; streams are threads that da
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from symm_cp import device, memory
 from tests.cuda.simulated import build, simulation
-from tests.ops import test_gradients, test_random
+from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -50,3 +52,26 @@ def gradients(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
 @WORLD_SIZES
 def test_gradients_of_gathers(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gradients, {})
+
+
+def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None:
+    """All masks on two layouts, forward and backward, in rank order and as a ring."""
+    W = group.size()
+    chosen = random.Random(seed)
+    cases = [
+        test_attention.Case(layout, rotate=rotate, dtype=dtype, **mask)
+        for layout in chosen.sample(test_attention.layouts(W), 2)
+        for mask in test_attention.masks(layout)[::2]
+        for rotate, dtype in (("allgather", torch.float32), ("alltoall", torch.bfloat16))
+    ]
+    with simulation(**mode) as made:
+        device.reserve_on(memory.resolve(group), made, 1 << 20)
+        test_attention.run_all(group, cases, seed)
+
+
+@pytest.mark.parametrize("mode", [{}, {"graph": True}], ids=["eager", "graph"])
+@WORLD_SIZES
+def test_attention_forward_and_backward(
+    ranks: Ranks, world_size: int, mode: dict[str, Any]
+) -> None:
+    ranks.run(world_size, attention, mode, random.randrange(1 << 30))

@@ -177,6 +177,9 @@ class Group:
         #: Kept for device.py: workspaces by device and channel, and those that graphs still use.
         self.device_workspaces: dict[Hashable, Any] = {}
         self.retained: list[Any] = []
+        #: Kept for hosts.py: how the group is spread over hosts, once that was found out.
+        self.hosts: Any = None
+        self.spread_known = False
 
     def workspace(self, channel: str, slot_bytes: int) -> Workspace:
         """Returns the workspace of a channel with slots of at least `slot_bytes`.
@@ -246,6 +249,7 @@ class Group:
             self.discard(channel)
         self.device_workspaces.clear()
         self.retained.clear()
+        self.hosts = None
         native.load().symm_cp_release_groups()
 
 

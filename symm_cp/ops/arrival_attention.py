@@ -8,6 +8,7 @@ import torch
 
 from symm_cp import env
 from symm_cp.device import device_of
+from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.runtime.arrivals import all_gather_and_poll
 from symm_cp.schedule.builders import peers
@@ -22,7 +23,9 @@ def takes(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, 
     """Tells whether a call is for this kernel: the user asked for it, and it can do it."""
     if query.device.type != "cuda" or env.attention() != "arrival":
         return False
-    return fits(group, query, key, layout, mask) and not device_of(query.device).capturing()
+    if hosts_of(group) is not None or device_of(query.device).capturing():
+        return False
+    return fits(group, query, key, layout, mask)
 
 
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> bool:

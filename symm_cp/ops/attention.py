@@ -248,7 +248,7 @@ def _attention_kernel(
             forward.add(tile, *shards)
 
     shard = [dense_features(key), dense_features(value)]
-    runtime.of(key).all_gather_and_consume(
+    runtime.of(key, group).all_gather_and_consume(
         group, shard, consume, call.what, shapes=shard_shapes(key, call.layout)
     )
     return forward.result()
@@ -285,7 +285,7 @@ def _attention_backward_kernel(
 
     shapes = grad_shapes(key, call.layout)
     total = new_result(key, shapes[group.rank], wide(key.dtype))
-    runtime.of(key).consume_and_reduce_scatter(
+    runtime.of(key, group).consume_and_reduce_scatter(
         group,
         [dense_features(key), dense_features(value)],
         consume,

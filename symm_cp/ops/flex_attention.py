@@ -180,7 +180,7 @@ def _forward(
 
     shard = [dense_features(key), dense_features(value)]
     what = call.what(_OP, query, key)
-    runtime.of(key).all_gather_and_consume(
+    runtime.of(key, call.group).all_gather_and_consume(
         call.group, shard, consume, what, shapes=shard_shapes(key, call.keys)
     )
     return forward.result()
@@ -219,7 +219,7 @@ def _backward(
 
     partials = grad_shapes(key, call.keys)
     total = new_result(key, partials[call.group.rank], wide(key.dtype))
-    runtime.of(key).consume_and_reduce_scatter(
+    runtime.of(key, call.group).consume_and_reduce_scatter(
         call.group,
         [dense_features(key), dense_features(value)],
         consume,

@@ -65,7 +65,7 @@ def _gather_kernel(
             full.narrow(dim, rank * size, size).copy_(shard)
 
     what = what_is(_GATHER, key, value, detail=f"seq_dim={dim}")
-    runtime.of(key).all_gather_and_consume(group, [key, value], consume, what)
+    runtime.of(key, group).all_gather_and_consume(group, [key, value], consume, what)
     return keys, values
 
 
@@ -87,7 +87,7 @@ def _scatter_kernel(
             part.view(shape).copy_(grad.narrow(dim, rank * size, size))
 
     what = what_is(_SCATTER, *grads, detail=f"seq_dim={dim}")
-    runtime.of(grad_key).produce_and_reduce_scatter(group, produce, total, what)
+    runtime.of(grad_key, group).produce_and_reduce_scatter(group, produce, total, what)
     # Tensors of their own: an op's results share no memory.
     key, value = (part.view(s) for part, s in zip(total.split(counts), shapes, strict=True))
     return key.clone(), value.clone()

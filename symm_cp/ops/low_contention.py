@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed._functional_collectives as funcol
 
+from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, GroupLike, group_name, resolve
 from symm_cp.ops.common import (
     check_divisible,
@@ -34,6 +35,21 @@ _SCATTER = "_low_contention_reduce_scatter"
 def _check_gather(tensor: torch.Tensor) -> None:
     if tensor.dim() == 0:
         raise ValueError(f"{_GATHER}: tensor must have at least 1 dimension, has none")
+
+
+def between_hosts_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
+    """Hosts share no memory: the process group's own collective, asynchronous as well."""
+    _check_gather(tensor)
+    return torch.ops._c10d_functional.all_gather_into_tensor(
+        tensor.contiguous(), group.world_size, group.name
+    )
+
+
+def between_hosts_scatter(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
+    """As `between_hosts_gather`."""
+    return torch.ops._c10d_functional.reduce_scatter_tensor(
+        tensor.contiguous(), reduce_op, group.world_size, group.name
+    )
 
 
 def _plan_gather(group: Group, tensor: torch.Tensor) -> Collective:
@@ -81,6 +97,8 @@ def _all_gather_cpu(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     if in_test_mode():
         return unfused_all_gather(tensor, 0, group_name)
     group = resolve(group_name)
+    if hosts_of(group) is not None:
+        return between_hosts_gather(tensor, group)
     key = (_GATHER, tensor.shape, tensor.dtype)
     plan = group.plans.get(key)
     if plan is None:
@@ -93,6 +111,9 @@ def _reduce_scatter_cpu(tensor: torch.Tensor, reduce_op: str, group_name: str) -
     if in_test_mode():
         _check_scatter(tensor, reduce_op, group.world_size)
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
+    if hosts_of(group) is not None:
+        _check_scatter(tensor, reduce_op, group.world_size)
+        return between_hosts_scatter(tensor, reduce_op, group)
     key = (_SCATTER, tensor.shape, tensor.dtype, reduce_op)
     plan = group.plans.get(key)
     if plan is None:
@@ -110,7 +131,10 @@ def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     if in_test_mode():
         return unfused_all_gather(tensor, 0, group_name)
     _check_gather(tensor)
-    return transfers.all_gather(resolve(group_name), tensor)
+    group = resolve(group_name)
+    if hosts_of(group) is not None:
+        return between_hosts_gather(tensor, group)
+    return transfers.all_gather(group, tensor)
 
 
 def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
@@ -118,6 +142,8 @@ def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     mean = _check_scatter(tensor, reduce_op, group.world_size)
     if in_test_mode():
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
+    if hosts_of(group) is not None:
+        return between_hosts_scatter(tensor, reduce_op, group)
     scattered = transfers.reduce_scatter(group, real(tensor), mean=mean)
     return torch.view_as_complex(scattered) if tensor.is_complex() else scattered
 

@@ -85,7 +85,7 @@ def _all_gather_matmul_kernel(
         for out, B in zip(outs, Bs, strict=True):
             torch.mm(A_rows, B, out=out.narrow(0, rank * rows, rows))
 
-    runtime.of(A).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
+    runtime.of(A, group).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
     lead = front_shape(A, dim, group.world_size)[:-1]
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return (A_full.movedim(0, dim) if A_full is not None else None), results
@@ -124,7 +124,7 @@ def _add_products_of_shards(
         for total, B in zip(sums, Bs, strict=True):
             total.add_product(shards[0], B.narrow(0, rank * k, k))
 
-    runtime.of(A_rows).all_gather_and_consume(
+    runtime.of(A_rows, group).all_gather_and_consume(
         group, [A_rows], consume, what, gathered=A_full, columns=True
     )
     for total in sums:
@@ -151,7 +151,7 @@ def _multiply_gathered_blocks(
             for out, B in zip(outs, Bs, strict=True):
                 torch.mm(block, B, out=out[rows])
 
-    runtime.of(A_rows).all_gather_and_combine(group, A_rows, combine, what)
+    runtime.of(A_rows, group).all_gather_and_combine(group, A_rows, combine, what)
 
 
 def _all_gather_matmul_fake(
@@ -257,7 +257,7 @@ def _multiply_and_reduce_scatter(
         total.finish()
 
     what = what_is(op, As[0], detail=f"N={Bs[0].shape[1]} scatter_dim={dim} {reduce_op}")
-    runtime.of(out).produce_and_reduce_scatter(group, produce, out, what, mean=mean)
+    runtime.of(out, group).produce_and_reduce_scatter(group, produce, out, what, mean=mean)
     return out if columns else out.movedim(0, dim).contiguous()
 
 

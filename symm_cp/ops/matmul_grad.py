@@ -46,7 +46,7 @@ def _weight_grad_kernel(
                 sums[index].add_product(left, rows_of(g, gather_dim, rank, W))
 
     what = what_is("_fused_all_gather_weight_grad", A_shard, detail=f"gather_dim={gather_dim}")
-    runtime.of(shard).all_gather_and_consume(group, [shard], consume, what)
+    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what)
     for total in sums:
         total.finish()
     return outs
@@ -97,7 +97,7 @@ def _matmul_reduce_scatter_backward_kernel(
 
     shard = grad if columns else grad.movedim(scatter_dim, 0)
     what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=f"dim={scatter_dim}")
-    runtime.of(shard).all_gather_and_consume(group, [shard], consume, what)
+    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what)
     for total in (A_sum, B_sum):
         if total is not None:
             total.finish()

@@ -186,7 +186,7 @@ def _all_gather_scaled_matmul_kernel(
             part = out.narrow(0, rank * rows, rows)
             _scaled_mm_out(shards[0].view(rows, A.shape[-1]), B, scale, scale_b, part, **extra)
 
-    runtime.of(A).all_gather_and_consume(group, shard, consume, what, gathered=A_full)
+    runtime.of(A, group).all_gather_and_consume(group, shard, consume, what, gathered=A_full)
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return A_full.movedim(0, dim), results
 
@@ -220,7 +220,7 @@ def _gathered_then_scaled(
     else:
         rows = A.flatten(0, -2)
         A_full = new_result(A, (rows.shape[0], rows.shape[1] * group.world_size))
-        runtime.of(A).all_gather_and_consume(
+        runtime.of(A, group).all_gather_and_consume(
             group, [rows], lambda shards, rank: None, what, gathered=A_full, columns=True
         )
         A_full = A_full.view(*A.shape[:-1], A_full.shape[-1])
@@ -392,7 +392,7 @@ def _scaled_matmul_reduce_scatter_kernel(
         total = unfused_reduce_scatter(torch.cat(parts), reduce_op, 0, group_name).view(front)
     else:
         what = what_is(_SCATTER, A, detail=f"N={B.shape[1]} scatter_dim={dim} {reduce_op}")
-        runtime.of(out).produce_and_reduce_scatter(group, multiply, out, what, mean=mean)
+        runtime.of(out, group).produce_and_reduce_scatter(group, multiply, out, what, mean=mean)
         total = out
     if not columns:
         total = total.movedim(0, dim)

@@ -13,13 +13,20 @@ from types import ModuleType
 
 import torch
 
-from symm_cp.runtime import cpu
+from symm_cp.hosts import hosts_of
+from symm_cp.memory import Group
+from symm_cp.runtime import cpu, hierarchy
 
 _runtimes: dict[str, ModuleType] = {"cpu": cpu}
 
 
-def of(tensor: torch.Tensor) -> ModuleType:
-    """Returns the runtime for the device of a tensor."""
+def of(tensor: torch.Tensor, group: Group) -> ModuleType:
+    """Returns the runtime for the device of a tensor and the ranks of a group."""
+    return on(tensor) if hosts_of(group) is None else hierarchy
+
+
+def on(tensor: torch.Tensor) -> ModuleType:
+    """Returns the runtime for the device of a tensor, of ranks that share memory."""
     kind = tensor.device.type
     found = _runtimes.get(kind)
     if found is None:

@@ -1,0 +1,89 @@
+"""Groups that span hosts: who shares memory with whom.
+
+Two ranks are on one host when they run under one boot of one kernel and in one network namespace,
+in which the sockets are that symmetric memory is passed over. Host names say nothing: containers
+and copied images repeat them.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    _get_process_group_store,
+    _resolve_process_group,
+)
+
+from symm_cp import env
+from symm_cp.memory import Group, resolve
+
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+def identity() -> str:
+    """Returns what is the same for processes that can share memory, and else differs."""
+    chosen = env.host()
+    if chosen is not None:
+        return chosen
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """How a group is spread over hosts; rank `ranks[h][i]` of the group is number i of host h.
+
+    This rank is number `place` of host `host`, whose ranks are the group `local`.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]
+    host: int
+    place: int
+    local: Group
+    #: Kept alive with this object.
+    process_group: dist.ProcessGroup
+
+
+def spread(identities: list[str]) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks of each host, given the identity of each rank's."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(identities):
+        hosts.setdefault(host, []).append(rank)
+    return tuple(tuple(ranks) for ranks in hosts.values())
+
+
+def hosts_of(group: Group) -> Hosts | None:
+    """Returns how a group is spread over hosts, or None when all of it is on one.
+
+    Collective at the first call for a group. Raises `NotImplementedError` when hosts hold different
+    numbers of its ranks.
+    """
+    if group.world_size == 1:
+        return None
+    if not group.spread_known:
+        group.hosts = _find(group)
+        group.spread_known = True
+    found: Hosts | None = group.hosts
+    return found
+
+
+def _find(group: Group) -> Hosts | None:
+    process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
+    store = _get_process_group_store(process_group)
+    store.set(f"symm_cp/host/{group.rank}", identity())
+    found = [store.get(f"symm_cp/host/{rank}").decode() for rank in range(group.world_size)]
+    ranks = spread(found)
+    if len(ranks) == 1:
+        return None
+    if len({len(there) for there in ranks}) > 1:
+        raise NotImplementedError(
+            f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}: "
+            "needs as many on each"
+        )
+    host = next(index for index, there in enumerate(ranks) if group.rank in there)
+    mine = [dist.get_global_rank(process_group, rank) for rank in ranks[host]]
+    # Only the ranks of this host take part.
+    local = dist.new_group(mine, use_local_synchronization=True)
+    return Hosts(ranks, host, ranks[host].index(group.rank), resolve(local), local)

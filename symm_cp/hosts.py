@@ -7,11 +7,15 @@ and copied images repeat them.
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import (
     _get_process_group_store,
     _resolve_process_group,
@@ -42,7 +46,7 @@ class Hosts:
     host: int
     place: int
     local: Group
-    #: Kept alive with this object.
+    #: That of `local`, kept alive with this object.
     process_group: dist.ProcessGroup
 
 
@@ -83,7 +87,38 @@ def _find(group: Group) -> Hosts | None:
             "needs as many on each"
         )
     host = next(index for index, there in enumerate(ranks) if group.rank in there)
-    mine = [dist.get_global_rank(process_group, rank) for rank in ranks[host]]
-    # Only the ranks of this host take part.
-    local = dist.new_group(mine, use_local_synchronization=True)
-    return Hosts(ranks, host, ranks[host].index(group.rank), resolve(local), local)
+    place = ranks[host].index(group.rank)
+    local = _local_group(process_group, f"{group.name}, host {host}", place, len(ranks[host]))
+    return Hosts(ranks, host, place, resolve(local), local)
+
+
+def _local_group(
+    process_group: dist.ProcessGroup, name: str, place: int, size: int
+) -> dist.ProcessGroup:
+    """A group of those ranks of another that are on this host: for symmetric memory.
+
+    `new_group` would ask ranks that are no members to take part, or depend on which other groups
+    each of the members is in.
+    """
+    store = dist.PrefixStore(f"symm_cp/{name}", _get_process_group_store(process_group))
+    local, cpu = dist.ProcessGroup(store, place, size), torch.device("cpu")
+    # A group has its name and its time-out from a backend. The loopback device is enough.
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    # Longer than that of the links: a rank that has lost one says so to those that wait for it.
+    options._timeout = _timeout_of(process_group) * 1.5
+    backend = dist.ProcessGroupGloo(store, place, size, options)
+    local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
+    local._set_group_name(name)
+    with contextlib.suppress(RuntimeError):
+        _unregister_process_group(name)  # of an earlier group of that name
+    _register_process_group(name, local)
+    return local
+
+
+def _timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
+    for device in process_group._device_types:
+        options = getattr(process_group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return dist.default_pg_timeout

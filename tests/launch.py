@@ -15,7 +15,8 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,16 @@ import torch
 import torch.distributed as dist
 
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)
+_STORE, _TIMEOUT = "SYMM_CP_TEST_STORE", "SYMM_CP_TEST_TIMEOUT"
 _ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: what its command begins with, and variables of its environment."""
+
+    prefix: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 class Launched:
@@ -56,25 +66,40 @@ class Launched:
 
 
 @contextlib.contextmanager
-def launch(world_size: int, function: Callable[..., Any], *args: Any) -> Iterator[Launched]:
-    """Starts the ranks and, at the end, kills those that still run."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+def launch(
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    places: Sequence[Place] = (),
+    timeout: datetime.timedelta = GROUP_TIMEOUT,
+) -> Iterator[Launched]:
+    """Starts the ranks and, at the end, kills those that still run.
+
+    `places` says where each rank runs; without it all are on this host.
+    """
     processes, pipes = [], []
-    with tempfile.TemporaryFile() as log:
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as folder:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            _STORE: f"{folder}/store",
+            _TIMEOUT: str(timeout.total_seconds()),
+        }
         for rank in range(world_size):
             parent_end, child_end = Pipe()
             descriptor = child_end.fileno()
-            numbers = [rank, world_size, store.port, descriptor, os.getpid()]
+            numbers = [rank, world_size, descriptor, os.getpid()]
+            place = places[rank] if places else Place()
             processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "tests.launch", *map(str, numbers)],
+                    [*place.prefix, sys.executable, "-m", "tests.launch", *map(str, numbers)],
                     pass_fds=[descriptor],
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
                     cwd=_ROOT,
-                    env=environment,
+                    env={**environment, **place.environment},
                 )
             )
             child_end.close()
@@ -92,14 +117,14 @@ def launch(world_size: int, function: Callable[..., Any], *args: Any) -> Iterato
 def _main() -> None:
     from tests.rank_process import die_with
 
-    rank, world_size, port, descriptor, parent = map(int, sys.argv[1:])
+    rank, world_size, descriptor, parent = map(int, sys.argv[1:])
     die_with(parent)
     torch.set_num_threads(1)
     pipe = Connection(descriptor)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
-    )
+    timeout = datetime.timedelta(seconds=float(os.environ[_TIMEOUT]))
+    # A file: ranks in network namespaces of their own have no address in common with the parent.
+    store = dist.FileStore(os.environ[_STORE], world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
     path, call = pickle.loads(pipe.recv_bytes())
     sys.path[:] = path
     function, args = pickle.loads(call)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
+from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, is_symmetric, resolve
 from symm_cp.ops.common import (
     check_divisible,
@@ -27,6 +28,17 @@ from symm_cp.schedule import builders
 _ALL_REDUCE = "one_shot_all_reduce"
 _TWO_SHOT = "two_shot_all_reduce_"
 _SCATTER_OUT = "reduce_scatter_out"
+
+
+def _group_of_one_host(op: str, group_name: str) -> Group:
+    group = resolve(group_name)
+    found = hosts_of(group)
+    if found is not None:
+        raise NotImplementedError(
+            f"{op}: the ranks of group {group_name!r} are on {len(found.ranks)} hosts, which share "
+            "no memory: use the collectives of torch.distributed"
+        )
+    return group
 
 
 def _check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -62,7 +74,7 @@ def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str) -> Colle
 def _one_shot_all_reduce_out_cpu(
     input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
 ) -> torch.Tensor:
-    group = resolve(group_name)
+    group = _group_of_one_host(_ALL_REDUCE, group_name)
     _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
     key = (_ALL_REDUCE, input.shape, input.dtype, reduce_op)
     plan = group.plans.get(key)
@@ -100,7 +112,7 @@ def _plan_two_shot(group: Group, input: torch.Tensor, reduce_op: str) -> Collect
 
 
 def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    group = resolve(group_name)
+    group = _group_of_one_host(_TWO_SHOT, group_name)
     if not (input.is_contiguous() and is_symmetric(input, group)):
         # Nothing that peers could reach: go by way of the workspace.
         return input.copy_(_one_shot_all_reduce_cpu(input, reduce_op, group_name))
@@ -143,7 +155,7 @@ def _plan_scatter_out(group: Group, input: torch.Tensor, split_last_dim: bool) -
 def _reduce_scatter_out_cpu(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
-    group = resolve(group_name)
+    group = _group_of_one_host(_SCATTER_OUT, group_name)
     key = (_SCATTER_OUT, input.shape, input.dtype, split_last_dim)
     plan = group.plans.get(key)
     if plan is None:
@@ -156,7 +168,7 @@ def _reduce_scatter_out_cpu(
 def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
     op = "get_remote_tensors"
     _check_dense(op, "x", x)
-    group = resolve(group_name)
+    group = _group_of_one_host(op, group_name)
     handle = torch_symm_mem.rendezvous(x, group.name)
     if handle is None:
         raise ValueError(f"{op}: x is not in symmetric memory: allocate it with symm_mem.empty()")

@@ -1,0 +1,72 @@
+"""Hosts for tests: network namespaces on one machine, joined by a switch.
+
+Each has an address, a network of its own and no sockets in common with the others, so that ranks in
+two of them cannot share memory, as on two machines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+
+from tests.launch import Place
+
+_SWITCH = "switch"
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
+
+
+class Fabric:
+    """Some hosts on a switch."""
+
+    def __init__(self, hosts: int) -> None:
+        self._names = [f"symmcp-{os.getpid()}-{host}" for host in range(hosts)]
+        self._hub = f"symmcp-{os.getpid()}-hub"
+        self.hosts = hosts
+
+    def _in(self, name: str, *words: str) -> None:
+        _ip("-n", name, *words)
+
+    def build(self) -> None:
+        """Makes the namespaces and the links."""
+        _ip("netns", "add", self._hub)
+        self._in(self._hub, "link", "add", _SWITCH, "type", "bridge")
+        self._in(self._hub, "link", "set", _SWITCH, "up")
+        for host, name in enumerate(self._names):
+            port = f"port{host}"
+            _ip("netns", "add", name)
+            self._in(self._hub, "link", "add", port, "type", "veth", "peer", "eth0", "netns", name)
+            self._in(self._hub, "link", "set", port, "master", _SWITCH, "up")
+            self._in(name, "addr", "add", f"10.91.0.{host + 1}/24", "dev", "eth0")
+            self._in(name, "link", "set", "eth0", "up")
+            self._in(name, "link", "set", "lo", "up")
+
+    def remove(self) -> None:
+        """Removes all that there is of it."""
+        for name in (*self._names, self._hub):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", name)
+
+    def cut(self, host: int) -> None:
+        """Takes the link of a host down."""
+        self._in(self._hub, "link", "set", f"port{host}", "down")
+
+    def place(self, host: int) -> Place:
+        """Where the ranks of a host run."""
+        prefix = ("ip", "netns", "exec", self._names[host])
+        return Place(prefix, {"GLOO_SOCKET_IFNAME": "eth0"})
+
+
+@contextlib.contextmanager
+def fabric(hosts: int) -> Iterator[Fabric]:
+    """Hosts on a switch, inside."""
+    made = Fabric(hosts)
+    try:
+        made.build()
+        yield made
+    finally:
+        made.remove()

@@ -1,0 +1,214 @@
+"""Groups that span hosts: every op against the same references as on one host."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import random
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import env, hosts, memory
+from tests.hosts.fabric import fabric
+from tests.launch import launch
+from tests.ops import test_attention, test_gradients, test_random
+from tests.pool import Ranks
+
+wait = torch.ops._c10d_functional.wait_tensor
+#: Ranks, and how many of them are on a host.
+SPREADS = pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 2), (4, 1)])
+
+
+#: What was found out about a group of the pool, which lives on: its ranks on so many a host.
+_found: dict[tuple[str, int], hosts.Hosts | None] = {}
+
+
+def _forget(group: dist.ProcessGroup) -> None:
+    """The store remembers who is where, which changes in these tests alone."""
+    dist.barrier(group)
+    store = dist.distributed_c10d._get_process_group_store(group)
+    store.delete_key(f"symm_cp/host/{group.rank()}")
+    dist.barrier(group)
+
+
+@contextmanager
+def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.ProcessGroup]:
+    """Ranks take each other for ranks of several hosts, inside."""
+    state, key = memory.resolve(group), (group.group_name, per_host)
+    before = state.hosts, state.spread_known
+    state.hosts, state.spread_known = _found.get(key), key in _found
+    os.environ["SYMM_CP_HOST"] = f"host {group.rank() // per_host}"
+    _forget(group)
+    try:
+        yield group
+    finally:
+        if state.spread_known:
+            _found[key] = state.hosts
+        state.hosts, state.spread_known = before
+        del os.environ["SYMM_CP_HOST"]
+        _forget(group)
+
+
+def all_ops(group: dist.ProcessGroup, seed: int) -> None:
+    """Forward and backward."""
+    for index in range(6):
+        test_random.gathers(group, index)
+        test_random.scatters(group, index)
+        test_random.scaled_gathers(group, index)
+        test_random.scaled_scatters(group, index)
+    W, rank = group.size(), group.rank()
+    rows, full = torch.randn(W, 3, 4), torch.randn(W, W * 2, 3)
+    gathered = symm_cp.low_contention_all_gather(rows[rank], group=group)
+    scattered = symm_cp.low_contention_reduce_scatter(full[rank], group=group)
+    assert torch.equal(wait(gathered), rows.flatten(0, 1))
+    torch.testing.assert_close(wait(scattered), full.sum(0).chunk(W)[rank])
+    leaf = rows[rank].clone().requires_grad_()
+    key, value = symm_cp.all_gather_kv(leaf, leaf * 2, seq_dim=0, group=group)
+    (key.sum() + (value * value).sum()).backward()
+    torch.testing.assert_close(leaf.grad, W * (1 + 8 * rows[rank]))
+    chosen = random.Random(seed)
+    cases = [
+        test_attention.Case(layout, dtype=torch.float64, rotate=rotate, **mask)
+        for layout in chosen.sample(test_attention.layouts(W), 3)
+        for mask in test_attention.masks(layout)
+        for rotate in ("allgather", "alltoall")
+    ]
+    test_attention.run_all(group, cases, seed)
+
+
+def on_hosts(
+    group: dist.ProcessGroup, per_host: int, function: Callable[..., Any], *args: Any
+) -> None:
+    with spread_out(group, per_host) as wide:
+        found = hosts.hosts_of(memory.resolve(wide))
+        assert found is not None
+        assert len(found.ranks) == group.size() // per_host
+        function(wide, *args)
+
+
+@SPREADS
+def test_all_ops(ranks: Ranks, world_size: int, per_host: int) -> None:
+    ranks.run(world_size, on_hosts, per_host, all_ops, random.randrange(1 << 30))
+
+
+@SPREADS
+def test_gradients_of_gathers(ranks: Ranks, world_size: int, per_host: int) -> None:
+    ranks.run(world_size, on_hosts, per_host, test_gradients.gather_gradients)
+
+
+def bitwise(group: dist.ProcessGroup) -> None:
+    x = torch.randn(8 * group.size(), 16).bfloat16()
+    first = symm_cp.matmul_reduce_scatter(x, x[:16].t()[:, :5], scatter_dim=0, group=group)
+    for _ in range(5):
+        again = symm_cp.matmul_reduce_scatter(x, x[:16].t()[:, :5], scatter_dim=0, group=group)
+        assert torch.equal(first, again)
+
+
+def test_sums_do_not_depend_on_timing(ranks: Ranks) -> None:
+    ranks.run(4, on_hosts, 2, bitwise)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    """Three ranks of which two are on a host."""
+    with spread_out(group, 2) as wide:
+        tensor = torch.randn(2, 2)
+        with pytest.raises(
+            NotImplementedError, match=r"\[\[0, 1\], \[2\]\]: needs as many on each"
+        ):
+            symm_cp.all_gather_matmul(tensor, tensor, group=wide)
+    # The group that they came from is as good as before.
+    symm_cp.all_gather_matmul(tensor, tensor, group=group)
+
+
+def test_hosts_with_different_numbers_of_ranks_are_refused(ranks: Ranks) -> None:
+    ranks.run(3, refuses)
+
+
+def needs_one_host(group: dist.ProcessGroup) -> None:
+    with spread_out(group, 1) as wide:
+        tensor = torch.randn(4, 4)
+        ops = torch.ops.symm_mem
+        for call in (
+            lambda: ops.one_shot_all_reduce(tensor, "sum", wide.group_name),
+            lambda: ops.two_shot_all_reduce_(tensor, "sum", wide.group_name),
+            lambda: ops.reduce_scatter_out(tensor, wide.group_name, False, tensor[:2].clone()),
+            lambda: ops.get_remote_tensors(tensor, wide.group_name),
+        ):
+            with pytest.raises(NotImplementedError, match=r": the ranks of group .* on 2 hosts"):
+                call()
+        out = symm_cp.all_gather_matmul(tensor, tensor, group=wide)
+        assert out.shape == (8, 4)
+
+
+def test_ops_on_peers_memory_need_one_host(ranks: Ranks) -> None:
+    ranks.run(2, needs_one_host)
+
+
+def test_spread() -> None:
+    assert hosts.spread(["a", "a", "a"]) == ((0, 1, 2),)
+    assert hosts.spread(["b", "a", "b", "a"]) == ((0, 2), (1, 3))
+
+
+def test_identity_is_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SYMM_CP_HOST", raising=False)
+    assert re.fullmatch(r"[0-9a-f-]{36} net:\[\d+\]", hosts.identity())
+    monkeypatch.setenv("SYMM_CP_HOST", "here")
+    assert env.host() == hosts.identity() == "here"
+
+
+# --- network namespaces ------------------------------------------------------------------------
+
+
+def over_the_network(group: dist.ProcessGroup, say: Any, seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    laid_out = test_random.laid_out
+    # No tensor is symmetric between hosts.
+    test_random.laid_out = lambda x, group, kind: laid_out(x, group, kind % 3)
+    found = hosts.hosts_of(memory.resolve(group))
+    assert found is not None
+    all_ops(group, seed)
+    say(f"right on {len(found.ranks)} hosts")
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_hosts_of_two_ranks_each(count: int) -> None:
+    """Nothing tells the ranks that they are on several hosts, but what they find out."""
+    with fabric(count) as made:
+        places = [made.place(rank // 2) for rank in range(2 * count)]
+        with launch(2 * count, over_the_network, random.randrange(1 << 30), places=places) as ranks:
+            assert set(ranks.hear_all(timeout=120)) == {f"right on {count} hosts"}
+
+
+def until_the_link_is_cut(group: dist.ProcessGroup, say: Any) -> None:
+    tensor = torch.randn(64, 64)
+    symm_cp.all_gather_matmul(tensor, tensor, group=group)
+    say("ready")
+    try:
+        while True:
+            symm_cp.all_gather_matmul(tensor, tensor, group=group)
+    except RuntimeError as error:
+        say(error)
+
+
+def test_a_link_that_goes_down_is_an_error_that_names_the_ranks() -> None:
+    with fabric(2) as made:
+        places = [made.place(rank // 2) for rank in range(4)]
+        limit = datetime.timedelta(seconds=4)
+        with launch(4, until_the_link_is_cut, places=places, timeout=limit) as ranks:
+            ranks.hear_all()
+            made.cut(1)
+            for rank, line in enumerate(ranks.hear_all(timeout=20)):
+                peer = (rank + 2) % 4
+                lost = f"rank {rank} lost the link from rank {peer} or to rank {peer}"
+                # Or the other rank of this host noticed first, and says so here.
+                other = f"rank {rank ^ 1} lost the link from rank {peer ^ 1}"
+                assert lost in line or other in line, line
+                assert "fused_all_gather_matmul" in line

@@ -102,6 +102,12 @@ class Device:
         """Whether streams signal and wait by themselves; otherwise torch's kernels do."""
         return env.signals() == "stream"
 
+    def workspace(
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool
+    ) -> DeviceWorkspace:
+        """Makes a workspace; collective."""
+        return DeviceWorkspace(group, self, channel, slot_bytes, graph=graph)
+
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
         """Whether a tensor was allocated as symmetric memory."""
         known = getattr(_SymmetricMemory, "is_symm_mem_tensor", None)
@@ -121,6 +127,12 @@ def device_of(device: torch.device) -> Device:
     return found
 
 
+def device_for(group: Group, device: torch.device) -> Device:
+    """Returns the `Device` on which a group's ops run."""
+    engine: Device | None = group.engine
+    return engine if engine is not None and device.type != "cpu" else device_of(device)
+
+
 class DeviceWorkspace:
     """Symmetric memory of one channel of a group on a device. Not for several threads at once."""
 
@@ -132,19 +144,22 @@ class DeviceWorkspace:
         self.slots = 1 if graph else _SLOTS
         self.slot_bytes = pages(slot_bytes)
         self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size)
-        total = self._header + self.slots * self.slot_bytes
         self.epoch = 0
         self.last_stream: int | None = None
-        self.memory = _SymmetricMemory.empty_strided_p2p(
-            (total,), [1], torch.uint8, device.device, group.name
-        )
-        self.torch_handle = _SymmetricMemory.rendezvous(self.memory, group.name)
-        self.handle = self._open(graph)
+        self.memory, bases = self._allocate(group, self._header + self.slots * self.slot_bytes)
+        self.handle = self._open(graph, bases)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
-        self._clear(graph)
+        self._clear(group, graph)
 
-    def _open(self, graph: bool) -> int:
-        bases = addresses_of(self.torch_handle, self.memory, self.rank)
+    def _allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Returns this rank's memory, and where that of each rank is mapped."""
+        memory = _SymmetricMemory.empty_strided_p2p(
+            (nbytes,), [1], torch.uint8, self.device.device, group.name
+        )
+        self.torch_handle = _SymmetricMemory.rendezvous(memory, group.name)
+        return memory, addresses_of(self.torch_handle, memory, self.rank)
+
+    def _open(self, graph: bool, bases: Sequence[int]) -> int:
         layout = native.Layout(
             flags=0,
             flag_count=len(FLAGS),
@@ -166,7 +181,7 @@ class DeviceWorkspace:
             raise RuntimeError(native.error())
         return handle
 
-    def _clear(self, graph: bool) -> None:
+    def _clear(self, group: Group, graph: bool) -> None:
         self.memory[: self._header].zero_()
         done = FLAGS.index("done")
         if graph and self.device.signals_by_stream():
@@ -184,6 +199,20 @@ class DeviceWorkspace:
         """Begins a call: every rank does so in the same order."""
         self.epoch = (self.epoch + 1) & 0xFFFFFFFF
         return self.epoch
+
+    def issue(
+        self,
+        commands: ctypes.Array[native.StreamCommand],
+        operands: ctypes.Array[ctypes.c_void_p],
+        lanes: ctypes.Array[ctypes.c_void_p],
+        epoch: int,
+        *,
+        capturing: bool,
+    ) -> None:
+        """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
+        run, count = native.load().symm_cp_streams_run, len(commands)
+        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing)) < 0:
+            raise RuntimeError(f"symm_cp: {native.error()}")
 
     def signal(self, flag: str, peer: int) -> None:
         """Signals a peer by a kernel of torch's, in the current stream."""
@@ -261,7 +290,7 @@ def _workspace(
     if graph and known is not None:
         # Graphs that were captured go on using it.
         group.retained.append(known)
-    fresh = DeviceWorkspace(group, device, channel, wanted, graph=graph)
+    fresh = device.workspace(group, channel, wanted, graph=graph)
     group.device_workspaces[key] = fresh
     return fresh
 

@@ -22,6 +22,8 @@ _runtimes: dict[str, ModuleType] = {"cpu": cpu}
 
 def of(tensor: torch.Tensor, group: Group) -> ModuleType:
     """Returns the runtime for the device of a tensor and the ranks of a group."""
+    if group.engine is not None and tensor.device.type != "cpu":
+        return on(tensor)  # it reaches other hosts
     return on(tensor) if hosts_of(group) is None else hierarchy
 
 

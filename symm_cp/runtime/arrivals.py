@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.device import device_of, workspace
+from symm_cp.device import device_for, workspace
 from symm_cp.memory import FLAG_BYTES, Group
 from symm_cp.runtime.cuda import Mode, Shard, Sizes
 from symm_cp.runtime.launch import Kernel, Launch, lower
@@ -50,7 +50,7 @@ def all_gather_and_poll(
     `words` (int32) is `epoch` or, as a difference of 32-bit numbers, a later one.
     """
     ranks = group.world_size
-    device = device_of(shard[0].device)
+    device = device_for(group, shard[0].device)
     mode = Mode.of(device)
     assert mode.slots > 1, "numbers cannot change in a CUDA graph"
     mine = Shard(shard, None, ranks)

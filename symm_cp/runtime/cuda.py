@@ -17,7 +17,7 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.device import Device, DeviceWorkspace, device_of, symmetric_addresses, workspace
+from symm_cp.device import Device, DeviceWorkspace, device_for, symmetric_addresses, workspace
 from symm_cp.memory import Group
 from symm_cp.runtime.cpu import Consume, Shapes, part_offsets
 from symm_cp.runtime.launch import Kernel, Launch, lower
@@ -184,7 +184,7 @@ def all_gather_and_consume(
     (as column blocks `consume` gets them as they lie there), else to staging memory.
     """
     ranks, rank = group.world_size, group.rank
-    device = device_of(shard[0].device)
+    device = device_for(group, shard[0].device)
     mode = Mode.of(device)
     addresses = _in_place(group, device, shard, mode)
     mine = Shard(shard, shapes, ranks)
@@ -239,7 +239,7 @@ def all_gather_and_combine(
     As `cpu.all_gather_and_combine`.
     """
     ranks = group.world_size
-    device = device_of(shard.device)
+    device = device_for(group, shard.device)
     mode = Mode.of(device)
     addresses = _in_place(group, device, [shard], mode)
     mine = Shard([shard], None, ranks)
@@ -283,7 +283,7 @@ def produce_and_reduce_scatter(
     produces, and one kernel adds all of them in rank order.
     """
     rank, ranks = group.rank, group.world_size
-    device = device_of(out.device)
+    device = device_for(group, out.device)
     mode = Mode.of(device)
     nbytes = out.numel() * out.element_size()
     launch = _produce_launch(rank, ranks, nbytes, mode)
@@ -369,7 +369,7 @@ def consume_and_reduce_scatter(
     rank have room here; with it two shards and one partial sum.
     """
     rank, ranks = group.rank, group.world_size
-    device = device_of(out.device)
+    device = device_for(group, out.device)
     mode = Mode.of(device)
     mine = Shard(shard, shapes, ranks)
     exchange = _Exchange(

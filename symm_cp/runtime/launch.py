@@ -51,10 +51,8 @@ class _Call:
     signals: str | None = None
 
 
-@dataclass(frozen=True)
-class _Batch:
-    commands: object
-    count: int
+#: Native commands, one after the other.
+_Batch: TypeAlias = "ctypes.Array[native.StreamCommand]"
 
 
 @dataclass(frozen=True)
@@ -82,11 +80,11 @@ class Launch:
         moved = workspace.last_stream not in (None, streams[0])
         if moved and self.joined and not capturing:
             # Calls follow one another, also when the caller has changed streams.
-            _issue(workspace, _BETWEEN_STREAMS, addresses, lanes, epoch, capturing)
+            workspace.issue(_BETWEEN_STREAMS, addresses, lanes, epoch, capturing=False)
         workspace.last_stream = streams[0]
         for item in self.items:
-            if isinstance(item, _Batch):
-                _issue(workspace, item, addresses, lanes, epoch, capturing)
+            if isinstance(item, ctypes.Array):
+                workspace.issue(item, addresses, lanes, epoch, capturing=capturing)
                 continue
             if item.signals is None:
                 kernel = partial(kernels[item.name], item.index)
@@ -96,22 +94,8 @@ class Launch:
             device.launch(item.lane, workspace.channel, kernel)
 
 
-def _issue(
-    workspace: DeviceWorkspace,
-    batch: _Batch,
-    addresses: object,
-    lanes: object,
-    epoch: int,
-    capturing: bool,
-) -> None:
-    run = native.load().symm_cp_streams_run
-    commands, count = batch.commands, batch.count
-    if run(workspace.handle, commands, count, addresses, lanes, epoch, int(capturing)) < 0:
-        raise RuntimeError(f"symm_cp: {native.error()}")
-
-
 def _batch(commands: Sequence[native.StreamCommand]) -> _Batch:
-    return _Batch((native.StreamCommand * len(commands))(*commands), len(commands))
+    return (native.StreamCommand * len(commands))(*commands)
 
 
 _BETWEEN_STREAMS = _batch([native.StreamCommand(kind=_Kind.WAIT_EVENT, lane=0, event=_END)])

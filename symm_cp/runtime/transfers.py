@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
-from symm_cp.device import Device, device_of, symmetric_addresses, workspace
+from symm_cp.device import Device, device_for, symmetric_addresses, workspace
 from symm_cp.memory import Group
 from symm_cp.runtime.cuda import Mode
 from symm_cp.runtime.launch import Kernel, Launch, lower
@@ -71,7 +71,7 @@ def _start(
     kernels: dict[str, Kernel],
 ) -> torch.Tensor:
     """Runs `launch(rank, ranks, nbytes, mode, in_place)` on the tensor and another operand."""
-    device = device_of(tensor.device)
+    device = device_for(group, tensor.device)
     mode = Mode.of(device)
     source = tensor.contiguous()
     with group.lock, device.guard():

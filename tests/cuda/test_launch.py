@@ -23,12 +23,10 @@ BINDING = {
 def words(launch: Launch) -> list[str]:
     found = []
     for item in launch.items:
-        commands = getattr(item, "commands", None)
-        if commands is None:
+        if not isinstance(item, ctypes.Array):
             found.append(f"{item.lane}: call {item.name}({item.index})")
             continue
-        assert isinstance(commands, ctypes.Array)
-        for command in commands:
+        for command in item:
             assert isinstance(command, native.StreamCommand)
             kind, lane = KINDS[command.kind], ["compute", "copy"][command.lane]
             event = f" {command.event}" if "event" in kind or kind == "record" else ""

@@ -55,6 +55,7 @@ __all__ = [
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
     "matmul_reduce_scatter",
+    "nvshmem",
     "override_cuda_ops",
     "reserve",
     "scaled_all_gather_matmul",
@@ -64,13 +65,13 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from symm_cp import inductor
+    from symm_cp import inductor, nvshmem
 
 
 def __getattr__(name: str) -> object:
-    # Imported when it is asked for: the compiler that it belongs to takes a second to import.
-    if name == "inductor":
-        return _import_module("symm_cp.inductor")
+    # Imported when asked for: the compiler that the one belongs to takes a second to import.
+    if name in ("inductor", "nvshmem"):
+        return _import_module(f"symm_cp.{name}")
     raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")
 
 

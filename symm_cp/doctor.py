@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import platform
 import tempfile
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, env, native
+from symm_cp import __version__, env, native, nvshmem
 from symm_cp.device import Device
 
 _KEYS = ("CPU", "CUDA", "Meta", "Autograd")
@@ -134,10 +133,17 @@ def _cuda() -> list[Finding]:
 
 
 def _nvshmem() -> Finding:
-    if importlib.util.find_spec("nvshmem") is None:
+    try:
+        core, _ = nvshmem.library()
+    except RuntimeError as error:
         advice = "pip install 'symm_cp[nvshmem]' on a machine with NVIDIA GPUs"
-        return Finding("backends", "NVSHMEM", "missing", "nvshmem4py is not installed", advice)
-    return Finding("backends", "NVSHMEM", "ok", "nvshmem4py is installed")
+        return Finding("backends", "NVSHMEM", "missing", str(error.__cause__), advice)
+    try:
+        core.get_unique_id(empty=True)  # loads the library
+    except Exception as error:  # of the loader of CUDA's libraries
+        advice = "nvshmem4py needs libnvshmem_host.so.3: install nvidia-nvshmem-cu13 (or -cu12)"
+        return Finding("backends", "NVSHMEM", "missing", str(error).splitlines()[0], advice)
+    return Finding("backends", "NVSHMEM", "ok", "nvshmem4py and its library load")
 
 
 def _op_findings() -> list[Finding]:

@@ -177,8 +177,10 @@ class Group:
         #: Kept for device.py: workspaces by device and channel, and those that graphs still use.
         self.device_workspaces: dict[Hashable, Any] = {}
         self.retained: list[Any] = []
-        #: Kept for nvshmem.py: what moves the group's bytes instead of torch's symmetric memory.
+        #: Kept for nvshmem.py: what moves bytes instead of torch's symmetric memory, and how many
+        #: workspaces the group had there.
         self.engine: Any = None
+        self.engine_workspaces = 0
         #: Kept for hosts.py: how the group is spread over hosts, once that was found out.
         self.hosts: Any = None
         self.spread_known = False

@@ -1,0 +1,302 @@
+"""NVSHMEM: one-sided transfers between GPUs, also of different hosts, by way of nvshmem4py.
+
+`init()` starts it on all ranks and takes one piece of the symmetric heap, from which the workspaces
+of groups are cut: allocation on that heap is collective over all ranks, a group's workspace is not.
+`enable(group)` then has the group's ops on CUDA go that way. Where all peers' memory is mapped
+here, everything goes as on CUDA (copy engines, stream signals); else shards are fetched by `get`,
+and signals are NVSHMEM's, all of it on the same streams.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import pickle
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+from symm_cp import native
+from symm_cp.device import Device, DeviceWorkspace
+from symm_cp.memory import FLAG_BYTES, Group, GroupLike, resolve
+
+_PAGE = 4096
+# `StreamKind` and `Space` of csrc/.
+_COPY, _SIGNAL, _WAIT = 0, 1, 2
+_OPERAND = 0
+
+
+def library() -> tuple[Any, Any]:
+    """Returns `nvshmem.core` and `nvshmem.bindings`; raises `RuntimeError` where they are not."""
+    try:
+        return import_module("nvshmem.core"), import_module("nvshmem.bindings")
+    except ImportError as error:
+        raise RuntimeError(
+            f"symm_cp.nvshmem: nvshmem4py is not usable here: {error}; on a machine with NVIDIA "
+            "GPUs: pip install 'symm_cp[nvshmem]' (CUDA 12: nvshmem4py-cu12)"
+        ) from error
+
+
+@dataclass
+class Heap:
+    """A piece of the symmetric heap, of `memory.numel()` bytes on every rank."""
+
+    core: Any
+    bindings: Any
+    memory: torch.Tensor
+    #: What is cut from it: (offset, bytes), in order.
+    taken: list[tuple[int, int]] = field(default_factory=list)
+
+    def cut(self, nbytes: int) -> int:
+        """Returns the offset of free bytes; raises `RuntimeError` when there are too few."""
+        begin, wanted = 0, -(-nbytes // _PAGE) * _PAGE
+        for place, (offset, size) in enumerate(self.taken):
+            if offset - begin >= wanted:
+                self.taken.insert(place, (begin, wanted))
+                return begin
+            begin = offset + size
+        if self.memory.numel() - begin < wanted:
+            raise RuntimeError(
+                f"symm_cp.nvshmem: a workspace needs {wanted} bytes and {self.memory.numel()} were "
+                f"taken at the start, {begin} of which are in use: give init() more heap_bytes"
+            )
+        self.taken.append((begin, wanted))
+        return begin
+
+    def give_back(self, offset: int) -> None:
+        """Frees what was cut at an offset."""
+        self.taken = [piece for piece in self.taken if piece[0] != offset]
+
+
+_heap: Heap | None = None
+
+
+def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None) -> None:
+    """Starts NVSHMEM on all ranks of the default process group. Collective.
+
+    `heap_bytes` is what all workspaces on a rank may take together; `device` is this rank's GPU,
+    by default the current one. The unique id travels through the process group's store. Raises
+    `RuntimeError` when the package, the driver or the fabric is missing, or when it was started.
+    """
+    global _heap
+    if _heap is not None:
+        raise RuntimeError("symm_cp.nvshmem: init() was called already; finalize() ends it")
+    core, bindings = library()
+    assert dist.group.WORLD is not None
+    store, rank = _get_process_group_store(dist.group.WORLD), dist.get_rank()
+    where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    try:
+        if rank == 0:
+            store.set("symm_cp/nvshmem", pickle.dumps(core.get_unique_id()))
+        uid = pickle.loads(store.get("symm_cp/nvshmem"))
+        core.init(
+            device=_bound(torch.device(where)),
+            uid=uid,
+            rank=rank,
+            nranks=dist.get_world_size(),
+            initializer_method="uid",
+        )
+        memory = core.bytetensor((heap_bytes,))
+    except Exception as error:  # of nvshmem4py, of cuda.core, of the library's loader
+        raise RuntimeError(
+            f"symm_cp.nvshmem: NVSHMEM does not start: {type(error).__name__}: {error}; "
+            "symm-cp doctor says what is there"
+        ) from error
+    _heap = Heap(core, bindings, memory)
+
+
+def _bound(device: torch.device) -> Any:
+    """The GPU as nvshmem4py takes it, made current."""
+    bound = import_module("cuda.core").Device(device.index or 0)
+    bound.set_current()
+    return bound
+
+
+def finalize() -> None:
+    """Ends NVSHMEM; groups go back to torch's symmetric memory. Collective."""
+    global _heap
+    if _heap is None:
+        return
+    for group in _enabled:
+        group.engine = None
+        group.device_workspaces.clear()
+    _enabled.clear()
+    torch.cuda.synchronize()
+    heap, _heap = _heap, None
+    heap.core.free_tensor(heap.memory)
+    heap.core.finalize()
+
+
+_enabled: list[Group] = []
+
+
+def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
+    """Has the ops of a group on CUDA go by way of NVSHMEM. Call it on all ranks of the group.
+
+    Raises `RuntimeError` before `init()`.
+    """
+    if _heap is None:
+        raise RuntimeError("symm_cp.nvshmem: enable() needs init() before it")
+    where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    state = resolve(group)
+    state.engine = NvshmemDevice(torch.device(where), _heap)
+    state.device_workspaces.clear()
+    _enabled.append(state)
+
+
+class NvshmemDevice(Device):
+    """A CUDA device whose groups' workspaces lie on the symmetric heap."""
+
+    def __init__(self, device: torch.device, heap: Heap) -> None:
+        super().__init__(device)
+        self.heap = heap
+
+    def workspace(
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool
+    ) -> DeviceWorkspace:
+        """Makes a workspace; collective."""
+        return NvshmemWorkspace(group, self, channel, slot_bytes, graph=graph)
+
+    def signals_by_stream(self) -> bool:
+        """Always: torch's kernels know nothing of this memory."""
+        return True
+
+    def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Nothing that a user allocates by torch."""
+        return False
+
+    def capturing(self) -> bool:
+        """Raises `NotImplementedError` while a CUDA graph is captured."""
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError("symm_cp.nvshmem: ops are not captured into CUDA graphs")
+        return False
+
+
+class NvshmemWorkspace(DeviceWorkspace):
+    """A workspace on the symmetric heap.
+
+    `remote[r]` is the symmetric address, as NVSHMEM takes it, of rank r's workspace.
+    """
+
+    def _allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        heap: Heap = self.device.heap  # type: ignore[attr-defined]
+        self.heap = heap
+        process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
+        self._store = _get_process_group_store(process_group)
+        self._key = f"symm_cp/nvshmem/{self.channel}/{_count(group)}"
+        offset = heap.cut(nbytes)
+        weakref.finalize(self, heap.give_back, offset).atexit = False
+        # Offsets are each rank's own: it may be in other groups than its peers.
+        self._store.set(f"{self._key}/{group.rank}", str(offset))
+        offsets = [int(self._store.get(f"{self._key}/{r}")) for r in range(group.world_size)]
+        base = heap.memory.data_ptr()
+        self.pes = [dist.get_global_rank(process_group, r) for r in range(group.world_size)]
+        self.remote = [base + offset for offset in offsets]
+        bases = [
+            address if rank == group.rank else int(heap.bindings.ptr(address, pe))
+            for rank, (address, pe) in enumerate(zip(self.remote, self.pes, strict=True))
+        ]
+        #: Every peer's memory is mapped here: copy engines and stream signals reach it.
+        self.direct = all(bases)
+        return heap.memory[offset : offset + nbytes], bases
+
+    def next_epoch(self) -> int:
+        """Begins a call. NVSHMEM compares 64-bit numbers, which never wrap around."""
+        self.epoch += 1
+        return self.epoch
+
+    def _clear(self, group: Group, graph: bool) -> None:
+        self.memory[: self._header].zero_()
+        self.device.synchronize()
+        # No peer signals before all have come here.
+        self._store.set(f"{self._key}/cleared/{group.rank}", "")
+        self._store.wait([f"{self._key}/cleared/{r}" for r in range(group.world_size)])
+
+    def issue(
+        self,
+        commands: ctypes.Array[native.StreamCommand],
+        operands: ctypes.Array[ctypes.c_void_p],
+        lanes: ctypes.Array[ctypes.c_void_p],
+        epoch: int,
+        *,
+        capturing: bool,
+    ) -> None:
+        """Puts commands on the streams of the lanes; what goes to peers goes by NVSHMEM."""
+        if self.direct:
+            super().issue(commands, operands, lanes, epoch, capturing=capturing)
+            return
+        first = 0
+        for index, command in enumerate(commands):
+            if not self._is_remote(command):
+                continue
+            self._issue_here(commands, first, index, operands, lanes, epoch)
+            self._issue_remote(command, operands, lanes[command.lane] or 0, epoch)
+            first = index + 1
+        self._issue_here(commands, first, len(commands), operands, lanes, epoch)
+
+    def _is_remote(self, command: native.StreamCommand) -> bool:
+        if command.kind in (_SIGNAL, _WAIT):
+            return True
+        source = command.source
+        return command.kind == _COPY and source.space != _OPERAND and source.index != self.rank
+
+    def _issue_here(
+        self,
+        commands: ctypes.Array[native.StreamCommand],
+        first: int,
+        end: int,
+        operands: ctypes.Array[ctypes.c_void_p],
+        lanes: ctypes.Array[ctypes.c_void_p],
+        epoch: int,
+    ) -> None:
+        if first < end:
+            part = (native.StreamCommand * (end - first))(*commands[first:end])
+            super().issue(part, operands, lanes, epoch, capturing=False)
+
+    def _issue_remote(
+        self,
+        command: native.StreamCommand,
+        operands: ctypes.Array[ctypes.c_void_p],
+        stream: int,
+        epoch: int,
+    ) -> None:
+        bindings, peer = self.heap.bindings, command.peer
+        if command.kind == _SIGNAL:
+            place = (command.flag * self.world_size + self.rank) * FLAG_BYTES
+            bindings.signal_op_on_stream(
+                self.remote[peer] + place,
+                epoch,
+                self.heap.core.SignalOp.SIGNAL_SET,
+                self.pes[peer],
+                stream,
+            )
+        elif command.kind == _WAIT:
+            place = (command.flag * self.world_size + peer) * FLAG_BYTES
+            mine = self.remote[self.rank] + place
+            at_least = self.heap.core.ComparisonType.CMP_GE
+            bindings.signal_wait_until_on_stream(
+                mine, at_least, max(0, epoch - command.lag), stream
+            )
+        else:
+            owner = command.source.index
+            slot = self._header + epoch % self.slots * self.slot_bytes + command.source.offset
+            to = (operands[command.to.index] or 0) + command.to.offset
+            for row in range(command.rows):
+                bindings.getmem_on_stream(
+                    to + row * command.to_pitch,
+                    self.remote[owner] + slot + row * command.from_pitch,
+                    command.bytes,
+                    self.pes[owner],
+                    stream,
+                )
+
+
+def _count(group: Group) -> int:
+    """Numbers the workspaces of a group: its ranks make them in one order."""
+    group.engine_workspaces += 1
+    return group.engine_workspaces

@@ -1,0 +1,194 @@
+"""The NVSHMEM runtime over a stand-in of nvshmem4py: heaps, order of calls, all pipelines."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import device, memory, nvshmem
+from tests.cuda.simulated import SimulatedDevice, build, simulation
+from tests.nvshmem.double import Double
+from tests.ops import test_attention, test_gradients, test_random
+from tests.pool import Ranks
+
+#: Which memory is mapped: none, all, or that of pairs (0, 1) and (2, 3).
+MAPPED = {
+    "none": lambda rank, pe: False,
+    "all": lambda rank, pe: True,
+    "pairs": lambda rank, pe: rank // 2 == pe // 2,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    build()
+
+
+class _Both(SimulatedDevice):
+    """Streams of the simulation, workspaces of NVSHMEM."""
+
+    def __init__(self, heap: nvshmem.Heap) -> None:
+        super().__init__()
+        self.heap = heap
+
+    def workspace(self, *given: Any, **options: Any) -> nvshmem.NvshmemWorkspace:
+        group, *rest = given
+        return nvshmem.NvshmemWorkspace(group, self, *rest, **options)
+
+    def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
+        return False
+
+
+@contextmanager
+def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) -> Iterator[Double]:
+    """Inside, ops of CPU tensors go by NVSHMEM; all ranks of the world call it together."""
+    cpu, state = torch.device("cpu"), memory.resolve(group)
+    with simulation() as streams:
+        double = Double(streams, MAPPED[mapped])
+        store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
+        dist.barrier()
+        store.delete_key("symm_cp/nvshmem")
+        dist.barrier()
+        with (
+            mock.patch.object(nvshmem, "library", return_value=(double, double)),
+            mock.patch.object(nvshmem, "_bound", lambda device: device),
+            mock.patch.object(torch.cuda, "synchronize"),
+        ):
+            nvshmem.init(heap_bytes, device=cpu)
+            assert nvshmem._heap is not None
+            both = _Both(nvshmem._heap)
+            state.device_workspaces.clear()
+            with mock.patch.dict(device._devices, {cpu: both}):
+                yield double
+                both.synchronize()
+            dist.barrier()
+            state.device_workspaces.clear()
+            nvshmem.finalize()
+        assert double.calls[-2:] == [("free",), ("finalize",)]
+
+
+def pipelines(group: dist.ProcessGroup, mapped: str, seed: int) -> list[tuple[Any, ...]]:
+    with running(group, mapped) as double:
+        for index in range(8):
+            test_random.gathers(group, index)
+            test_random.scatters(group, index)
+        cases = [
+            test_attention.Case(layout, dtype=torch.float64, rotate=rotate, **mask)
+            for layout in random.Random(seed).sample(test_attention.layouts(group.size()), 2)
+            for mask in test_attention.masks(layout)[:3]
+            for rotate in ("allgather", "alltoall")
+        ]
+        test_attention.run_all(group, cases, seed)
+        return [call for call in double.calls if call[0] in ("get", "signal", "wait")]
+
+
+@pytest.mark.parametrize("mapped", MAPPED)
+def test_all_pipelines(ranks: Ranks, mapped: str) -> None:
+    for calls in ranks.run(4, pipelines, mapped, random.randrange(1 << 30)):
+        # Where all memory is mapped, everything goes as on CUDA.
+        assert bool(calls) is (mapped != "all")
+
+
+def test_gradients_too(ranks: Ranks) -> None:
+    ranks.run(4, gradients)
+
+
+def gradients(group: dist.ProcessGroup) -> None:
+    with running(group, "none"):
+        test_gradients.gather_gradients(group)
+
+
+def one_gather(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
+    with running(group, "none") as double:
+        x = torch.randn(4, 8)
+        symm_cp.all_gather_matmul(x, x.t().contiguous(), group=group)
+        return [call for call in double.calls if call[0] in ("get", "signal", "wait")]
+
+
+def test_order_and_arguments_of_the_calls(ranks: Ranks) -> None:
+    for rank, calls in enumerate(ranks.run(4, one_gather)):
+        others = [(rank + turn) % 4 for turn in (1, 2, 3)]
+        # The shard is there for all peers; then each peer's, when it says so.
+        expected = [("signal", peer, 1, "side") for peer in others]
+        for peer in others:
+            expected += [("wait", 1, "side"), ("get", peer, 4 * 8 * 4, "side")]
+        assert calls == expected
+
+
+def subgroups(group: dist.ProcessGroup) -> None:
+    """Ranks of a group have their workspaces at different places of the heap."""
+    pair, three = dist.new_group([0, 1]), dist.new_group([1, 2, 3])
+    mine = [g for g in (pair, three) if g != dist.GroupMember.NON_GROUP_MEMBER]
+    with running(group, "none"):
+        for turn in range(4):
+            for sub in mine:
+                x = torch.full((2, 3), float(dist.get_rank() + 10 * turn))
+                full = torch.cat(
+                    [
+                        torch.full((2, 3), float(r + 10 * turn))
+                        for r in dist.get_process_group_ranks(sub)
+                    ]
+                )
+                out = symm_cp.all_gather_matmul(x, torch.eye(3), group=sub)
+                assert torch.equal(out, full)
+
+
+def test_groups_that_overlap(ranks: Ranks) -> None:
+    ranks.run(4, subgroups)
+
+
+def heap_is_full(group: dist.ProcessGroup) -> None:
+    with running(group, "none", heap_bytes=1 << 16):
+        small, large = torch.randn(16, 16), torch.randn(1 << 8, 1 << 8)
+        symm_cp.all_gather_matmul(small, small, group=group)
+        with pytest.raises(RuntimeError, match=r"needs \d+ bytes and 65536 were taken.*heap_bytes"):
+            symm_cp.all_gather_matmul(large, large, group=group)
+        symm_cp.all_gather_matmul(small, small, group=group)
+
+
+def test_a_full_heap_is_an_error_that_says_what_to_do(ranks: Ranks) -> None:
+    ranks.run(4, heap_is_full)
+
+
+def test_the_heap_is_cut_and_given_back() -> None:
+    heap = nvshmem.Heap(None, None, torch.empty(10 * 4096, dtype=torch.uint8))
+    first, second, third = heap.cut(4096), heap.cut(5000), heap.cut(1)
+    assert (first, second, third) == (0, 4096, 3 * 4096)
+    heap.give_back(second)
+    assert heap.cut(3 * 4096) == 4 * 4096  # does not fit between
+    assert heap.cut(4096) == 4096
+    with pytest.raises(RuntimeError, match="needs 16384 bytes and 40960 were taken"):
+        heap.cut(4 * 4096)
+
+
+def test_without_nvshmem4py_the_error_says_what_to_install() -> None:
+    if importlib.util.find_spec("nvshmem") is not None:
+        core, bindings = nvshmem.library()
+        # What the stand-in has, the real package has as well.
+        for name in ("get_unique_id", "init", "bytetensor", "free_tensor", "finalize"):
+            assert callable(getattr(core, name))
+        for name in (
+            "ptr",
+            "getmem_on_stream",
+            "signal_op_on_stream",
+            "signal_wait_until_on_stream",
+        ):
+            assert callable(getattr(bindings, name))
+        assert (int(core.SignalOp.SIGNAL_SET), int(core.ComparisonType.CMP_GE)) == (9, 5)
+        return
+    with pytest.raises(RuntimeError, match=r"pip install 'symm_cp\[nvshmem\]'"):
+        nvshmem.library()
+
+
+def test_enable_needs_init() -> None:
+    with pytest.raises(RuntimeError, match=r"enable\(\) needs init\(\) before"):
+        nvshmem.enable("some group")

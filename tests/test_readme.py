@@ -25,8 +25,15 @@ def rows(text: str, pattern: str) -> set[str]:
     return {line.strip() for line in text.splitlines() if re.match(pattern, line.strip())}
 
 
+def test_the_example_that_needs_gpus_names_what_there_is() -> None:
+    *_, example = blocks("python")
+    calls = re.findall(r"symm_cp\.nvshmem\.(\w+)\(", example)
+    assert calls == ["init", "enable"]
+    assert all(callable(getattr(symm_cp.nvshmem, name)) for name in calls)
+
+
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
-    code, long_sequences, compiled = blocks("python")
+    code, long_sequences, compiled, _ = blocks("python")
     setting = """
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh

@@ -1,0 +1,96 @@
+"""The simulator against closed forms."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from symm_cp.schedule import (
+    CHANNELS,
+    Compute,
+    Copy,
+    Schedule,
+    Signal,
+    Step,
+    Wait,
+    staged,
+    staged_channels,
+)
+from symm_cp.schedule.builders import all_gather_and_consume, all_ranks
+from symm_cp.schedule.simulate import DeadlockError, simulate
+
+TIMES = st.floats(0.001, 10.0)
+
+
+def costs(compute: float, copy: float):  # type: ignore[no-untyped-def]
+    def cost(rank: int, step: Step) -> float:
+        return compute if isinstance(step, Compute) else copy if isinstance(step, Copy) else 0.0
+
+    return cost
+
+
+@given(st.integers(1, 8), TIMES)
+def test_without_copies_a_pipeline_takes_the_time_of_its_kernels(ranks: int, kernel: float) -> None:
+    timeline = simulate([all_ranks(all_gather_and_consume, ranks)], costs(kernel, 0.0))
+    assert timeline.total == pytest.approx(ranks * kernel)
+    assert timeline.busy(0, Compute) == pytest.approx(ranks * kernel)
+
+
+@given(st.integers(2, 8), TIMES, TIMES)
+def test_a_pulled_pipeline_takes_the_longer_of_copies_and_kernels(
+    ranks: int, kernel: float, copy: float
+) -> None:
+    """Equal shards: one copy to the slot, then W - 1 pulls; W kernels, the first at once."""
+    timeline = simulate([all_ranks(staged.gather_and_consume, ranks)], costs(kernel, copy))
+    # Pull t ends at (t + 1) copies; kernel t begins when it and kernel t - 1 have ended.
+    end = kernel
+    for turn in range(1, ranks):
+        end = max(end, (turn + 1) * copy) + kernel
+    assert timeline.total == pytest.approx(end)
+    slower = max(ranks * kernel, ranks * copy)
+    assert slower <= timeline.total * (1 + 1e-9)
+    assert timeline.total <= slower + min(kernel, copy) + copy
+
+
+@given(st.integers(2, 6), TIMES, TIMES, TIMES)
+def test_signals_take_time(ranks: int, kernel: float, copy: float, signal: float) -> None:
+    schedules = all_ranks(staged.gather_and_consume, ranks)
+    timeline = simulate([schedules], costs(kernel, copy), signal=signal)
+    end = kernel
+    for turn in range(1, ranks):
+        end = max(end, copy + signal + turn * copy) + kernel
+    assert timeline.total == pytest.approx(end)
+
+
+@given(st.integers(2, 6), TIMES)
+def test_what_is_hidden(ranks: int, kernel: float) -> None:
+    schedules = all_ranks(staged.gather_and_consume, ranks)
+    assert simulate([schedules], costs(kernel, kernel / 1e6)).hidden() == pytest.approx(1.0)
+    exposed = simulate([schedules], costs(1e-9, kernel)).hidden()
+    assert exposed < 1e-6
+
+
+def test_calls_follow_one_another() -> None:
+    schedules = all_ranks(all_gather_and_consume, 3)
+    one = simulate([schedules], costs(1.0, 0.5)).total
+    assert simulate([schedules] * 4, costs(1.0, 0.5)).total == pytest.approx(4 * one)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+def test_every_pattern_ends(world_size: int) -> None:
+    channels = (*CHANNELS.values(), *staged_channels().values())
+    patterns = [pattern for channel in channels for pattern in channel]
+    for pattern in patterns:
+        timeline = simulate([pattern.schedules(world_size)] * 3, costs(1.0, 0.1), signal=0.01)
+        steps = sum(len(s) for q in pattern.schedules(world_size) for s in q.lanes.values())
+        assert len(timeline.events) == 3 * steps
+
+
+def test_lanes_that_wait_for_each_other_are_named() -> None:
+    lanes = []
+    for rank in range(2):
+        steps = (Wait(1 - rank, "ready"), Signal(1 - rank, "ready"))
+        lanes.append(Schedule("by hand", rank, 2, {"compute": steps}, 2))
+    with pytest.raises(DeadlockError, match=r"rank 0, lane 'compute': Wait\('ready' from rank 1"):
+        simulate([lanes], costs(1.0, 1.0))

@@ -36,8 +36,11 @@ class Case:
     repetitions: int = 15
     inner: int = 1  # calls in one timing, for short ones
     barrier: Callable[[], None] | None = None
+    # `predict` gives from the medians, in milliseconds, what the simulator says of `predicts`.
     # Called before and after a timing; with `host` only before, so that what is timed is how long
     # the host takes to hand the work out.
+    predict: Callable[[dict[str, float]], float] | None = None
+    predicts: str = ""
     synchronize: Callable[[], object] = lambda: None
     host: bool = False
     notes: dict[str, object] = field(default_factory=dict)
@@ -70,10 +73,15 @@ def _measure(case: Case, group: dist.ProcessGroup) -> dict[str, object]:
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     limit = times[:, :1]
+    medians = {n: statistics.median(times[:, i].tolist()) * 1e3 for i, n in enumerate(names)}
+    notes = dict(case.notes)
+    if case.predict is not None:
+        predicted = case.predict(medians)
+        notes |= {"predicted_ms": predicted, "error": predicted / medians[case.predicts] - 1}
     return {
         "case": case.name,
-        **case.notes,
-        "ms": {n: statistics.median(times[:, i].tolist()) * 1e3 for i, n in enumerate(names)},
+        **notes,
+        "ms": medians,
         "ratio": {
             n: statistics.median((times / limit)[:, i].tolist()) for i, n in enumerate(names)
         },
@@ -101,6 +109,9 @@ def _line(row: dict[str, object]) -> str:
     ms, ratio = row["ms"], row["ratio"]
     assert isinstance(ms, dict) and isinstance(ratio, dict)
     cells = [f"{name} {_duration(ms[name])} ({ratio[name]:.3f})" for name in ms]
+    predicted, error = row.get("predicted_ms"), row.get("error")
+    if isinstance(predicted, float) and isinstance(error, float):
+        cells.append(f"predicted {_duration(predicted)} ({error:+.1%})")
     return f"{row['case']:<44} " + "  ".join(cells)
 
 

@@ -10,7 +10,7 @@ from symm_cp import __version__
 
 
 def _parser() -> argparse.ArgumentParser:
-    from symm_cp import doctor
+    from symm_cp import doctor, plan
     from symm_cp.demo import options
 
     parser = argparse.ArgumentParser(
@@ -29,6 +29,10 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="tell what works here, and what to do about the rest"
     )
     doctor.add_arguments(check)
+    planner = commands.add_parser(
+        "plan", help="predict the step time of a model on hosts with GPUs, for all layouts"
+    )
+    plan.add_arguments(planner)
     commands.add_parser("build", help="build the native part now rather than at first use")
     return parser
 
@@ -53,6 +57,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from symm_cp import doctor
 
         return doctor.main(given)
+    if given.command == "plan":
+        from symm_cp import plan
+
+        return plan.main(given)
     from symm_cp.demo import launch
 
     return launch.main(given)

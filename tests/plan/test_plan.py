@@ -1,0 +1,148 @@
+"""`symm-cp plan`: closed forms of its predictions, and the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from symm_cp.cli import main
+from symm_cp.plan import _counts, best
+from symm_cp.plan.machines import MACHINES, machine
+from symm_cp.plan.models import MODELS, Model
+from symm_cp.plan.predict import Layout, layouts, predict
+
+LLAMA = MODELS["llama3-70b"]
+#: No overheads: what is left are operations and bytes.
+IDEAL = replace(
+    MACHINES["h100"],
+    matmul_reached=1.0,
+    attention_reached=1.0,
+    link_reached=1.0,
+    kernel_seconds=0.0,
+    signal_seconds=0.0,
+    memory_rate=1e30,
+)
+
+
+def test_sizes_of_models_are_those_that_their_names_say() -> None:
+    assert MODELS["llama3-8b"].parameters == pytest.approx(8.03e9, rel=0.01)
+    assert MODELS["llama3-70b"].parameters == pytest.approx(70.6e9, rel=0.01)
+    assert MODELS["qwen3-32b"].parameters == pytest.approx(32.8e9, rel=0.01)
+
+
+def operations(model: Model, batch: int, sequence: int) -> float:
+    """6 a token and weight (the embedding has none), and causal attention."""
+    weights = model.parameters - model.vocabulary * model.hidden
+    attention = model.layers * 3.5 * 2 * sequence**2 * model.query
+    return 6 * batch * sequence * weights + batch * attention
+
+
+@pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (8, 1), (1, 2), (1, 8), (4, 4)])
+@pytest.mark.parametrize("sequence", [4096, 65536])
+def test_compute_is_the_operations_of_the_model(tp: int, cp: int, sequence: int) -> None:
+    layout = Layout(tp, cp, 1, max(1, cp * tp // 8))
+    found = predict(LLAMA, IDEAL, layout, 2, sequence)
+    expected = operations(LLAMA, 2, sequence) / (tp * cp * IDEAL.flops)
+    assert found.compute == pytest.approx(expected, rel=1e-6)
+    assert found.step >= found.compute * (1 - 1e-9)
+
+
+def test_without_communication_a_step_is_its_compute() -> None:
+    alone = predict(LLAMA, IDEAL, Layout(1, 1, 1, 1), 1, 8192)
+    assert alone.step == pytest.approx(alone.compute)
+    assert (alone.communication, alone.hidden) == (0.0, 1.0)
+    fast = replace(IDEAL, nvlink=1e30, network=1e30)
+    spread = predict(LLAMA, fast, Layout(8, 4, 1, 4), 1, 8192)
+    assert spread.step == pytest.approx(spread.compute)
+
+
+def test_tensor_parallel_communication_by_hand() -> None:
+    """Per layer 4 gathers or scatters forward, 8 backward, of (W - 1)/W of the activations each.
+
+    The weight gradients of all-gather-matmuls gather again: 2 of the 8.
+    """
+    tokens, tp = 8192, 4
+    found = predict(LLAMA, IDEAL, Layout(tp, 1, 1, 1), 1, tokens)
+    transfers = 4 + 2 * 2 + 2
+    expected = LLAMA.layers * transfers * tokens * LLAMA.hidden * 2 * (tp - 1) / tp / IDEAL.nvlink
+    assert found.communication == pytest.approx(expected)
+
+
+def test_a_slow_network_shows() -> None:
+    layout = Layout(8, 4, 1, 4)
+    fast = predict(LLAMA, replace(IDEAL, network=400e9), layout, 1, 32768)
+    slow = predict(LLAMA, replace(IDEAL, network=1e9), layout, 1, 32768)
+    assert slow.step > 2 * fast.step
+    assert slow.hidden < 0.5 < fast.hidden
+
+
+def test_memory_shrinks_with_every_degree() -> None:
+    def memory(**degrees: int) -> float:
+        layout = Layout(**{"tp": 2, "cp": 2, "dp": 2, "cp_hosts": 1, **degrees})
+        return predict(LLAMA, IDEAL, layout, 1, 8192).memory
+
+    assert memory(tp=4) < memory()
+    assert memory(cp=4) < memory()
+    assert memory(dp=4) < memory()
+    # Weights and gradients (6 bytes a parameter) alone are more than one GPU has.
+    assert memory(tp=1) > 6 * LLAMA.parameters
+
+
+def test_layouts_use_all_gpus_and_keep_tensor_parallelism_within_a_host() -> None:
+    found = layouts(LLAMA, IDEAL, 4, 8, 8192)
+    assert Layout(8, 4, 1, 4) in found
+    assert Layout(1, 32, 1, 4) in found
+    for layout in found:
+        assert layout.tp * layout.cp * layout.dp == 32
+        assert layout.tp <= 8
+        assert layout.cp % layout.cp_hosts == 0
+
+
+def test_the_best_fit_and_are_fast() -> None:
+    found = best(LLAMA, MACHINES["h200"], 16, 8, 1, 8192)
+    fits = [prediction.fits for prediction in found]
+    assert fits == sorted(fits, reverse=True)
+    rates = [prediction.tokens for prediction in found if prediction.fits]
+    assert rates == sorted(rates, reverse=True)
+    assert rates
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["plan", "--model", "llama3-8b", "--hosts", "1..4", "--gpus", "8"]
+    assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
+    text = capsys.readouterr().out
+    assert "nothing of it was measured" in text
+    assert {row["hosts"] for row in json.loads(out.read_text())} == {1, 2, 4}
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_counts() -> None:
+    assert _counts("1..128") == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert _counts("3..10") == [3, 6]
+    assert _counts("1,5") == [1, 5]
+
+
+def test_a_machine_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('name = "mine"\nlike = "h200"\nnetwork = 1e11\n')
+    found = machine(str(path))
+    assert (found.name, found.network, found.memory) == ("mine", 1e11, 141e9)
+    path.write_text("netwrok = 1e11\n")
+    with pytest.raises(ValueError, match="the other keys of"):
+        machine(str(path))
+    with pytest.raises(ValueError, match="neither one of h100"):
+        machine("h300")
+
+
+def test_wrong_arguments_end_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--machine", "h300"]) == 2
+    assert "'h300' is neither" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["plan", "--hosts", "0"])
+    # An odd sequence has layouts without any cutting only where a single GPU takes it.
+    assert main(["plan", "--model", "llama3-8b", "--sequence", "8191"]) == 1
+    assert "no layout is possible" in capsys.readouterr().out

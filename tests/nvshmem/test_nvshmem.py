@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -170,23 +171,29 @@ def test_the_heap_is_cut_and_given_back() -> None:
         heap.cut(4 * 4096)
 
 
-def test_without_nvshmem4py_the_error_says_what_to_install() -> None:
-    if importlib.util.find_spec("nvshmem") is not None:
-        core, bindings = nvshmem.library()
-        # What the stand-in has, the real package has as well.
-        for name in ("get_unique_id", "init", "bytetensor", "free_tensor", "finalize"):
-            assert callable(getattr(core, name))
-        for name in (
-            "ptr",
-            "getmem_on_stream",
-            "signal_op_on_stream",
-            "signal_wait_until_on_stream",
-        ):
-            assert callable(getattr(bindings, name))
-        assert (int(core.SignalOp.SIGNAL_SET), int(core.ComparisonType.CMP_GE)) == (9, 5)
+#: The arguments of nvshmem4py's bindings, as its documentation strings give them.
+BINDINGS = {
+    "ptr": ["dest", "pe"],
+    "getmem_on_stream": ["dest", "source", "bytes", "pe", "cstrm"],
+    "signal_op_on_stream": ["sig_addr", "signal", "sig_op", "pe", "cstrm"],
+    "signal_wait_until_on_stream": ["sig_addr", "cmp", "cmp_value", "cstream"],
+}
+
+
+def test_nvshmem4py_has_these_calls_or_the_error_says_what_to_install() -> None:
+    if importlib.util.find_spec("nvshmem") is None:
+        with pytest.raises(RuntimeError, match=r"pip install 'symm_cp\[nvshmem\]'"):
+            nvshmem.library()
         return
-    with pytest.raises(RuntimeError, match=r"pip install 'symm_cp\[nvshmem\]'"):
-        nvshmem.library()
+    core, bindings = nvshmem.library()
+    given = inspect.signature(core.init).parameters
+    assert {"device", "uid", "rank", "nranks", "initializer_method"} <= given.keys()
+    for name in ("get_unique_id", "bytetensor", "free_tensor", "finalize"):
+        assert callable(getattr(core, name))
+    for name, arguments in BINDINGS.items():
+        text = getattr(bindings, name).__doc__.split(")")[0].split("(")[1]
+        assert [argument.split()[-1] for argument in text.split(",")] == arguments
+    assert (int(core.SignalOp.SIGNAL_SET), int(core.ComparisonType.CMP_GE)) == (9, 5)
 
 
 def test_enable_needs_init() -> None:

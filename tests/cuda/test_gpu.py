@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,3 +119,32 @@ def test_override_can_be_undone() -> None:
     assert torch._C._dispatch_dump(name) == before
     assert symm_cp.override_cuda_ops() is symm_cp.override_cuda_ops()
     symm_cp.override_cuda_ops().undo()
+
+
+_ONE_RANK = """
+import sys, torch, torch.distributed as dist, symm_cp
+dist.init_process_group(
+    "cpu:gloo,cuda:nccl", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1
+)
+torch.cuda.set_device(0)
+symm_cp.nvshmem.init(heap_bytes=1 << 26)
+symm_cp.nvshmem.enable(dist.group.WORLD)
+symm_cp.override_cuda_ops()
+x = torch.randn(64, 64, device="cuda")
+out = symm_cp.all_gather_matmul(x, x, group=dist.group.WORLD)
+torch.testing.assert_close(out, x @ x)
+symm_cp.nvshmem.finalize()
+dist.destroy_process_group()
+print("finalized")
+"""
+
+
+def test_nvshmem_with_one_rank(tmp_path: Path) -> None:
+    """The real library, where it is installed; else the error that says how to install it."""
+    command = [sys.executable, "-c", _ONE_RANK, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if importlib.util.find_spec("nvshmem") is None:
+        assert "pip install 'symm_cp[nvshmem]'" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "finalized" in done.stdout

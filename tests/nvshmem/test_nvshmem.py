@@ -18,7 +18,7 @@ import symm_cp
 from symm_cp import device, memory, nvshmem
 from tests.cuda.simulated import SimulatedDevice, build, simulation
 from tests.nvshmem.double import Double
-from tests.ops import test_attention, test_gradients, test_random
+from tests.ops import test_attention, test_random
 from tests.pool import Ranks
 
 #: Which memory is mapped: none, all, or that of pairs (0, 1) and (2, 3).
@@ -97,15 +97,6 @@ def test_all_pipelines(ranks: Ranks, mapped: str) -> None:
     for calls in ranks.run(4, pipelines, mapped, random.randrange(1 << 30)):
         # Where all memory is mapped, everything goes as on CUDA.
         assert bool(calls) is (mapped != "all")
-
-
-def test_gradients_too(ranks: Ranks) -> None:
-    ranks.run(4, gradients)
-
-
-def gradients(group: dist.ProcessGroup) -> None:
-    with running(group, "none"):
-        test_gradients.gather_gradients(group)
 
 
 def one_gather(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:

@@ -1,5 +1,6 @@
 // What native.py calls through ctypes. Functions only translate: each returns 0 (or a value) on
 // success and -1 on failure, whose text symm_cp_error() gives in the same thread.
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -8,6 +9,7 @@
 #include "mapping.h"
 #include "plan.h"
 #include "streams.h"
+#include "trace.h"
 #include "workspace.h"
 
 namespace {
@@ -46,7 +48,7 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 2; }
+int symm_cp_abi() { return 3; }
 
 // `address` is the start of a rendezvoused symmetric tensor. Null on failure.
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
@@ -146,6 +148,20 @@ int64_t symm_cp_streams_run(void* streams, const StreamCommand* commands, int co
     return 0;
   });
 }
+
+// Begins to record what steps take, or ends.
+void symm_cp_record(int on) { Recorder::instance().record(on != 0); }
+
+// What was recorded, in memory that symm_cp_recorded_free frees; `count` says how much.
+TraceEvent* symm_cp_recorded(int64_t* count) {
+  const auto events = Recorder::instance().take();
+  auto* copy = new TraceEvent[events.size()];
+  std::copy(events.begin(), events.end(), copy);
+  *count = static_cast<int64_t>(events.size());
+  return copy;
+}
+
+void symm_cp_recorded_free(TraceEvent* events) { delete[] events; }
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.
 int symm_cp_is_symmetric(const void* address, const char* group) {

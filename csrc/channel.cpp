@@ -5,6 +5,7 @@
 
 #include "error.h"
 #include "reduce.h"
+#include "trace.h"
 
 namespace symm_cp {
 
@@ -152,18 +153,33 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
   }
 }
 
+void Channel::run_one(const Command& c, const Reference* references, void* const* operands,
+                      uint32_t epoch, const char* what) {
+  switch (c.kind) {
+    case Kind::kCopy: copy_rows(c, operands, epoch, what); break;
+    case Kind::kSignal: signal(c.peer, c.flag, epoch); break;
+    case Kind::kWait: wait(c.peer, c.flag, epoch - static_cast<uint32_t>(c.lag), what); break;
+    case Kind::kReduce: reduce_rows(c, references, operands, epoch, what); break;
+    case Kind::kPublish:
+      announce(epoch, c.mean != 0 ? resolve(c.from, operands, epoch, what) : nullptr, what);
+      break;
+  }
+}
+
 void Channel::run(const Command* commands, int count, const Reference* references,
                   void* const* operands, uint32_t epoch, const char* what) {
+  Recorder& recorder = Recorder::instance();
+  if (!recorder.on()) {
+    for (const Command* c = commands; c != commands + count; ++c)
+      run_one(*c, references, operands, epoch, what);
+    return;
+  }
+  int64_t start = Recorder::now();
   for (const Command* c = commands; c != commands + count; ++c) {
-    switch (c->kind) {
-      case Kind::kCopy: copy_rows(*c, operands, epoch, what); break;
-      case Kind::kSignal: signal(c->peer, c->flag, epoch); break;
-      case Kind::kWait: wait(c->peer, c->flag, epoch - static_cast<uint32_t>(c->lag), what); break;
-      case Kind::kReduce: reduce_rows(*c, references, operands, epoch, what); break;
-      case Kind::kPublish:
-        announce(epoch, c->mean != 0 ? resolve(c->from, operands, epoch, what) : nullptr, what);
-        break;
-    }
+    run_one(*c, references, operands, epoch, what);
+    const int64_t end = Recorder::now();
+    recorder.add(*c, start, end, epoch, what);
+    start = end;
   }
 }
 

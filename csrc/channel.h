@@ -94,6 +94,8 @@ class Channel {
   Record& record(int rank, uint32_t epoch) const;
   void* resolve(const Reference& reference, void* const* operands, uint32_t epoch,
                 const char* what);
+  void run_one(const Command& command, const Reference* references, void* const* operands,
+               uint32_t epoch, const char* what);
   void reduce_rows(const Command& command, const Reference* references, void* const* operands,
                    uint32_t epoch, const char* what);
   void copy_rows(const Command& command, void* const* operands, uint32_t epoch, const char* what);

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "error.h"
+#include "trace.h"
 
 namespace symm_cp {
 
@@ -62,6 +63,7 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
 }
 
 void Lane::serve() {
+  Recorder::enter_engine();
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     work_.wait(lock, [this] { return closing_ || (wake_ && !running_); });

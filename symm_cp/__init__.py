@@ -34,6 +34,7 @@ from symm_cp.ops.low_contention import low_contention_all_gather, low_contention
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.override import override_cuda_ops
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
+from symm_cp.runtime.recorder import Recording, trace
 
 __version__ = "0.1.0"
 
@@ -43,6 +44,7 @@ __all__ = [
     "LoadBalancer",
     "PerDocumentHeadTail",
     "ProcessingTimeRoundRobin",
+    "Recording",
     "Sequential",
     "all_gather_attention",
     "all_gather_kv",
@@ -62,6 +64,7 @@ __all__ = [
     "scaled_matmul_reduce_scatter",
     "set_rotate_method",
     "shard_batch",
+    "trace",
 ]
 
 if _TYPE_CHECKING:

@@ -29,7 +29,7 @@ from torch.utils import cpp_extension
 
 from . import env
 
-_ABI = 2  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 3  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -196,6 +196,19 @@ class Command(ctypes.Structure):
     ]
 
 
+class TraceEvent(ctypes.Structure):
+    """Mirrors `TraceEvent` of csrc/trace.h."""
+
+    _fields_ = [
+        ("command", Command),
+        ("start", ctypes.c_int64),
+        ("end", ctypes.c_int64),
+        ("epoch", ctypes.c_uint32),
+        ("engine", ctypes.c_int32),
+        ("what", ctypes.c_char * 40),
+    ]
+
+
 class StreamCommand(ctypes.Structure):
     """Mirrors `StreamCommand` of csrc/streams.h."""
 
@@ -247,6 +260,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_abort": (None, [_VOID, _TEXT]),
     "symm_cp_prefault": (None, [_VOID, _LONG]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
+    "symm_cp_record": (None, [_INT]),
+    "symm_cp_recorded": (ctypes.POINTER(TraceEvent), [ctypes.POINTER(_LONG)]),
+    "symm_cp_recorded_free": (None, [ctypes.POINTER(TraceEvent)]),
     "symm_cp_driver": (_LONG, [_TEXT]),
     "symm_cp_streams_open": (
         _VOID,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from symm_cp.cli import main
 from symm_cp.demo import options as demo_options
 from symm_cp.demo.data import batches
 from symm_cp.demo.report import COMPUTE, DENSE, FUSED, UNFUSED, Result
@@ -33,7 +34,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4)])
+@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (2, 1), (2, 2), (4, 2)])
 def test_losses_agree(ranks: int, cp: int, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 20)
@@ -122,11 +123,15 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
         (["--steps", "0"], "must be a whole number of at least 1"),
     ],
 )
-def test_arguments_that_do_not_fit(arguments: list[str], message: str) -> None:
-    done = run("demo", *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
+def test_arguments_that_do_not_fit(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(["demo", *arguments])
+    except SystemExit as ended:  # argparse's way
+        code = int(ended.code or 0)
+    assert code == 2
+    assert message in capsys.readouterr().err
 
 
 def test_batches_are_windows_of_the_text() -> None:

@@ -11,10 +11,9 @@ for large matmuls and 0.65 for attention (FlashAttention-3, Shah et al. 2024, re
 
 from __future__ import annotations
 
+import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-
-import tomllib
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from symm_cp import native
 from symm_cp.memory import FLAGS, Workspace
+from symm_cp.runtime import recorder
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
 
 
@@ -94,10 +95,14 @@ class Program:
         """Carries the program out in the calling thread; raises `RuntimeError` if a peer fails."""
         run = native.load().symm_cp_run
         addresses = (ctypes.c_void_p * len(operands))(*operands)
+        recording = recorder.active
         for item, number in self.items:
             if isinstance(item, str):
                 assert kernels is not None
-                kernels[item](number)
+                if recording is None:
+                    kernels[item](number)
+                else:
+                    recording.kernel(kernels[item], item, number, what, epoch)
             elif run(workspace.handle, item, number, self.references, addresses, epoch, what) < 0:
                 raise RuntimeError(native.error())
 

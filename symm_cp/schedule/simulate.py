@@ -29,6 +29,8 @@ class Event:
     step: Step
     start: float
     end: float
+    #: Which op it belongs to, where that is known.
+    op: str = ""
 
 
 class DeadlockError(ValueError):
@@ -42,9 +44,14 @@ class Timeline:
     events: tuple[Event, ...]
 
     @property
+    def begin(self) -> float:
+        """When the first step began: 0 in a simulation, a time of the clock in a recording."""
+        return min((event.start for event in self.events), default=0.0)
+
+    @property
     def total(self) -> float:
-        """When the last step has ended."""
-        return max((event.end for event in self.events), default=0.0)
+        """From the beginning of the first step to the end of the last one."""
+        return max((event.end for event in self.events), default=0.0) - self.begin
 
     def busy(self, rank: int, kind: type[Compute] | type[Copy]) -> float:
         """How long a rank computes, or copies, in all."""

@@ -1,0 +1,45 @@
+// What steps took, for whoever wants to know: recorded only while that is switched on.
+#pragma once
+
+#include <atomic>
+#include <mutex>
+#include <vector>
+
+#include "channel.h"
+
+namespace symm_cp {
+
+// Mirrored by native.py. Times are of the monotonic clock, which all processes of a host share.
+struct TraceEvent {
+  static constexpr size_t kWhat = 40;
+  Command command;
+  int64_t start;  // nanoseconds
+  int64_t end;
+  uint32_t epoch;
+  int32_t engine;  // 1: on the copy engine; 0: in a calling thread
+  char what[kWhat];
+};
+static_assert(sizeof(TraceEvent) == 160);
+
+class Recorder {
+ public:
+  static Recorder& instance();
+
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+  // Begins anew with nothing recorded, or ends.
+  void record(bool on);
+  void add(const Command& command, int64_t start, int64_t end, uint32_t epoch, const char* what);
+  // Moves what was recorded to the caller.
+  std::vector<TraceEvent> take();
+
+  static int64_t now();
+  // Marks the calling thread as a copy engine.
+  static void enter_engine();
+
+ private:
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  std::vector<TraceEvent> events_;
+};
+
+}  // namespace symm_cp

@@ -1,0 +1,143 @@
+"""Records what the lanes of this rank really did: `symm_cp.trace()`.
+
+Steps that Python carries out are noted here, native ones in csrc/trace.cpp; both read the
+monotonic clock, which all processes of a host share, so the ranks' recordings fit together. While
+nothing is recorded a native batch costs one look at a flag.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from symm_cp import native
+from symm_cp.memory import FLAGS, GroupLike, group_name
+from symm_cp.schedule import trace as drawing
+from symm_cp.schedule.simulate import Event, Timeline
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
+
+_NANO = 1e-9
+# Kinds of native commands, see `Kind` of csrc/channel.h; a publish is no step.
+_COPY, _SIGNAL, _WAIT, _REDUCE = 0, 1, 2, 3
+
+
+class Recording:
+    """What was recorded on this rank; complete once the `with` block has ended."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        # As little as possible happens while the op runs: kernels are noted as they are, and
+        # become steps afterwards. Lists may be appended to by several threads.
+        self._kernels: list[tuple[str, int, bytes, int, int, int]] = []
+        self._events: list[Event] = []
+
+    @property
+    def timeline(self) -> Timeline:
+        """The steps in order of their beginning; times are in seconds of the monotonic clock."""
+        return Timeline(tuple(sorted(self._events, key=lambda event: event.start)))
+
+    def kernel(
+        self, run: Callable[[int], None], name: str, index: int, what: bytes, epoch: int
+    ) -> None:
+        """Runs a Python kernel and notes how long it took."""
+        start = time.monotonic_ns()
+        run(index)
+        self._kernels.append((name, index, what, epoch, start, time.monotonic_ns()))
+
+    def add(self, step: Step, lane: str, epoch: int, start: int, end: int, op: bytes) -> None:
+        """Notes a step, from `start` to `end` in nanoseconds."""
+        text = op.decode(errors="replace")
+        event = Event(self.rank, lane, epoch - 1, step, start * _NANO, end * _NANO, text)
+        self._events.append(event)
+
+    def finish(self) -> None:
+        """Turns what was noted into steps, and takes over what the native part has recorded."""
+        for name, index, what, epoch, start, end in self._kernels:
+            source, _, target = name.partition("->")
+            step: Step = Compute(name, index, (), ())
+            if target:
+                step = Copy(Region(self.rank, source), Region(self.rank, target))
+            self.add(step, "compute", epoch, start, end, what)
+        self._kernels.clear()
+        self._take_native()
+
+    def _take_native(self) -> None:
+        library = native.load()
+        count = ctypes.c_int64()
+        events = library.symm_cp_recorded(ctypes.byref(count))
+        for event in events[: count.value]:
+            step = _step(event.command, self.rank)
+            if step is not None:
+                lane = "copy" if event.engine else "compute"
+                self.add(step, lane, event.epoch, event.start, event.end, event.what)
+        library.symm_cp_recorded_free(events)
+
+    def all_ranks(self, group: GroupLike | None = None) -> Timeline:
+        """Returns the steps of all ranks of a group (default: all there are). Collective."""
+        if not dist.is_initialized():
+            return self.timeline
+        chosen = None
+        if group is not None:
+            chosen = dist.distributed_c10d._resolve_process_group(group_name(group))
+        gathered: list[tuple[Event, ...]] = [()] * dist.get_world_size(chosen)
+        dist.all_gather_object(gathered, self.timeline.events, chosen)
+        return Timeline(tuple(event for events in gathered for event in events))
+
+    def save(self, path: str | Path, group: GroupLike | None = None) -> None:
+        """Writes the steps of all ranks of a group to a file for Perfetto. Collective.
+
+        The first rank writes it. The ranks' clocks are one only on one host.
+        """
+        timeline = self.all_ranks(group)
+        if self.rank == min((event.rank for event in timeline.events), default=self.rank):
+            drawing.save(Path(path), {"measured": timeline})
+
+
+#: The recording under way, if any.
+active: Recording | None = None
+
+
+@contextmanager
+def trace() -> Iterator[Recording]:
+    """Records each copy, signal, wait and kernel of symm_cp's ops on this rank.
+
+    Gives a `Recording`, whose `timeline` and `save` are there after the block. Steps are those of
+    the ops' own groups: a rank in a step is a rank of the group. Recording costs under 2% of an op
+    of a millisecond. Raises `RuntimeError` inside of another `trace`.
+    """
+    global active
+    if active is not None:
+        raise RuntimeError("trace: a recording is under way already in this process")
+    library = native.load()
+    recording = active = Recording()
+    library.symm_cp_record(1)
+    try:
+        yield recording
+    finally:
+        active = None
+        library.symm_cp_record(0)
+        recording.finish()
+
+
+def _region(reference: native.Reference, rank: int) -> Region:
+    if reference.space == 0:
+        return Region(rank, f"tensor {reference.index}")
+    return Region(reference.index, "slot" if reference.space == 1 else "shard")
+
+
+def _step(command: native.Command, rank: int) -> Step | None:
+    """The step that a native command stands for, so far as the command tells."""
+    if command.kind == _COPY:
+        return Copy(_region(command.source, rank), _region(command.to, rank))
+    if command.kind == _SIGNAL:
+        return Signal(command.peer, FLAGS[command.flag])
+    if command.kind == _WAIT:
+        return Wait(command.peer, FLAGS[command.flag], command.lag)
+    if command.kind == _REDUCE:
+        return Compute("reduce", rank, (), ())
+    return None

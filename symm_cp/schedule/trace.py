@@ -1,0 +1,109 @@
+"""Timelines to look at: a file for Perfetto or chrome://tracing, and a Gantt chart.
+
+Both take timelines by name, simulated or measured: those of `simulate` and those of a recording of
+what ran are of one type.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from symm_cp.schedule.simulate import Event, Timeline
+from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
+
+#: For each kind of step its name, and the colour of its bars.
+_KINDS: dict[type, tuple[str, str]] = {
+    Compute: ("compute", "#4c72b0"),
+    Copy: ("copy", "#dd8452"),
+    Wait: ("wait", "#c9c9c9"),
+    Signal: ("signal", "#55a868"),
+}
+
+
+def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
+    """The lanes of all ranks; compute first."""
+    return sorted({(e.rank, e.lane) for e in timeline.events}, key=lambda k: (k[0], k[1][::-1]))
+
+
+def chrome(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
+    """Returns the trace-event form (JSON Object Format of Chrome's tracing): a process a rank.
+
+    Times are in microseconds, from the first event of each timeline.
+    """
+    rows: list[dict[str, Any]] = []
+    process = 0
+    for name, timeline in timelines.items():
+        zero = timeline.begin
+        numbers: dict[tuple[int, str], tuple[int, int]] = {}
+        last = None
+        for rank, lane in _lanes(timeline):
+            if rank != last:
+                process, last = process + 1, rank
+                rows.append(_named("process_name", process, 0, f"rank {rank}, {name}"))
+            numbers[rank, lane] = process, len(numbers)
+            rows.append(_named("thread_name", process, len(numbers) - 1, lane))
+        for event in timeline.events:
+            pid, tid = numbers[event.rank, event.lane]
+            rows.append(
+                {
+                    "ph": "X",
+                    "name": str(event.step),
+                    "cat": _KINDS[type(event.step)][0],
+                    "pid": pid,
+                    "tid": tid,
+                    "ts": (event.start - zero) * 1e6,
+                    "dur": (event.end - event.start) * 1e6,
+                    "args": {"call": event.call, **({"op": event.op} if event.op else {})},
+                }
+            )
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def save(path: Path, timelines: Mapping[str, Timeline]) -> None:
+    """Writes the trace-event file."""
+    path.write_text(json.dumps(chrome(timelines)) + "\n")
+
+
+def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
+    """Writes a Gantt chart (PNG): timelines below each other, on one scale.
+
+    Raises `RuntimeError` where matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("a chart needs matplotlib: pip install 'symm_cp[plot]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import patches, pyplot
+
+    rows = [(name, rank, lane) for name, t in timelines.items() for rank, lane in _lanes(t)]
+    figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.38 * len(rows)))
+    for name, timeline in timelines.items():
+        zero = timeline.begin
+        for event in timeline.events:
+            row = rows.index((name, event.rank, event.lane))
+            _bar(axes, row, event, zero)
+    axes.set_yticks(range(len(rows)), [f"{name}: rank {r}, {lane}" for name, r, lane in rows])
+    axes.invert_yaxis()
+    axes.set(xlabel="milliseconds", title=title)
+    handles = [patches.Patch(color=colour, label=kind) for kind, colour in _KINDS.values()]
+    figure.legend(handles=handles, ncols=len(handles), loc="lower right", frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _bar(axes: Any, row: int, event: Event, zero: float) -> None:
+    start, length = (event.start - zero) * 1e3, (event.end - event.start) * 1e3
+    colour = _KINDS[type(event.step)][1]
+    if isinstance(event.step, Signal):
+        axes.plot([start], [row + 0.33], marker="^", markersize=3, color=colour)
+    else:
+        axes.barh(row, length, left=start, height=0.7, color=colour)

@@ -10,7 +10,7 @@ from symm_cp import __version__
 
 
 def _parser() -> argparse.ArgumentParser:
-    from symm_cp import doctor, plan
+    from symm_cp import bench, doctor, plan
     from symm_cp.demo import options
 
     parser = argparse.ArgumentParser(
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
         "plan", help="predict the step time of a model on hosts with GPUs, for all layouts"
     )
     plan.add_arguments(planner)
+    bench.add_commands(commands)
     commands.add_parser("build", help="build the native part now rather than at first use")
     return parser
 
@@ -51,6 +52,8 @@ def _build() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     given = _parser().parse_args(arguments)
+    # For commands that start themselves again, as ranks.
+    given.arguments = list(sys.argv[1:] if arguments is None else arguments)
     if given.command == "build":
         return _build()
     if given.command == "doctor":
@@ -61,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from symm_cp import plan
 
         return plan.main(given)
-    from symm_cp.demo import launch
+    if given.command == "demo":
+        from symm_cp.demo import launch
 
-    return launch.main(given)
+        return launch.main(given)
+    from symm_cp import bench
+
+    return bench.main(given)

@@ -12,6 +12,7 @@ import torch
 
 from symm_cp.demo.data import read_text
 from symm_cp.demo.model import ModelConfig
+from symm_cp.launch import add_rendezvous, positive
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _HEAD_DIMS = (64, 32, 16, 8)
@@ -19,34 +20,26 @@ _MIN_HEADS = 4
 _HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 
 
-def _positive(text: str) -> int:
-    value = int(text) if text.isdigit() else 0
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's arguments to a parser."""
     add = parser.add_argument
-    add("--ranks", type=_positive, help="processes to spread the model over (default: 2)")
-    add("--cp", type=_positive, default=1, help="ranks that share a sequence (%(default)s)")
+    add("--ranks", type=positive, help="processes to spread the model over (default: 2)")
+    add("--cp", type=positive, default=1, help="ranks that share a sequence (%(default)s)")
     add(
         "--compile",
         action="store_true",
         help="spread the model with torch's collectives, and let torch.compile fuse them",
     )
-    add("--steps", type=_positive, default=12, help="training steps of each way (%(default)s)")
+    add("--steps", type=positive, default=12, help="training steps of each way (%(default)s)")
     add("--text", type=Path, help="file to learn (default: the source of the standard library)")
-    add("--dim", type=_positive, default=512, help="features of the model (%(default)s)")
-    add("--layers", type=_positive, default=4, help="layers (%(default)s)")
-    add("--seq", type=_positive, default=512, help="bytes in a sequence (%(default)s)")
-    add("--batch", type=_positive, default=4, help="sequences in a batch (%(default)s)")
+    add("--dim", type=positive, default=512, help="features of the model (%(default)s)")
+    add("--layers", type=positive, default=4, help="layers (%(default)s)")
+    add("--seq", type=positive, default=512, help="bytes in a sequence (%(default)s)")
+    add("--batch", type=positive, default=4, help="sequences in a batch (%(default)s)")
     add("--dtype", choices=sorted(_DTYPES), default="float32", help="(%(default)s)")
     add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write all losses and times there as well")
-    # How a rank that the demo started itself finds the others; see launch.py.
-    add("--rendezvous", type=Path, help=argparse.SUPPRESS)
+    add_rendezvous(parser)
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
-import os
 import time
 from dataclasses import dataclass, field
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from symm_cp.demo.report import Result, show
 from symm_cp.demo.variants import Ranks, Variant
 
 _LEARNING_RATE = 2e-3
-_TIMEOUT = datetime.timedelta(minutes=5)  # longer than a step of any size that is no mistake
 
 
 @dataclass
@@ -57,7 +55,7 @@ class Trainer:
 class Run:
     """The whole demo on one rank."""
 
-    def __init__(self, options: Options, group: dist.ProcessGroup) -> None:
+    def __init__(self, options: Options, group: dist.ProcessGroup, *, quiet: bool = False) -> None:
         self.options = options
         self.group = group
         self.rank = group.rank()
@@ -69,7 +67,7 @@ class Run:
         torch.manual_seed(options.seed)
         self.model = Transformer(config).to(options.dtype)
         self.positions = rotation(options.seq, config.head_dim, options.dtype)
-        self.progress = Progress(4 * options.steps) if self.rank == 0 else None
+        self.progress = Progress(4 * options.steps) if self.rank == 0 and not quiet else None
 
     def result(self) -> Result:
         """Trains everything; the result is the same on all ranks."""
@@ -100,18 +98,15 @@ class Run:
 
     def train_spread(self) -> list[Trainer]:
         """Trains the other variants, a step of each in turn, so that all meet the same machine."""
-        kind = compiled if self.options.compile else variants
-        makers = (kind.unfused, kind.fused, variants.compute_alone)
-        cos, sin = (t[self.rows()] for t in self.positions)
-        trainers = [Trainer(make(self.model, self.ranks), (cos, sin)) for make in makers]
+        spread = trainers(self, compiled if self.options.compile else variants)
         for index, batch in enumerate(self.batches):
             inputs, targets = self.own_part(batch[:-1]), self.own_part(batch[1:])
-            first = index % len(trainers)
-            for trainer in (*trainers[first:], *trainers[:first]):
+            first = index % len(spread)
+            for trainer in (*spread[first:], *spread[:first]):
                 dist.barrier(self.group)
                 trainer.step(inputs, targets, self.ranks)
                 self.advance(trainer)
-        return trainers
+        return spread
 
     def rows(self) -> torch.Tensor:
         """The positions that the ranks of this tensor-parallel group have between them."""
@@ -141,6 +136,13 @@ class Run:
             self.progress.advance(f"{trainer.variant.name}: {step}, {trainer.seconds[-1]:.2f} s")
 
 
+def trainers(run: Run, kind: ModuleType) -> list[Trainer]:
+    """Those of the spread variants: unfused, fused, and the compute alone."""
+    cos, sin = (t[run.rows()] for t in run.positions)
+    makers = (kind.unfused, kind.fused, variants.compute_alone)
+    return [Trainer(make(run.model, run.ranks), (cos, sin)) for make in makers]
+
+
 def _arrange(options: Options, group: dist.ProcessGroup) -> Ranks:
     """Neighbours share features; ranks as far apart as there are of those share a sequence."""
     numbers = torch.arange(options.ranks).view(options.cp, -1)
@@ -149,21 +151,10 @@ def _arrange(options: Options, group: dist.ProcessGroup) -> Ranks:
     return Ranks(group, mesh.get_group("tp"), mesh.get_group("cp"), layout)
 
 
-def run_rank(options: Options) -> int:
-    """Runs the demo as one rank of the processes that are started; returns the exit code."""
-    torch.set_num_threads(1)
-    store = options.rendezvous
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{store / 'store'}" if store is not None else "env://",
-        rank=int(os.environ["RANK"]),
-        world_size=options.ranks,
-        timeout=_TIMEOUT,
-    )
-    assert dist.group.WORLD is not None
-    result = Run(options, dist.group.WORLD).result()
-    dist.destroy_process_group()
-    if int(os.environ["RANK"]) == 0:
+def run_rank(options: Options, group: dist.ProcessGroup) -> int:
+    """Runs the demo as one rank of a group; returns the exit code."""
+    result = Run(options, group).result()
+    if group.rank() == 0:
         show(result)
     # Every rank has the same result; 1 also says so to a launcher that is not ours.
     return 0 if result.agree() else 1

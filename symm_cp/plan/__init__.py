@@ -7,9 +7,10 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from symm_cp.plan.machines import MACHINES, Machine, machine
+from symm_cp.launch import counts, positive
 from symm_cp.plan.models import MODELS, Model
 from symm_cp.plan.predict import Prediction, layouts, predict
+from symm_cp.schedule.machine import MACHINES, Machine, machine
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,33 +21,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--hosts",
-        type=_counts,
+        type=counts,
         default=[1],
         help="a number, some (1,2,4), or doubling (1..128)",
     )
-    parser.add_argument("--gpus", type=_positive, help="GPUs of a host (default: the machine's)")
-    parser.add_argument("--sequence", type=_positive, default=8192, help="tokens of a sequence")
-    parser.add_argument("--batch", type=_positive, default=1, help="sequences of a replica's step")
-    parser.add_argument("--show", type=_positive, default=5, help="layouts a number of hosts")
+    parser.add_argument("--gpus", type=positive, help="GPUs of a host (default: the machine's)")
+    parser.add_argument("--sequence", type=positive, default=8192, help="tokens of a sequence")
+    parser.add_argument("--batch", type=positive, default=1, help="sequences of a replica's step")
+    parser.add_argument("--show", type=positive, default=5, help="layouts a number of hosts")
     parser.add_argument("--json", type=Path, help="write all predictions here")
     parser.add_argument("--plot", type=Path, help="write a PNG here (needs matplotlib)")
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
-
-
-def _counts(text: str) -> list[int]:
-    if ".." not in text:
-        return [_positive(part) for part in text.split(",")]
-    first, last = (_positive(part) for part in text.split(".."))
-    counts = [first]
-    while counts[-1] * 2 <= last:
-        counts.append(counts[-1] * 2)
-    return counts
 
 
 def best(

@@ -15,10 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from symm_cp.plan.machines import Machine
 from symm_cp.plan.models import Model
 from symm_cp.schedule import staged
 from symm_cp.schedule.builders import all_ranks
+from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
 
@@ -90,35 +90,31 @@ def _op(
     machine: Machine,
 ) -> Times:
     """One op on W ranks: `kernel` seconds for each shard, of `shard` bytes, and of partial sums."""
-    link = machine.nvlink * machine.link_reached
 
     def cost(rank: int, step: Step) -> float:
         if isinstance(step, Compute):
             if step.kernel in ("reduce", "add"):
-                return (ranks + 1) * partial / machine.memory_rate
+                return machine.reduce(partial, ranks)
             return kernel + machine.kernel_seconds
         if isinstance(step, Copy):
             remote = step.src.rank != step.dst.rank
             sums = step.dst.buffer == "partials"
             nbytes = partial if sums else shard
-            # A copy on one GPU reads and writes its memory.
-            return nbytes / link if remote else 2 * nbytes / machine.memory_rate
+            return machine.transfer(nbytes) if remote else machine.copy(nbytes)
         return 0.0
 
     timeline = simulate([all_ranks(builder, ranks)], cost, signal=machine.signal_seconds)
     both = (shard if builder is not staged.produce_and_scatter else 0.0) + partial
-    return Times(
-        timeline.total, timeline.busy(0, Compute), (ranks - 1) * both / link if ranks > 1 else 0.0
-    )
+    return Times(timeline.total, timeline.busy(0, Compute), (ranks - 1) * machine.transfer(both))
 
 
 def _gather(ranks: int, flops: float, shard: float, machine: Machine) -> Times:
-    kernel = flops / (machine.flops * machine.matmul_reached) / ranks
+    kernel = machine.matmul(flops / ranks)
     return _op(staged.gather_and_consume, ranks, kernel, shard, 0.0, machine)
 
 
 def _scatter(ranks: int, flops: float, partial: float, machine: Machine) -> Times:
-    kernel = flops / (machine.flops * machine.matmul_reached) / ranks
+    kernel = machine.matmul(flops / ranks)
     return _op(staged.produce_and_scatter, ranks, kernel, 0.0, partial, machine)
 
 
@@ -129,7 +125,7 @@ def _attention(
     hosts = layout.cp_hosts
     local = layout.cp // hosts
     # Every rank has 1/cp of the queries, and a kernel 1/cp of the keys.
-    kernel = flops / (machine.flops * machine.attention_reached) / layout.cp**2
+    kernel = machine.attention(flops / layout.cp**2)
     builder = staged.consume_and_scatter if partial else staged.gather_and_consume
     turn = _op(builder, local, kernel, shard, partial, machine)
     if hosts == 1:
@@ -171,8 +167,7 @@ def predict(
     """Returns what one training step takes with a layout."""
     total = _layer(model, layout, batch, sequence, machine) * model.layers
     tokens = batch * sequence / layout.cp
-    head = 6 * tokens * model.hidden * model.vocabulary / layout.tp
-    head /= machine.flops * machine.matmul_reached
+    head = machine.matmul(6 * tokens * model.hidden * model.vocabulary / layout.tp)
     total += Times(head, head)
     parameters = model.parameters / layout.tp
     # The optimizer's state is spread over the replicas and over the context-parallel ranks.

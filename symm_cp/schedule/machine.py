@@ -51,11 +51,15 @@ class Curve:
         right = bisect.bisect_left(self.sizes, size)
         left = right - 1
         part = math.log(size / self.sizes[left]) / math.log(self.sizes[right] / self.sizes[left])
-        return self.seconds[left] * (self.seconds[right] / self.seconds[left]) ** part
+        return self.seconds[left] * math.exp(
+            part * math.log(self.seconds[right] / self.seconds[left])
+        )
 
 
-#: What a curve may be of; those of kernels have the dtype behind a dot, as in "matmul.float32".
-CURVES = ("matmul", "attention", "copy", "transfer", "reduce")
+#: What a curve may be of, by operations or bytes; those of kernels have the dtype behind a dot, as
+#: in "matmul.float32". "fresh" is memory that an op takes for its result, and touches first;
+#: "remote" what a kernel takes longer that reads memory which a peer has just written.
+CURVES = ("matmul", "attention", "copy", "transfer", "reduce", "fresh", "remote")
 
 
 @dataclass(frozen=True)
@@ -74,8 +78,8 @@ class Machine:
     link_reached: float = 0.8
     kernel_seconds: float = 4e-6
     signal_seconds: float = 2e-6
-    #: What a call costs its host before anything runs.
-    call_seconds: float = 0.0
+    #: What a call of an op takes when there is next to nothing to compute or to move.
+    calls: Mapping[str, float] = field(default_factory=dict, hash=False)
     curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def matmul(self, flops: float, dtype: str = "bfloat16") -> float:
@@ -98,6 +102,14 @@ class Machine:
         """Seconds of a sum of so many parts of so many bytes."""
         return self._move("reduce", parts * nbytes, (parts + 1) * nbytes / self.memory_rate)
 
+    def fresh(self, nbytes: float) -> float:
+        """Seconds of new memory, over those of memory that was used before."""
+        return self._move("fresh", nbytes, 0.0)
+
+    def remote(self, nbytes: float) -> float:
+        """Seconds that a kernel takes longer when what it reads is in a peer's memory."""
+        return self._move("remote", nbytes, 0.0)
+
     def _kernel(self, kind: str, dtype: str, flops: float, reached: float) -> float:
         curve = self.curves.get(f"{kind}.{dtype}")
         return curve(flops) if curve is not None else flops / (self.flops * reached)
@@ -117,7 +129,7 @@ MACHINES = {
     )
 }
 
-_FIGURES = {field.name for field in fields(Machine)} - {"curves"}
+_FIGURES = {field.name for field in fields(Machine)} - {"calls", "curves"}
 
 
 def machine(name: str) -> Machine:
@@ -135,11 +147,12 @@ def machine(name: str) -> Machine:
     try:
         given = tomllib.loads(path.read_text())
         like = given.pop("like", "h100")
+        calls = {op: float(seconds) for op, seconds in given.pop("calls", {}).items()}
         curves = {
             kind: Curve(tuple(curve["sizes"]), tuple(curve["seconds"]))
             for kind, curve in given.pop("curves", {}).items()
         }
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from error
     unknown = [kind for kind in curves if kind.split(".")[0] not in CURVES]
     if like not in MACHINES or not given.keys() <= _FIGURES or unknown:
@@ -147,7 +160,7 @@ def machine(name: str) -> Machine:
             f"{name}: 'like' must be one of {', '.join(MACHINES)}, curves of "
             f"{', '.join(CURVES)}, the other keys of {', '.join(sorted(_FIGURES))}"
         )
-    return replace(MACHINES[like], **given, curves=curves)
+    return replace(MACHINES[like], **given, calls=calls, curves=curves)
 
 
 def to_toml(given: Machine) -> str:
@@ -157,6 +170,9 @@ def to_toml(given: Machine) -> str:
         for name in sorted(_FIGURES)
         for value in (getattr(given, name),)
     ]
+    if given.calls:
+        lines += ["", "[calls]"]
+        lines += [f'"{op}" = {float(f"{seconds:.4g}")}' for op, seconds in given.calls.items()]
     for kind, curve in given.curves.items():
         lines += ["", f'[curves."{kind}"]']
         lines.append(f"sizes = {[float(size) for size in curve.sizes]}")

@@ -71,17 +71,25 @@ def save(path: Path, timelines: Mapping[str, Timeline]) -> None:
     path.write_text(json.dumps(chrome(timelines)) + "\n")
 
 
-def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
-    """Writes a Gantt chart (PNG): timelines below each other, on one scale.
-
-    Raises `RuntimeError` where matplotlib is missing.
-    """
+def load_pyplot() -> Any:
+    """Returns matplotlib's pyplot, for files; raises `RuntimeError` where it is missing."""
     try:
         import matplotlib
     except ImportError as error:
         raise RuntimeError("a chart needs matplotlib: pip install 'symm_cp[plot]'") from error
     matplotlib.use("Agg")
-    from matplotlib import patches, pyplot
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
+    """Writes a Gantt chart (PNG): timelines below each other, on one scale.
+
+    Raises `RuntimeError` where matplotlib is missing.
+    """
+    pyplot = load_pyplot()
+    from matplotlib import patches
 
     rows = [(name, rank, lane) for name, t in timelines.items() for rank, lane in _lanes(t)]
     figure, axes = pyplot.subplots(figsize=(9, 1.2 + 0.38 * len(rows)))

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from symm_cp.cli import main
-from symm_cp.plan import _counts, best
-from symm_cp.plan.machines import MACHINES, machine
+from symm_cp.plan import best
 from symm_cp.plan.models import MODELS, Model
 from symm_cp.plan.predict import Layout, layouts, predict
+from symm_cp.schedule.machine import MACHINES
 
 LLAMA = MODELS["llama3-70b"]
 #: No overheads: what is left are operations and bytes.
@@ -118,24 +118,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "nothing of it was measured" in text
     assert {row["hosts"] for row in json.loads(out.read_text())} == {1, 2, 4}
     assert plot.read_bytes().startswith(b"\x89PNG")
-
-
-def test_counts() -> None:
-    assert _counts("1..128") == [1, 2, 4, 8, 16, 32, 64, 128]
-    assert _counts("3..10") == [3, 6]
-    assert _counts("1,5") == [1, 5]
-
-
-def test_a_machine_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "mine.toml"
-    path.write_text('name = "mine"\nlike = "h200"\nnetwork = 1e11\n')
-    found = machine(str(path))
-    assert (found.name, found.network, found.memory) == ("mine", 1e11, 141e9)
-    path.write_text("netwrok = 1e11\n")
-    with pytest.raises(ValueError, match="the other keys of"):
-        machine(str(path))
-    with pytest.raises(ValueError, match="neither one of h100"):
-        machine("h300")
 
 
 def test_wrong_arguments_end_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,22 @@
+"""`symm-cp bench`, `trace`, `calibrate` and `tune`: what ops take, and what they should take."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from symm_cp.bench import calibrate, command, timeline
+
+_COMMANDS = {"bench": command, "trace": timeline, "calibrate": calibrate}
+
+
+def add_commands(commands: Any) -> None:
+    """Adds these commands to the subparsers of `symm-cp`."""
+    for name, module in _COMMANDS.items():
+        parser = commands.add_parser(name, help=module.HELP, description=module.HELP)
+        module.add_arguments(parser)
+
+
+def main(given: argparse.Namespace) -> int:
+    """Runs one of the commands and returns its exit code."""
+    return _COMMANDS[given.command].main(given)

@@ -1,0 +1,319 @@
+"""`symm-cp calibrate`: measures what kernels, copies and calls cost on this machine.
+
+All ranks measure at once, so what they take from each other (the memory's bandwidth, and cores
+where there are fewer than ranks) is in the figures. Memory that travels between ranks is measured
+as it is used: written by one rank just before the other reads it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+
+import symm_cp
+from symm_cp import env, launch, native
+from symm_cp.bench.measure import quick_barrier
+from symm_cp.bench.report import processor
+from symm_cp.demo.progress import Progress
+from symm_cp.ops.common import new_result
+from symm_cp.schedule.machine import Curve, Machine, machine, to_toml
+
+HELP = "measure what kernels, copies and calls cost here, for predictions (trace, tune)"
+
+_COPIES = tuple(1 << n for n in range(12, 27, 2))  # 4 KiB to 64 MiB
+# From 32 MiB on the C library gives memory back at once, and every use is a first one.
+_FRESH = (*_COPIES[:-1], (1 << 25) - (1 << 20), 1 << 25, 1 << 26)
+_CUBES = (32, 64, 128, 256, 512, 1024)
+_TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
+_HEADS, _HEAD_DIM = 4, 64
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SECONDS = 0.15  # for a point, about
+_REPETITIONS = (5, 50)
+_LEAST = 1e-9  # a curve has no zeros
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp calibrate`."""
+    parser.add_argument(
+        "--ranks", type=launch.positive, default=2, help="that measure at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, help="the machine's file (default: where trace and tune look for it)"
+    )
+    launch.add_rendezvous(parser)
+
+
+def default_path(ranks: int) -> Path:
+    """Returns where the description of this machine is kept, for so many ranks."""
+    return env.build_dir() / f"machine_{ranks}.toml"
+
+
+def find(given: str | None, ranks: int) -> Machine:
+    """Returns the machine of that name or file, by default what was calibrated for these ranks.
+
+    Raises `ValueError` that says what to run when there is none.
+    """
+    if given is not None:
+        return machine(given)
+    path = default_path(ranks)
+    if not path.is_file():
+        raise ValueError(
+            f"this machine was not calibrated for {ranks} ranks: run "
+            f"symm-cp calibrate --ranks {ranks}, or give --machine"
+        )
+    return machine(str(path))
+
+
+class _Meter:
+    """Times things on all ranks at once."""
+
+    def __init__(self, group: dist.ProcessGroup, progress: Progress | None) -> None:
+        self.group, self.progress = group, progress
+        self.rank, self.ranks = group.rank(), group.size()
+        self.barrier = quick_barrier(group)
+        self._matrix, self._product = torch.randn(512, 512), torch.empty(512, 512)
+
+    def seconds(
+        self,
+        run: Callable[[], object],
+        before: Callable[[], object] = lambda: None,
+        *,
+        cold: bool = False,
+    ) -> float:
+        """The median over repetitions of the slowest rank's time of `run`, after `before`.
+
+        With `cold` after a matmul, which leaves nothing else in a core's own caches, as the work
+        between two ops does.
+        """
+        spent = max(self._once(run, before, cold) for _ in range(2))
+        own = [self._once(run, before, cold) for _ in range(self._agreed(spent))]
+        times = torch.tensor(own, dtype=torch.float64)
+        dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
+        return max(_LEAST, statistics.median(times.tolist()))
+
+    def _once(self, run: Callable[[], object], before: Callable[[], object], cold: bool) -> float:
+        before()
+        if cold:
+            torch.mm(self._matrix, self._matrix, out=self._product)
+        self.barrier()
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+
+    def _agreed(self, spent: float) -> int:
+        slowest = torch.tensor(spent, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
+        least, most = _REPETITIONS
+        return max(least, min(most, int(_SECONDS / max(1e-9, float(slowest)))))
+
+    def curve(self, name: str, points: Iterable[tuple[float, float]]) -> Curve:
+        """A curve through points as they are measured."""
+        sizes, seconds = zip(*points, strict=True)
+        if self.progress is not None:
+            self.progress.advance(name)
+        return Curve(tuple(sizes), tuple(seconds))
+
+
+class _Turns:
+    """Symmetric memory twice, taken in turn, as the slots of a workspace are."""
+
+    def __init__(self, meter: _Meter, nbytes: int) -> None:
+        self._mine = [symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        handles = [symm_mem.rendezvous(half, meter.group) for half in self._mine]
+        neighbour = (meter.rank + 1) % meter.ranks
+        self._peers = [handle.get_buffer(neighbour, (nbytes,), torch.uint8) for handle in handles]
+        self._turn = 0
+
+    def mine(self, nbytes: int) -> torch.Tensor:
+        """This rank's memory."""
+        return self._mine[self._turn][:nbytes]
+
+    def peer(self, nbytes: int) -> torch.Tensor:
+        """That of the next rank."""
+        return self._peers[self._turn][:nbytes]
+
+    def write(self, nbytes: int) -> None:
+        """Takes the other half, and writes it."""
+        self._turn = 1 - self._turn
+        self.mine(nbytes).zero_()
+
+
+def _moves(meter: _Meter) -> dict[str, Curve]:
+    turns = _Turns(meter, _COPIES[-1])
+    own = torch.zeros(_COPIES[-1], dtype=torch.uint8)
+
+    def publish(nbytes: int) -> float:
+        """Into memory that the peer has just read."""
+
+        def read() -> None:
+            turns.write(nbytes)
+            meter.barrier()
+            turns.peer(nbytes).clone()
+
+        return meter.seconds(lambda: turns.mine(nbytes).copy_(own[:nbytes]), read, cold=True)
+
+    def pull(nbytes: int) -> float:
+        """Out of memory that the peer has just written."""
+        write = partial(turns.write, nbytes)
+        return meter.seconds(lambda: own[:nbytes].copy_(turns.peer(nbytes)), write, cold=True)
+
+    def read_later(nbytes: int) -> float:
+        """How much longer it takes to read a peer's memory than one's own, both just written."""
+
+        def total(of: Callable[[int], torch.Tensor]) -> float:
+            write = partial(turns.write, nbytes)
+            return meter.seconds(lambda: of(nbytes).view(torch.float32).sum(), write, cold=True)
+
+        return max(_LEAST, total(turns.peer) - total(turns.mine))
+
+    def fresh(nbytes: int) -> float:
+        """New memory over memory that is there, both written once."""
+
+        def make() -> torch.Tensor:
+            return new_result(own, (nbytes,)).fill_(1)
+
+        return max(_LEAST, meter.seconds(make) - meter.seconds(lambda: own[:nbytes].fill_(1)))
+
+    kinds = {"copy": publish, "transfer": pull, "remote": read_later}
+    curves = {
+        kind: meter.curve(kind, [(float(size), run(size)) for size in _COPIES])
+        for kind, run in kinds.items()
+    }
+    points = [(float(size), fresh(size)) for size in _FRESH]
+    return {**curves, "fresh": meter.curve("fresh", points)}
+
+
+def _reduce(meter: _Meter, call: float) -> Curve:
+    """By the bytes that a rank reads; what a call costs anyway is taken off."""
+    name = str(meter.group.group_name)
+    turns = _Turns(meter, meter.ranks * _COPIES[-2])
+    points = []
+    for nbytes in _COPIES[:-1]:
+        out = torch.empty(nbytes // 4)
+
+        def run(nbytes: int = nbytes, out: torch.Tensor = out) -> None:
+            full = turns.mine(meter.ranks * nbytes).view(torch.float32)
+            torch.ops.symm_mem.reduce_scatter_out.default(full, name, False, out)
+
+        write = partial(turns.write, meter.ranks * nbytes)
+        taken = meter.seconds(run, write, cold=True) - call
+        points.append((float(meter.ranks * nbytes), max(_LEAST, taken)))
+    return meter.curve("reduce", points)
+
+
+def _kernels(meter: _Meter) -> dict[str, Curve]:
+    curves = {}
+    for name, dtype in _DTYPES.items():
+        points = []
+        for size in _CUBES:
+            a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+            out = torch.empty_like(a)
+            seconds = meter.seconds(partial(torch.mm, a, b, out=out))
+            points.append((2.0 * size**3, seconds))
+        curves[f"matmul.{name}"] = meter.curve(f"matmul, {name}", points)
+        points = []
+        for tokens in _TOKENS:
+            q, k, v = (torch.randn(1, _HEADS, tokens, _HEAD_DIM).to(dtype) for _ in range(3))
+            seconds = meter.seconds(partial(F.scaled_dot_product_attention, q, k, v))
+            points.append((4.0 * _HEADS * tokens * tokens * _HEAD_DIM, seconds))
+        curves[f"attention.{name}"] = meter.curve(f"attention, {name}", points)
+    return curves
+
+
+def _calls(meter: _Meter) -> dict[str, float]:
+    """What ops take on next to nothing."""
+    group = meter.group
+    name = str(group.group_name)
+    tiny, weight = torch.ones(8, 8), torch.ones(8, 8)
+    full = torch.ones(8 * meter.ranks, 8)
+    out = torch.empty(8, 8)
+    q = torch.ones(1, 1, 8, 8)
+    ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor.default
+    calls: dict[str, Callable[[], object]] = {
+        "all_gather_matmul": lambda: symm_cp.all_gather_matmul(tiny, weight, group=group),
+        "matmul_reduce_scatter": lambda: symm_cp.matmul_reduce_scatter(full, weight, group=group),
+        "all_gather_attention": lambda: symm_cp.all_gather_attention(q, q, q, group=group),
+        "reduce_scatter_out": lambda: ops.reduce_scatter_out.default(full, name, False, out),
+        "all_gather": lambda: wait(ops._low_contention_all_gather.default(tiny, name)),
+        "reduce_scatter": lambda: wait(
+            ops._low_contention_reduce_scatter.default(full, "sum", name)
+        ),
+    }
+    found = {op: meter.seconds(run, cold=True) for op, run in calls.items()}
+    if meter.progress is not None:
+        meter.progress.advance("calls")
+    return found
+
+
+def measure(group: dist.ProcessGroup, progress: Progress | None = None) -> Machine:
+    """Returns what was measured, alike on all ranks. Collective; takes about ten seconds."""
+    meter = _Meter(group, progress)
+    with torch.no_grad():
+        calls = _calls(meter)
+        curves = {**_kernels(meter), **_moves(meter)}
+        curves["reduce"] = _reduce(meter, calls["reduce_scatter_out"])
+    fastest = max(size / seconds for size, seconds in _points(curves["matmul.float32"]))
+    rate = max(size / seconds for size, seconds in _points(curves["copy"]))
+    memory = float(_memory_bytes())
+    return Machine(
+        processor(), fastest, memory, 2 * rate, rate, gpus=meter.ranks,
+        matmul_reached=1.0, attention_reached=1.0, link_reached=1.0,
+        kernel_seconds=0.0, signal_seconds=_signal(meter), calls=calls, curves=curves,
+    )  # fmt: skip
+
+
+def _points(curve: Curve) -> Iterable[tuple[float, float]]:
+    return zip(curve.sizes, curve.seconds, strict=True)
+
+
+def _memory_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemTotal"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+def _signal(meter: _Meter) -> float:
+    """A barrier of two ranks is a signal each way."""
+    many = 200
+
+    def run() -> None:
+        for _ in range(many):
+            meter.barrier()
+
+    return meter.seconds(run) / many
+
+
+def main(given: argparse.Namespace) -> int:
+    """Runs `symm-cp calibrate`; returns 0 when the file was written."""
+    if launch.is_rank():
+        launch.leave(launch.as_rank(lambda group: _rank(given, group), given.rendezvous))
+    try:
+        native.load()
+    except native.BuildError as error:
+        print(f"symm-cp calibrate: {error}", file=sys.stderr)
+        return 2
+    return launch.run_ranks("calibrate", given.ranks, given.arguments)
+
+
+def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
+    progress = Progress(10) if group.rank() == 0 else None
+    found = measure(group, progress)
+    if group.rank() == 0:
+        assert progress is not None
+        progress.close()
+        path: Path = given.out or default_path(group.size())
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.write_text(to_toml(found))
+        print(f"{found.name}, {found.gpus} ranks: {path}")
+    return 0

@@ -1,0 +1,369 @@
+"""The jobs of `symm-cp bench` and `symm-cp trace`: each op, what it replaces, and what limits it.
+
+The variants of a job are `limit` (the compute alone, on input that is there; for collectives a
+copy of the result's bytes), `communication` (the collective alone), `unfused` (the one after the
+other, as the process group's backend does it), `fused` and, where there is symmetric input,
+`fused, in place`; on CUDA also `torch`, the op that torch has.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+
+from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
+from symm_cp.context_parallel import all_gather_attention
+from symm_cp.demo import options as demo_options
+from symm_cp.demo import variants
+from symm_cp.ops import low_contention, matmul
+from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
+from symm_cp.schedule import builders, staged
+from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.work import Work
+
+IN_PLACE, TORCH = "fused, in place", "torch"
+
+Variants = dict[str, Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and in which dtype jobs run."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return self.group.size()
+
+    @property
+    def name(self) -> str:
+        """That of the group."""
+        return str(self.group.group_name)
+
+    @property
+    def cuda(self) -> bool:
+        """Whether jobs run on GPUs."""
+        return self.device == "cuda"
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Random numbers of a size at which sums of many stay accurate."""
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy in symmetric memory. Collective."""
+        copy = symm_mem.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        symm_mem.rendezvous(copy, self.name)
+        return copy.copy_(tensor)
+
+    def case(self, name: str, variants: Variants, **options: Any) -> Case:
+        """A case that waits for the device."""
+        if self.cuda:
+            options["synchronize"] = torch.cuda.synchronize
+        return Case(f"{name}, {str(self.dtype)[6:]}", variants, **options)
+
+    def op(self, name: str, module: Any) -> Callable[..., Any]:
+        """Our kernel of an op that torch has, too."""
+        if self.cuda:
+            return module.CUDA_KERNELS[name]
+        return getattr(torch.ops.symm_mem, name).default
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, and what the simulator needs to predict its variant `fused`.
+
+    `kernel` is one run of the kernel for one shard, to be timed alone.
+    """
+
+    case: Case
+    work: Work
+    kernel: Callable[[], object] | None = None
+
+
+def _close(setting: Setting, got: torch.Tensor, want: torch.Tensor) -> None:
+    unit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(setting.dtype, 2.0**-5)
+    error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)
+    if not error <= unit:
+        raise AssertionError(f"off by {float(error):.1e} of the largest value, allowed: {unit:.1e}")
+
+
+def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
+    """All-gather-matmul: `rows` x `inner` of each rank, times `inner` x `columns`."""
+    x, weight = setting.normal(rows, inner), setting.normal(inner, columns)
+    shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
+    fused = setting.op("fused_all_gather_matmul", matmul)
+
+    def run(shard: torch.Tensor) -> torch.Tensor:
+        return fused(shard, [weight], 0, setting.name, return_A=False)[1][0]
+
+    variants: Variants = {
+        LIMIT: lambda: full @ weight,
+        COMMUNICATION: lambda: unfused_all_gather(x, 0, setting.name),
+        UNFUSED: lambda: unfused_all_gather(x, 0, setting.name) @ weight,
+        FUSED: lambda: run(x),
+        IN_PLACE: lambda: run(shared),
+    }
+    if setting.cuda:
+        op = torch.ops.symm_mem.fused_all_gather_matmul
+        variants[TORCH] = lambda: op(x, [weight], 0, setting.name, return_A=False)
+
+    def check() -> None:
+        for shard in (x, shared):
+            _close(setting, run(shard), full @ weight)
+
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    item = x.element_size()
+    work = Work(
+        "all_gather_matmul",
+        staged.gather_and_consume if setting.cuda else builders.all_gather_and_consume,
+        _matmul(setting, rows, inner, columns),
+        shard=rows * inner * item,
+        fresh=setting.ranks * rows * columns * item,
+    )
+    name = f"all-gather-matmul, {rows} x {inner} a rank, {columns} columns"
+    case = setting.case(name, variants, check=check)
+    return Job(case, work, lambda: torch.mm(x, weight, out=out))
+
+
+def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job:
+    """Matmul-reduce-scatter: W * `rows` x `inner` on each rank, times `inner` x `columns`."""
+    x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
+    fused = setting.op("fused_matmul_reduce_scatter", matmul)
+    full = x @ weight
+
+    def run() -> torch.Tensor:
+        return fused(x, weight, "sum", 0, setting.name)
+
+    variants: Variants = {
+        LIMIT: lambda: x @ weight,
+        COMMUNICATION: lambda: unfused_reduce_scatter(full, "sum", 0, setting.name),
+        UNFUSED: lambda: unfused_reduce_scatter(x @ weight, "sum", 0, setting.name),
+        FUSED: run,
+    }
+    if setting.cuda:
+        op = torch.ops.symm_mem.fused_matmul_reduce_scatter
+        variants[TORCH] = lambda: op(x, weight, "sum", 0, setting.name)
+    out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    item = x.element_size()
+    work = Work(
+        "matmul_reduce_scatter",
+        staged.produce_and_scatter if setting.cuda else builders.produce_and_reduce_scatter,
+        _matmul(setting, rows, inner, columns),
+        partial=rows * columns * item,
+        fresh=rows * columns * item,
+    )
+    name = f"matmul-reduce-scatter, {rows} x {inner} for a rank, {columns} columns"
+    case = setting.case(
+        name,
+        variants,
+        check=lambda: _close(setting, run(), unfused_reduce_scatter(full, "sum", 0, setting.name)),
+    )
+    return Job(case, work, lambda: torch.mm(x[:rows], weight, out=out))
+
+
+def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
+    dtype = str(setting.dtype)[6:]
+    return lambda machine: machine.matmul(2.0 * rows * inner * columns, dtype)
+
+
+def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Job:
+    """Attention without a mask, `tokens` of the sequence on each rank."""
+    q = setting.normal(1, heads, tokens, head_dim)
+    k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
+    grouped = heads != kv_heads
+    keys, values = (unfused_all_gather(t, 2, setting.name) for t in (k, v))
+
+    def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    def gather() -> tuple[torch.Tensor, torch.Tensor]:
+        return unfused_all_gather(k, 2, setting.name), unfused_all_gather(v, 2, setting.name)
+
+    def run() -> torch.Tensor:
+        return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
+
+    item = q.element_size()
+    dtype = str(setting.dtype)[6:]
+    work = Work(
+        "all_gather_attention",
+        staged.gather_and_consume if setting.cuda else builders.all_gather_and_consume,
+        lambda machine: machine.attention(4.0 * heads * tokens * tokens * head_dim, dtype),
+        shard=2 * kv_heads * tokens * head_dim * item,
+        fresh=2 * heads * tokens * head_dim * item,
+    )
+    case = setting.case(
+        f"attention, {tokens} tokens a rank, {heads} heads ({kv_heads} for keys) of {head_dim}",
+        {
+            LIMIT: lambda: attend(keys, values),
+            COMMUNICATION: gather,
+            UNFUSED: lambda: attend(*gather()),
+            FUSED: run,
+        },
+        check=lambda: _close(setting, run(), attend(keys, values)),
+    )
+    return Job(case, work, lambda: attend(k, v))
+
+
+def attention_backward(
+    setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int
+) -> Case:
+    """The backward pass of `attention` alone."""
+    q = setting.normal(1, heads, tokens, head_dim)
+    k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
+    grouped = heads != kv_heads
+    keys, values = (unfused_all_gather(t, 2, setting.name) for t in (k, v))
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+
+    def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
+
+    def backward(
+        forward: Callable[..., torch.Tensor], *inputs: torch.Tensor
+    ) -> Callable[[], tuple[torch.Tensor, ...]]:
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = forward(*leaves)
+        grad = torch.ones_like(out)
+        return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+    whole, ours = backward(attend, q, keys, values), backward(fused, q, k, v)
+
+    def exchange(grads: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        return [unfused_reduce_scatter(g, "sum", 2, setting.name) for g in grads[1:]]
+
+    def unfused() -> tuple[torch.Tensor, list[torch.Tensor]]:
+        # The keys are gathered again, as the fused op does.
+        for t in (k, v):
+            unfused_all_gather(t, 2, setting.name)
+        grads = whole()
+        return grads[0], exchange(grads)
+
+    def check() -> None:
+        q_grad, others = unfused()
+        for got, want in zip(ours(), [q_grad, *others], strict=True):
+            _close(setting, got, want)
+
+    name = f"attention backward, {tokens} tokens a rank, {heads} heads"
+    variants: Variants = {LIMIT: whole, UNFUSED: unfused, FUSED: ours}
+    return setting.case(f"{name} ({kv_heads} for keys) of {head_dim}", variants, check=check)
+
+
+def all_gather(setting: Setting, nbytes: int) -> Job:
+    """The low-contention all-gather of `nbytes` of each rank."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    gather = setting.op("_low_contention_all_gather", low_contention)
+    x = setting.normal(max(1, nbytes // setting.dtype.itemsize))
+    shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
+
+    def run(shard: torch.Tensor) -> torch.Tensor:
+        return wait(gather(shard, setting.name))
+
+    def check() -> None:
+        for shard in (x, shared):
+            if not torch.equal(run(shard), full):
+                raise AssertionError("the gathered tensor is not that of the shards")
+
+    work = Work("all_gather", builders.all_gather, _nothing, nbytes, fresh=setting.ranks * nbytes)
+    case = setting.case(
+        f"all-gather, {size(nbytes)} a rank",
+        {
+            LIMIT: lambda: torch.empty_like(full).copy_(full),
+            UNFUSED: lambda: unfused_all_gather(x, 0, setting.name),
+            FUSED: lambda: run(x),
+            IN_PLACE: lambda: run(shared),
+        },
+        check=check,
+        inner=_inner(nbytes),
+    )
+    return Job(case, work)
+
+
+def reduce_scatter(setting: Setting, nbytes: int) -> Job:
+    """The low-contention reduce-scatter that leaves `nbytes` on each rank."""
+    wait = torch.ops._c10d_functional.wait_tensor.default
+    scatter = setting.op("_low_contention_reduce_scatter", low_contention)
+    x = setting.normal(setting.ranks * max(1, nbytes // setting.dtype.itemsize))
+    shared = setting.symmetric(x)
+
+    def run(full: torch.Tensor) -> torch.Tensor:
+        return wait(scatter(full, "sum", setting.name))
+
+    def check() -> None:
+        want = unfused_reduce_scatter(x, "sum", 0, setting.name)
+        for full in (x, shared):
+            _close(setting, run(full), want)
+
+    work = Work(
+        "reduce_scatter", builders.reduce_scatter, _nothing, setting.ranks * nbytes, nbytes, nbytes
+    )
+    case = setting.case(
+        f"reduce-scatter, {size(nbytes)} a rank",
+        {
+            # What the sum must at least read.
+            LIMIT: lambda: x.clone(),
+            UNFUSED: lambda: unfused_reduce_scatter(x, "sum", 0, setting.name),
+            FUSED: lambda: run(x),
+            IN_PLACE: lambda: run(shared),
+        },
+        check=check,
+        inner=_inner(nbytes),
+    )
+    return Job(case, work)
+
+
+def _nothing(machine: Machine) -> float:
+    return 0.0
+
+
+def _inner(nbytes: int) -> int:
+    """How many calls a timing takes, so that it is long against the clock and the barrier."""
+    return max(1, min(100, (1 << 20) // max(1, nbytes)))
+
+
+def size(nbytes: int) -> str:
+    """Returns a number of bytes as text."""
+    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):g} {unit}"
+    return f"{nbytes} B"
+
+
+def train(setting: Setting, dim: int, layers: int, tokens: int) -> Case:
+    """A training step of the demo's model, spread over features; on CPU."""
+    from symm_cp.demo.train import Run, Trainer, trainers
+
+    arguments = argparse.Namespace(
+        ranks=setting.ranks, cp=1, compile=False, steps=1, text=None, dim=dim, layers=layers,
+        seq=tokens, batch=4, dtype=str(setting.dtype)[6:], seed=0, json=None, rendezvous=None,
+    )  # fmt: skip
+    run = Run(demo_options.check(arguments, {}), setting.group, quiet=True)
+    unfused, fused, alone = trainers(run, variants)
+    batch = run.batches[0]
+    inputs, targets = run.own_part(batch[:-1]), run.own_part(batch[1:])
+
+    def check() -> None:
+        losses = []
+        for trainer in (unfused, fused):
+            trainer.step(inputs, targets, run.ranks)
+            losses.append(trainer.losses[-1])
+        if not abs(losses[0] - losses[1]) <= 1e-2 * abs(losses[0]):
+            raise AssertionError(f"the losses differ: unfused {losses[0]}, fused {losses[1]}")
+
+    def step(trainer: Trainer) -> Callable[[], None]:
+        return lambda: trainer.step(inputs, targets, run.ranks)
+
+    name = f"training step, {layers} layers of {dim} features, 4 x {tokens} tokens"
+    ways: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
+    return setting.case(name, ways, check=check)

@@ -1,0 +1,93 @@
+"""What is shown and written of measured rows: a table, JSON, CSV."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from symm_cp.bench.measure import Row, duration
+
+#: A row as it is written to JSON.
+Written = Mapping[str, Any]
+
+
+def processor() -> str:
+    """Returns the model of the processor, and how many cores this process may use."""
+    name = platform.machine()
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            name = line.split(":", 1)[1].strip()
+            break
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def device_name(device: str) -> str:
+    """Returns the name of what was measured on."""
+    return torch.cuda.get_device_name() if device == "cuda" else processor()
+
+
+def line(row: Row) -> str:
+    """A row as text: times, ratios to the limit, how much was hidden and how sure that is."""
+    cells = [f"{name} {duration(row.median(name))} ({row.ratio(name):.2f})" for name in row.seconds]
+    overlap = row.overlap()
+    if overlap is not None:
+        low, high = overlap.interval
+        sure = f"{low:.0%} to {high:.0%}"
+        cells.append(
+            f"overlap {overlap.value:.0%} ({sure})"
+            if overlap.telling
+            else f"overlap: the machine is too noisy to tell ({sure})"
+        )
+    return f"{row.case}\n    " + "  ".join(cells)
+
+
+def heading(command: Sequence[str], device: str) -> dict[str, Any]:
+    """What a file of results begins with."""
+    return {
+        "command": " ".join(command),
+        "date": datetime.date.today().isoformat(),
+        "machine": device_name(device),
+        "torch": torch.__version__,
+    }
+
+
+def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Written]) -> None:
+    """Writes all that was measured."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+
+
+def _flat(rows: Iterable[Written]) -> list[dict[str, Any]]:
+    """A line for each variant."""
+    return [
+        {
+            "case": row["case"],
+            "ranks": row["ranks"],
+            "variant": name,
+            "ms": ms,
+            "ratio": row["ratio"][name],
+            "ratio_low": row["ratio_95"][name][0],
+            "ratio_high": row["ratio_95"][name][1],
+            "overlap": row["overlap"]["value"] if "overlap" in row else "",
+        }
+        for row in rows
+        for name, ms in row["ms"].items()
+    ]
+
+
+def write_csv(path: Path, rows: Sequence[Written]) -> None:
+    """Writes a line for each variant of each case."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = _flat(rows)
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(lines[0]) if lines else ["case"])
+        writer.writeheader()
+        writer.writerows(lines)

@@ -1,0 +1,125 @@
+"""Which jobs a command line asks for: models by name, explicit shapes, or sizes in bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from symm_cp.bench import jobs
+from symm_cp.bench.jobs import Job, Setting
+from symm_cp.bench.measure import Case
+from symm_cp.plan.models import MODELS
+
+#: What `--shapes` is when it is not given.
+DEFAULTS = {
+    "matmul": "256x512x256,512x1024x512,1024x2048x1024",
+    "attention": "256x8x64,512x8x64,1024x8x64,2048x8x64",
+    "collectives": "4KiB,64KiB,1MiB,16MiB",
+    "train": "256x2x256",
+}
+KINDS = tuple(DEFAULTS)
+
+_UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A job that is made when its turn comes; `size` is what plots put on their axis."""
+
+    kind: str
+    size: float
+    unit: str
+    make: Callable[[Setting], Job | Case]
+
+
+def nbytes(text: str) -> int:
+    """Returns the bytes that "64 MiB" or "64MiB" stands for; raises `ValueError`."""
+    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", text)
+    if found is None:
+        raise ValueError(f"{text!r} is no size: give one such as 4KiB, 64MiB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+def _numbers(text: str, names: str, most: int | None = None) -> list[int]:
+    parts = text.split("x")
+    needed = len(names.split("x"))
+    right = needed <= len(parts) <= (most or needed)
+    if not (right and all(part.isdigit() and int(part) > 0 for part in parts)):
+        raise ValueError(f"{text!r} is no shape: give {names}, such as 512x1024x512")
+    return [int(part) for part in parts]
+
+
+def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
+    """Yields the jobs of a kind. `tokens` are those of all ranks, for models by name.
+
+    Raises `ValueError` for shapes that make no sense, or that the ranks do not divide.
+    """
+    for shape in shapes.split(","):
+        if kind == "matmul":
+            yield from _matmuls(shape, ranks, tokens)
+        elif kind == "attention":
+            yield from _attention(shape, ranks, tokens)
+        elif kind == "collectives":
+            size = nbytes(shape)
+            make = partial(jobs.all_gather, nbytes=size)
+            yield Wanted("all-gather", size, "bytes a rank", make)
+            make = partial(jobs.reduce_scatter, nbytes=size)
+            yield Wanted("reduce-scatter", size, "bytes a rank", make)
+        else:
+            dim, layers, length = _numbers(shape, "FEATURESxLAYERSxTOKENS")
+            make_case = partial(jobs.train, dim=dim, layers=layers, tokens=length)
+            yield Wanted("train", 12 * dim * dim * layers * length, "operations", make_case)
+
+
+def _split(what: str, size: int, ranks: int) -> int:
+    if size % ranks:
+        raise ValueError(f"{what}: {size} is not a multiple of {ranks} ranks")
+    return size // ranks
+
+
+def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
+    model = MODELS.get(shape)
+    if model is None:
+        rows, inner, columns = _numbers(shape, "ROWSxINNERxCOLUMNS")
+        yield _gather(rows, inner, columns, ranks)
+        yield _scatter(rows, inner, columns, ranks)
+        return
+    rows = _split("tokens", tokens, ranks)
+    query = _split(f"{shape}, query features", model.query, ranks)
+    shared = _split(f"{shape}, key features", model.shared, ranks)
+    feed = _split(f"{shape}, feed-forward features", model.feed_forward, ranks)
+    yield _gather(rows, model.hidden, query + 2 * shared, ranks)
+    yield _scatter(rows, query, model.hidden, ranks)
+    yield _gather(rows, model.hidden, 2 * feed, ranks)
+    yield _scatter(rows, feed, model.hidden, ranks)
+
+
+def _gather(rows: int, inner: int, columns: int, ranks: int) -> Wanted:
+    make = partial(jobs.gather_matmul, rows=rows, inner=inner, columns=columns)
+    return Wanted("all-gather-matmul", 2.0 * ranks * rows * inner * columns, "operations", make)
+
+
+def _scatter(rows: int, inner: int, columns: int, ranks: int) -> Wanted:
+    make = partial(jobs.matmul_scatter, rows=rows, inner=inner, columns=columns)
+    return Wanted("matmul-reduce-scatter", 2.0 * ranks * rows * inner * columns, "operations", make)
+
+
+def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
+    model = MODELS.get(shape)
+    if model is not None:
+        length = _split("tokens", tokens, ranks)
+        heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
+    else:
+        length, heads, head_dim, *rest = _numbers(shape, "TOKENSxHEADSxHEAD_DIM", 4)
+        kv_heads = rest[0] if rest else heads
+        if heads % kv_heads:
+            raise ValueError(f"{shape}: {kv_heads} heads for keys do not divide {heads} heads")
+    operations = 4.0 * heads * ranks * length * length * head_dim
+    for kind, make, times in (
+        ("attention", jobs.attention, 1.0),
+        ("attention-backward", jobs.attention_backward, 2.5),
+    ):
+        wanted_job = partial(make, tokens=length, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        yield Wanted(kind, times * operations, "operations", wanted_job)

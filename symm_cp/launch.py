@@ -1,0 +1,132 @@
+"""Starts the ranks of a command of `symm-cp`, and ends them all when one fails.
+
+A rank is the same command line again, with its place in the environment and the folder in which
+the ranks find each other. Under torchrun the ranks are there already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+_POLL_SECONDS = 0.05
+_GRACE_SECONDS = 5.0
+_TIMEOUT = datetime.timedelta(minutes=5)  # longer than anything of a size that is no mistake
+
+
+def positive(text: str) -> int:
+    """The type of an argument that is a whole number of at least 1."""
+    value = int(text) if text.isdigit() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return value
+
+
+def counts(text: str) -> list[int]:
+    """The type of an argument that is a number, some (1,2,4), or doubling ones (1..128)."""
+    if ".." not in text:
+        return [positive(part) for part in text.split(",")]
+    first, last = (positive(part) for part in text.split(".."))
+    found = [first]
+    while found[-1] * 2 <= last:
+        found.append(found[-1] * 2)
+    return found
+
+
+def add_rendezvous(parser: argparse.ArgumentParser) -> None:
+    """Adds the hidden argument by which a rank that was started here finds the others."""
+    parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
+
+
+def is_rank() -> bool:
+    """Tells whether this process is one of the ranks, rather than the command that starts them."""
+    return "RANK" in os.environ
+
+
+def as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> int:
+    """Runs `work` as one of the ranks, in one thread, and returns its exit code."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{rendezvous / 'store'}" if rendezvous is not None else "env://",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=_TIMEOUT,
+    )
+    assert dist.group.WORLD is not None
+    code = work(dist.group.WORLD)
+    dist.destroy_process_group()
+    return code
+
+
+def leave(code: int) -> None:
+    """Ends the process of a rank.
+
+    Not by way of the interpreter's end: threads of gloo that still hold tensors then abort the
+    process now and again.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run_ranks(command: str, ranks: int, arguments: Sequence[str]) -> int:
+    """Runs `symm-cp` with these arguments as so many ranks; returns the worst exit code.
+
+    2 when a rank ended otherwise than by 0 or 1, which is then told as a failure of `command`.
+    """
+    with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
+        # argparse takes the last of two --rendezvous.
+        codes = _run([*arguments, "--rendezvous", folder], ranks)
+    failed = {rank: code for rank, code in enumerate(codes) if code not in (0, 1)}
+    for rank, code in failed.items():
+        reason = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        print(f"symm-cp {command}: rank {rank} {reason}", file=sys.stderr)
+    return 2 if failed else max(codes)
+
+
+def _start(rank: int, ranks: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    package = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
+    env = {
+        **os.environ,
+        "RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+    }
+    return subprocess.Popen([sys.executable, "-m", "symm_cp", *arguments], env=env)
+
+
+def _run(arguments: Sequence[str], ranks: int) -> list[int]:
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started += [_start(rank, ranks, arguments) for rank in range(ranks)]
+        while any(process.poll() is None for process in started):
+            if any(process.poll() for process in started):
+                # Peers of a dead rank fail by themselves, with an error that names it.
+                _wait(started, _GRACE_SECONDS)
+                break
+            time.sleep(_POLL_SECONDS)
+    finally:
+        for process in started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+    return [process.returncode for process in started]
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+        time.sleep(_POLL_SECONDS)

@@ -1,0 +1,63 @@
+"""What an op should take: its schedule, on a machine, with the work that one rank has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from symm_cp.schedule.builders import all_ranks
+from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.simulate import Cost, Timeline, simulate
+from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
+
+
+@dataclass(frozen=True)
+class Work:
+    """An op of equal ranks: its schedule, and how much each step does.
+
+    `kernel` gives the seconds of the kernel for one shard; `shard` and `partial` are the bytes of
+    what a rank gives to each peer to be read, and of each of its partial sums; `fresh` those of
+    the result. `op` names what a call takes when there is nothing to do.
+    """
+
+    op: str
+    builder: Callable[..., Schedule]
+    kernel: Callable[[Machine], float]
+    shard: float = 0.0
+    partial: float = 0.0
+    fresh: float = 0.0
+    options: Mapping[str, bool | int] = field(default_factory=dict)
+
+    def schedules(self, ranks: int) -> tuple[Schedule, ...]:
+        """One of each rank."""
+        return all_ranks(self.builder, ranks, **self.options)
+
+    def cost(self, machine: Machine, ranks: int) -> Cost:
+        """Returns what each step costs."""
+        steps = [step for lane in self.schedules(ranks)[0].lanes.values() for step in lane]
+        # A call's own cost, and that of new memory, show in its kernels and copies.
+        busy = sum(isinstance(step, (Compute, Copy)) for step in steps)
+        fixed = (machine.calls.get(self.op, 0.0) + machine.fresh(self.fresh)) / max(1, busy)
+        one = self.kernel(machine)
+
+        def cost(rank: int, step: Step) -> float:
+            if isinstance(step, Copy):
+                nbytes = self.partial if step.dst.buffer == "partials" else self.shard
+                remote = step.src.rank != step.dst.rank
+                return fixed + (machine.transfer(nbytes) if remote else machine.copy(nbytes))
+            if not isinstance(step, Compute):
+                return 0.0
+            if step.kernel in ("reduce", "add"):
+                return fixed + machine.reduce(self.partial, ranks)
+            remote = any(region.rank != rank for region in step.reads)
+            return fixed + one + (machine.remote(self.shard) if remote else 0.0)
+
+        return cost
+
+    def predict(self, machine: Machine, ranks: int, calls: int = 1) -> Timeline:
+        """Returns when everything happens in so many calls, one after the other."""
+        return simulate(
+            [self.schedules(ranks)] * calls,
+            self.cost(machine, ranks),
+            signal=machine.signal_seconds,
+        )

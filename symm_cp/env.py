@@ -6,6 +6,7 @@
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
 | `SYMM_CP_ATTENTION` | on CUDA: `pipeline` of kernels, or one that polls (`arrival`) | `pipeline` |
+| `SYMM_CP_WAY` | how fused matmuls go: by `shards`, or `whole` | by simulation |
 | `SYMM_CP_HOST` | what tells this host from others in a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 """
@@ -48,6 +49,14 @@ def attention() -> str:
     text = os.environ.get("SYMM_CP_ATTENTION", "pipeline")
     if text not in ("pipeline", "arrival"):
         raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'arrival'")
+    return text
+
+
+def way() -> str | None:
+    """Returns the way that fused matmuls are forced to take, if any."""
+    text = os.environ.get("SYMM_CP_WAY") or None
+    if text not in (None, "shards", "whole"):
+        raise ValueError(f"SYMM_CP_WAY={text!r} must be 'shards' or 'whole'")
     return text
 
 

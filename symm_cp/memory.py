@@ -181,6 +181,8 @@ class Group:
         #: workspaces the group had there.
         self.engine: Any = None
         self.engine_workspaces = 0
+        #: Kept for tuning.py: what the ranks choose by.
+        self.tuning: Any = None
         #: Kept for hosts.py: how the group is spread over hosts, once that was found out.
         self.hosts: Any = None
         self.spread_known = False

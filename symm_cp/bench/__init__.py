@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from symm_cp.bench import calibrate, command, timeline
+from symm_cp.bench import calibrate, command, timeline, tune
 
-_COMMANDS = {"bench": command, "trace": timeline, "calibrate": calibrate}
+_COMMANDS = {"bench": command, "trace": timeline, "calibrate": calibrate, "tune": tune}
 
 
 def add_commands(commands: Any) -> None:

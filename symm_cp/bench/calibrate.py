@@ -21,12 +21,13 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import env, launch, native
+from symm_cp import launch, native
 from symm_cp.bench.measure import quick_barrier
 from symm_cp.bench.report import processor
 from symm_cp.demo.progress import Progress
 from symm_cp.ops.common import new_result
 from symm_cp.schedule.machine import Curve, Machine, machine, to_toml
+from symm_cp.tuning import machine_path
 
 HELP = "measure what kernels, copies and calls cost here, for predictions (trace, tune)"
 
@@ -34,6 +35,7 @@ _COPIES = tuple(1 << n for n in range(12, 27, 2))  # 4 KiB to 64 MiB
 # From 32 MiB on the C library gives memory back at once, and every use is a first one.
 _FRESH = (*_COPIES[:-1], (1 << 25) - (1 << 20), 1 << 25, 1 << 26)
 _CUBES = (32, 64, 128, 256, 512, 1024)
+_FEW_ROWS, _WEIGHTS = 32, (256, 512, 1024, 2048, 4096)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -53,11 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch.add_rendezvous(parser)
 
 
-def default_path(ranks: int) -> Path:
-    """Returns where the description of this machine is kept, for so many ranks."""
-    return env.build_dir() / f"machine_{ranks}.toml"
-
-
 def find(given: str | None, ranks: int) -> Machine:
     """Returns the machine of that name or file, by default what was calibrated for these ranks.
 
@@ -65,7 +62,7 @@ def find(given: str | None, ranks: int) -> Machine:
     """
     if given is not None:
         return machine(given)
-    path = default_path(ranks)
+    path = machine_path(ranks)
     if not path.is_file():
         raise ValueError(
             f"this machine was not calibrated for {ranks} ranks: run "
@@ -211,16 +208,37 @@ def _reduce(meter: _Meter, call: float) -> Curve:
     return meter.curve("reduce", points)
 
 
+def _matmul(meter: _Meter, rows: int, size: int, dtype: torch.dtype) -> float:
+    a, b = torch.randn(rows, size).to(dtype), torch.randn(size, size).to(dtype)
+    return meter.seconds(partial(torch.mm, a, b, out=torch.empty_like(a)))
+
+
+def _matmuls(meter: _Meter, name: str, dtype: torch.dtype) -> dict[str, Curve]:
+    """What operations take, and what a second matrix takes that few rows are multiplied with."""
+    largest = _CUBES[-1]
+    rate = 2.0 * largest**3 / _matmul(meter, largest, largest, dtype)
+    points = []
+    for size in _WEIGHTS:
+        operations = 2.0 * _FEW_ROWS * size * size / rate
+        taken = _matmul(meter, _FEW_ROWS, size, dtype) - operations
+        points.append((float(size * size * dtype.itemsize), max(_LEAST, taken)))
+    weight = meter.curve(f"weight, {name}", points)
+    cubes = []
+    for size in _CUBES:
+        taken = _matmul(meter, size, size, dtype)
+        # Never less than half: what is taken off was measured with some noise.
+        operations = max(taken / 2, taken - weight(size * size * dtype.itemsize))
+        cubes.append((2.0 * size**3, operations))
+    return {
+        f"weight.{name}": weight,
+        f"matmul.{name}": meter.curve(f"matmul, {name}", cubes),
+    }
+
+
 def _kernels(meter: _Meter) -> dict[str, Curve]:
-    curves = {}
+    curves: dict[str, Curve] = {}
     for name, dtype in _DTYPES.items():
-        points = []
-        for size in _CUBES:
-            a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
-            out = torch.empty_like(a)
-            seconds = meter.seconds(partial(torch.mm, a, b, out=out))
-            points.append((2.0 * size**3, seconds))
-        curves[f"matmul.{name}"] = meter.curve(f"matmul, {name}", points)
+        curves |= _matmuls(meter, name, dtype)
         points = []
         for tokens in _TOKENS:
             q, k, v = (torch.randn(1, _HEADS, tokens, _HEAD_DIM).to(dtype) for _ in range(3))
@@ -307,12 +325,12 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
-    progress = Progress(10) if group.rank() == 0 else None
+    progress = Progress(12) if group.rank() == 0 else None
     found = measure(group, progress)
     if group.rank() == 0:
         assert progress is not None
         progress.close()
-        path: Path = given.out or default_path(group.size())
+        path: Path = given.out or machine_path(group.size())
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         path.write_text(to_toml(found))
         print(f"{found.name}, {found.gpus} ranks: {path}")

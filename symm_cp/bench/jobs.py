@@ -173,8 +173,8 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
 
 
 def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
-    dtype = str(setting.dtype)[6:]
-    return lambda machine: machine.matmul(2.0 * rows * inner * columns, dtype)
+    dtype, weight = str(setting.dtype)[6:], inner * columns * setting.dtype.itemsize
+    return lambda machine: machine.matmul(2.0 * rows * inner * columns, dtype, weight)
 
 
 def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Job:

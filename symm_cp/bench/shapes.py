@@ -79,31 +79,36 @@ def _split(what: str, size: int, ranks: int) -> int:
     return size // ranks
 
 
+def products(
+    wanted_shapes: str, ranks: int, tokens: int
+) -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Yields the fused matmuls of shapes: kind, and rows of a rank, inner dimension, columns.
+
+    Raises `ValueError` for shapes that make no sense, or that the ranks do not divide.
+    """
+    gather, scatter = "all-gather-matmul", "matmul-reduce-scatter"
+    for shape in wanted_shapes.split(","):
+        model = MODELS.get(shape)
+        if model is None:
+            rows, inner, columns = _numbers(shape, "ROWSxINNERxCOLUMNS")
+            yield gather, (rows, inner, columns)
+            yield scatter, (rows, inner, columns)
+            continue
+        rows = _split("tokens", tokens, ranks)
+        query = _split(f"{shape}, query features", model.query, ranks)
+        shared = _split(f"{shape}, key features", model.shared, ranks)
+        feed = _split(f"{shape}, feed-forward features", model.feed_forward, ranks)
+        yield gather, (rows, model.hidden, query + 2 * shared)
+        yield scatter, (rows, query, model.hidden)
+        yield gather, (rows, model.hidden, 2 * feed)
+        yield scatter, (rows, feed, model.hidden)
+
+
 def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
-    model = MODELS.get(shape)
-    if model is None:
-        rows, inner, columns = _numbers(shape, "ROWSxINNERxCOLUMNS")
-        yield _gather(rows, inner, columns, ranks)
-        yield _scatter(rows, inner, columns, ranks)
-        return
-    rows = _split("tokens", tokens, ranks)
-    query = _split(f"{shape}, query features", model.query, ranks)
-    shared = _split(f"{shape}, key features", model.shared, ranks)
-    feed = _split(f"{shape}, feed-forward features", model.feed_forward, ranks)
-    yield _gather(rows, model.hidden, query + 2 * shared, ranks)
-    yield _scatter(rows, query, model.hidden, ranks)
-    yield _gather(rows, model.hidden, 2 * feed, ranks)
-    yield _scatter(rows, feed, model.hidden, ranks)
-
-
-def _gather(rows: int, inner: int, columns: int, ranks: int) -> Wanted:
-    make = partial(jobs.gather_matmul, rows=rows, inner=inner, columns=columns)
-    return Wanted("all-gather-matmul", 2.0 * ranks * rows * inner * columns, "operations", make)
-
-
-def _scatter(rows: int, inner: int, columns: int, ranks: int) -> Wanted:
-    make = partial(jobs.matmul_scatter, rows=rows, inner=inner, columns=columns)
-    return Wanted("matmul-reduce-scatter", 2.0 * ranks * rows * inner * columns, "operations", make)
+    makers = {"all-gather-matmul": jobs.gather_matmul, "matmul-reduce-scatter": jobs.matmul_scatter}
+    for kind, (rows, inner, columns) in products(shape, ranks, tokens):
+        make = partial(makers[kind], rows=rows, inner=inner, columns=columns)
+        yield Wanted(kind, 2.0 * ranks * rows * inner * columns, "operations", make)
 
 
 def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:

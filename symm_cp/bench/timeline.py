@@ -5,17 +5,19 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from symm_cp import launch, native
+from symm_cp import launch, native, tuning
 from symm_cp.bench import calibrate, measure, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Job, Setting
 from symm_cp.bench.measure import FUSED, Case, duration
+from symm_cp.memory import resolve
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -44,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=launch.positive, default=2, help="(%(default)s)")
     add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
     add("--calls", type=launch.positive, default=3, help="to record (%(default)s)")
+    add("--way", choices=tuning.WAYS, default="shards", help="for matmuls (%(default)s)")
     add("--machine", help="for the simulation: a TOML file (default: what calibrate has written)")
     add("--out", type=Path, default=Path("trace.json"), help="for Perfetto (%(default)s)")
     add("--plot", type=Path, metavar="FILE", help="a Gantt chart (PNG); needs matplotlib")
@@ -94,6 +97,19 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     job = _job(given).make(Setting(group, DTYPES[given.dtype]))
     assert isinstance(job, Job)
     run = job.case.variants[FUSED]
+    run()
+    chosen = tuning.choices(resolve(group))
+    with tuning.forced(given.way):
+        return _record(given, job, run, group, chosen)
+
+
+def _record(
+    given: argparse.Namespace,
+    job: Job,
+    run: Callable[[], object],
+    group: dist.ProcessGroup,
+    chosen: Mapping[str, tuning.Choice],
+) -> int:
     # How often, all ranks must agree on.
     alone = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
     measure.quick_barrier(group)()
@@ -104,6 +120,9 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     simulated = predicted(job, calibrate.find(given.machine, given.ranks), group, given.calls)
     if group.rank() == 0:
         _show(given, job.case.name, measured, simulated, alone.median(FUSED))
+        for choice in chosen.values():
+            cells = (f"{way} {duration(took)}" for way, took in choice.predicted.items())
+            print(f"ops would go: {choice.way} ({choice.source}; simulated: {', '.join(cells)})")
     return 0
 
 

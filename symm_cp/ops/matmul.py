@@ -27,6 +27,7 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
+    nbytes_of,
     new_result,
     rows_of,
     unfused_all_gather,
@@ -34,6 +35,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.tuning import Question, choose
 
 lib.define(
     "_fused_matmuls_reduce_scatter(Tensor[] As, Tensor[] Bs, Tensor? addend, str reduce_op, "
@@ -72,20 +74,33 @@ def _all_gather_matmul_kernel(
     if in_test_mode():
         gathered = unfused_all_gather(A, dim, group_name)
         return (gathered if return_A else None), [torch.matmul(gathered, B) for B in Bs]
-    what = what_is("fused_all_gather_matmul", A, detail=f"gather_dim={dim}")
+    detail = f"gather_dim={dim}"
     if dim == A.dim() - 1:
+        what = what_is("fused_all_gather_matmul", A, detail=detail)
         return _all_gather_matmul_columns(A, Bs, group_name, what, return_A)
     shard = A.movedim(dim, 0)
     rows = shard.shape[:-1].numel()
+    products = tuple((rows, A.shape[-1], B.shape[1]) for B in Bs)
+    question = Question("all_gather_matmul", A.dtype, products, shard=nbytes_of(A))
+    whole = choose(group, A.device, question) == "whole"
+    what = what_is("fused_all_gather_matmul", A, detail=detail + " whole" * whole)
     outs = [new_result(A, (rows * group.world_size, B.shape[1])) for B in Bs]
-    A_full = new_result(A, front_shape(A, dim, group.world_size)) if return_A else None
+    kept = return_A or whole
+    A_full = new_result(A, front_shape(A, dim, group.world_size)) if kept else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
+        if whole:
+            return
         A_rows = shards[0].view(rows, A.shape[-1])
         for out, B in zip(outs, Bs, strict=True):
             torch.mm(A_rows, B, out=out.narrow(0, rank * rows, rows))
 
     runtime.of(A, group).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
+    if whole:
+        assert A_full is not None
+        for out, B in zip(outs, Bs, strict=True):
+            torch.mm(A_full.view(-1, A.shape[-1]), B, out=out)
+    A_full = A_full if return_A else None
     lead = front_shape(A, dim, group.world_size)[:-1]
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return (A_full.movedim(0, dim) if A_full is not None else None), results
@@ -245,7 +260,17 @@ def _multiply_and_reduce_scatter(
     front = shape if columns else [shape[dim], *shape[:dim], *shape[dim + 1 :]]
     out = new_result(As[0], front)
 
+    rows = As[0].shape[:-1].numel() // W
+    products = tuple((rows, A.shape[-1], B.shape[1]) for A, B in zip(As, Bs, strict=True))
+    question = Question("matmul_reduce_scatter", out.dtype, products, partial=nbytes_of(out))
+    whole = not columns and choose(group, out.device, question) == "whole"
+    product = _sum_of_products(As, Bs, addend) if whole else None
+
     def produce(rank: int, partial: torch.Tensor) -> None:
+        if product is not None:
+            part = product.narrow(dim, rank * shape[dim], shape[dim])
+            partial.copy_(part.movedim(dim, 0))
+            return
         into = partial.flatten(0, -2)
         total = Sum(into, len(As) + (addend is not None))
         for A, B in zip(As, Bs, strict=True):
@@ -256,9 +281,23 @@ def _multiply_and_reduce_scatter(
             total.add((part if columns else part.movedim(dim, 0)).reshape(into.shape))
         total.finish()
 
-    what = what_is(op, As[0], detail=f"N={Bs[0].shape[1]} scatter_dim={dim} {reduce_op}")
+    detail = f"N={Bs[0].shape[1]} scatter_dim={dim} {reduce_op}" + " whole" * whole
+    what = what_is(op, As[0], detail=detail)
     runtime.of(out, group).produce_and_reduce_scatter(group, produce, out, what, mean=mean)
     return out if columns else out.movedim(0, dim).contiguous()
+
+
+def _sum_of_products(
+    As: list[torch.Tensor], Bs: list[torch.Tensor], addend: torch.Tensor | None
+) -> torch.Tensor:
+    product = As[0].new_empty([*As[0].shape[:-1], Bs[0].shape[1]])
+    total = Sum(product.flatten(0, -2), len(As) + (addend is not None))
+    for A, B in zip(As, Bs, strict=True):
+        total.add_product(A.flatten(0, -2), B)
+    if addend is not None:
+        total.add(addend.flatten(0, -2))
+    total.finish()
+    return product
 
 
 def _matmul_reduce_scatter_kernel(

@@ -10,11 +10,13 @@ from symm_cp.ops.common import (
     front_shape,
     group_of,
     lib,
+    nbytes_of,
     new_result,
     rows_of,
     what_is,
     world_size_of,
 )
+from symm_cp.tuning import Question, choose
 
 lib.define(
     "_fused_all_gather_weight_grad(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name)"
@@ -34,10 +36,21 @@ def _weight_grad_kernel(
     W, k = group.world_size, A_shard.shape[-1]
     columns = gather_dim == A_shard.dim() - 1
     outs = [new_result(A_shard, (k * (W if columns else 1), g.shape[-1])) for g in grads]
-    sums = [] if columns else [Sum(out, W) for out in outs]
     shard = A_shard.flatten(0, -2) if columns else A_shard.movedim(gather_dim, 0)
+    question = Question(
+        "weight_grad",
+        A_shard.dtype,
+        tuple((k, shard.shape[:-1].numel(), g.shape[-1]) for g in grads),
+        shard=nbytes_of(A_shard),
+        accumulated=sum(nbytes_of(out) for out in outs),
+    )
+    whole = not columns and choose(group, A_shard.device, question) == "whole"
+    sums = [] if columns or whole else [Sum(out, W) for out in outs]
+    A_full = new_result(A_shard, front_shape(A_shard, gather_dim, W)) if whole else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
+        if whole:
+            return
         left = shards[0].flatten(0, -2).t()
         for index, g in enumerate(grads):
             if columns:
@@ -45,8 +58,12 @@ def _weight_grad_kernel(
             else:
                 sums[index].add_product(left, rows_of(g, gather_dim, rank, W))
 
-    what = what_is("_fused_all_gather_weight_grad", A_shard, detail=f"gather_dim={gather_dim}")
-    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what)
+    detail = f"gather_dim={gather_dim}" + " whole" * whole
+    what = what_is("_fused_all_gather_weight_grad", A_shard, detail=detail)
+    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
+    if A_full is not None:
+        for out, g in zip(outs, grads, strict=True):
+            torch.mm(A_full.flatten(0, -2).t(), rows_of(g, gather_dim, 0, 1), out=out)
     for total in sums:
         total.finish()
     return outs
@@ -77,12 +94,24 @@ def _matmul_reduce_scatter_backward_kernel(
     A_rows = A.flatten(0, -2) if columns else None
     A_grad = new_result(A, (A.shape[:-1].numel() if need_a else 0, A.shape[-1]))
     B_grad = new_result(B, B.shape if need_b else (0, 0))
-    A_sum = Sum(A_grad, W) if columns and need_a else None
-    B_sum = Sum(B_grad, W) if not columns and need_b else None
     rows = A.shape[:-1].numel() // W
     n = B.shape[1] // W
+    shard = grad if columns else grad.movedim(scatter_dim, 0)
+    question = Question(
+        "matmul_reduce_scatter_backward",
+        grad.dtype,
+        ((rows, B.shape[1], B.shape[0]),) * need_a + ((B.shape[0], rows, B.shape[1]),) * need_b,
+        shard=nbytes_of(grad),
+        accumulated=nbytes_of(B_grad),
+    )
+    whole = not columns and choose(group, grad.device, question) == "whole"
+    full = new_result(grad, front_shape(grad, scatter_dim, W)) if whole else None
+    A_sum = Sum(A_grad, W) if columns and need_a else None
+    B_sum = Sum(B_grad, W) if not columns and not whole and need_b else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
+        if whole:
+            return
         g = shards[0].flatten(0, -2)
         if A_rows is not None:  # the columns of C were scattered
             if A_sum is not None:
@@ -95,9 +124,14 @@ def _matmul_reduce_scatter_backward_kernel(
         if B_sum is not None:
             B_sum.add_product(rows_of(A, scatter_dim, rank, W).t(), g)
 
-    shard = grad if columns else grad.movedim(scatter_dim, 0)
-    what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=f"dim={scatter_dim}")
-    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what)
+    detail = f"dim={scatter_dim}" + " whole" * whole
+    what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=detail)
+    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what, gathered=full)
+    if full is not None:
+        if need_a:
+            torch.mm(full.flatten(0, -2), B.t(), out=A_grad)
+        if need_b:
+            torch.mm(rows_of(A, scatter_dim, 0, 1).t(), full.flatten(0, -2), out=B_grad)
     for total in (A_sum, B_sum):
         if total is not None:
             total.finish()

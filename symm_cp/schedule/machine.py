@@ -59,7 +59,8 @@ class Curve:
 #: What a curve may be of, by operations or bytes; those of kernels have the dtype behind a dot, as
 #: in "matmul.float32". "fresh" is memory that an op takes for its result, and touches first;
 #: "remote" what a kernel takes longer that reads memory which a peer has just written.
-CURVES = ("matmul", "attention", "copy", "transfer", "reduce", "fresh", "remote")
+#: "weight" is what a matmul takes for its second matrix, however many rows the first one has.
+CURVES = ("matmul", "weight", "attention", "copy", "transfer", "reduce", "fresh", "remote")
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,13 @@ class Machine:
     calls: Mapping[str, float] = field(default_factory=dict, hash=False)
     curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
-    def matmul(self, flops: float, dtype: str = "bfloat16") -> float:
-        """Seconds of a matmul of so many operations."""
-        return self._kernel("matmul", dtype, flops, self.matmul_reached)
+    def matmul(self, flops: float, dtype: str = "bfloat16", weight: float = 0.0) -> float:
+        """Seconds of a matmul of so many operations, whose second matrix has `weight` bytes."""
+        seconds = self._kernel("matmul", dtype, flops, self.matmul_reached)
+        curve = self.curves.get(f"weight.{dtype}")
+        if curve is not None:
+            return seconds + curve(weight)
+        return max(seconds, weight / self.memory_rate)
 
     def attention(self, flops: float, dtype: str = "bfloat16") -> float:
         """Seconds of an attention kernel of so many operations."""
@@ -129,6 +134,13 @@ MACHINES = {
     )
 }
 
+#: What a core of a server does about, for machines that were not calibrated.
+TYPICAL_CPU = Machine(
+    "typical CPU", 1e11, 64e9, 2e10, 1e10,
+    matmul_reached=1.0, attention_reached=1.0, link_reached=1.0, kernel_seconds=1e-5,
+    signal_seconds=1e-6,
+)  # fmt: skip
+
 _FIGURES = {field.name for field in fields(Machine)} - {"calls", "curves"}
 
 
@@ -144,8 +156,13 @@ def machine(name: str) -> Machine:
         raise ValueError(
             f"--machine {name!r} is neither one of {', '.join(MACHINES)} nor a TOML file"
         )
+    return from_toml(path.read_text(), name)
+
+
+def from_toml(text: str, name: str) -> Machine:
+    """Returns the machine that a file of that name describes; raises `ValueError`."""
     try:
-        given = tomllib.loads(path.read_text())
+        given = tomllib.loads(text)
         like = given.pop("like", "h100")
         calls = {op: float(seconds) for op, seconds in given.pop("calls", {}).items()}
         curves = {

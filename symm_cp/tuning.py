@@ -1,0 +1,212 @@
+"""Which way a fused matmul takes: shard by shard, or one matmul of the whole.
+
+`shards` multiplies each rank's shard as it comes: communication hides behind the matmuls, but each
+of the W matmuls reads the weight again. `whole` brings the shards together first (a
+matmul-reduce-scatter: scatters last) and multiplies once: better when there are few rows for a
+large weight. Both are simulated on the machine that `symm-cp calibrate` has described, else on a
+typical one, and the faster is taken; what `symm-cp tune` has measured comes before the simulation;
+and `SYMM_CP_WAY`, or `forced`, before both.
+
+All ranks of a group take one way: they go by the files that the group's first rank has read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+
+from symm_cp import env
+from symm_cp.memory import Group
+from symm_cp.schedule import builders, staged
+from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
+from symm_cp.schedule.steps import Schedule
+from symm_cp.schedule.work import Work
+
+WAYS = ("shards", "whole")
+_MAX_CHOICES = 4096
+
+#: A matmul as (rows of the result, inner dimension, columns of the result).
+Product: TypeAlias = "tuple[int, int, int]"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way, why it was taken (forced, measured, simulated), and predicted seconds by way."""
+
+    way: str
+    source: str
+    predicted: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What an op has to do: `products` for one rank's shard, on `dtype`.
+
+    A rank gives `shard` bytes to each peer to be read, or makes partial sums of `partial` bytes;
+    `accumulated` are bytes of results that each shard's product is added to.
+    """
+
+    op: str
+    dtype: torch.dtype
+    products: tuple[Product, ...]
+    shard: int = 0
+    partial: int = 0
+    accumulated: int = 0
+
+    @property
+    def key(self) -> str:
+        """Names the question in the file of what was measured."""
+        shapes = ",".join("x".join(map(str, product)) for product in self.products)
+        return f"{self.op} {str(self.dtype)[6:]} {shapes}"
+
+    def seconds(self, machine: Machine, ranks: int, *, device: str = "cpu") -> dict[str, float]:
+        """Returns what each way should take."""
+        one, all_at_once = (self._kernels(machine, times) for times in (1, ranks))
+        gather, scatter = _BUILDERS[device]
+        if self.partial:
+            copy = machine.copy(self.partial)
+            by_shards = Work(self.op, scatter, lambda _: one, partial=self.partial)
+            whole = Work(self.op, scatter, lambda _: copy, partial=self.partial)
+        else:
+            by_shards = Work(self.op, gather, lambda _: one, shard=self.shard)
+            options = {"gather": True} if device == "cpu" else {"keep": True}
+            whole = Work(
+                self.op, gather, _nothing, self.shard, fresh=ranks * self.shard, options=options
+            )
+        return {
+            "shards": by_shards.predict(machine, ranks).total,
+            "whole": whole.predict(machine, ranks).total + all_at_once,
+        }
+
+    def _kernels(self, machine: Machine, shards: int) -> float:
+        dtype, item = str(self.dtype)[6:], self.dtype.itemsize
+        total = 0.0
+        for rows, inner, columns in self.products:
+            # The dimension that grows with the shards: rows, or what is summed over.
+            weight = inner * columns * item * (shards if self.accumulated else 1)
+            total += machine.matmul(2.0 * shards * rows * inner * columns, dtype, weight)
+        if self.accumulated and shards == 1 and item == 2:
+            # A wider matmul adds to its result as it goes. In 16 bits every product is rounded
+            # aside, and added to a float32 sum that is read and written: five times the bytes of
+            # a sum, where a copy has two; the sum's memory is new in each call.
+            total += machine.copy(2.5 * self.accumulated) + machine.fresh(self.accumulated)
+        return total
+
+
+_BUILDERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
+    "cpu": (builders.all_gather_and_consume, builders.produce_and_reduce_scatter),
+    "cuda": (staged.gather_and_consume, staged.produce_and_scatter),
+}
+
+
+def _nothing(machine: Machine) -> float:
+    return 0.0
+
+
+class _Facts:
+    """What the ranks of a group go by."""
+
+    def __init__(self, machine: str, tuned: str) -> None:
+        self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
+        self.tuned: dict[str, str] = json.loads(tuned) if tuned else {}
+        self.choices: dict[Question, Choice] = {}
+
+
+_forced: str | None = None
+
+
+@contextmanager
+def forced(way: str | None) -> Iterator[None]:
+    """Takes one way in all ops inside, on all ranks alike; None: by simulation, as usual.
+
+    Raises `ValueError` for a way that there is none of.
+    """
+    global _forced
+    if way is not None and way not in WAYS:
+        raise ValueError(f"forced: {way=} must be one of {WAYS}")
+    before, _forced = _forced, way
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def machine_path(ranks: int) -> Path:
+    """Returns where the description of this machine is kept, for so many ranks."""
+    return env.build_dir() / f"machine_{ranks}.toml"
+
+
+def tuned_path(ranks: int) -> Path:
+    """Returns where `symm-cp tune` keeps what it has measured, for so many ranks."""
+    return env.build_dir() / f"tuned_{ranks}.json"
+
+
+def _read(path: Path) -> str:
+    with suppress(OSError):
+        return path.read_text()
+    return ""
+
+
+def _facts(group: Group) -> _Facts:
+    """Collective at the first call for a group."""
+    known = group.tuning
+    if isinstance(known, _Facts):
+        return known
+    store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
+    if group.rank == 0:
+        texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
+        store.set("symm_cp/tuning", json.dumps(texts))
+    found = group.tuning = _Facts(*json.loads(store.get("symm_cp/tuning").decode()))
+    return found
+
+
+def _of_device(device: torch.device, measured: Machine) -> Machine:
+    if device.type == "cpu":
+        return measured
+    name = torch.cuda.get_device_name(device).lower()
+    return next((m for known, m in MACHINES.items() if known in name), MACHINES["h100"])
+
+
+def choose(group: Group, device: torch.device, question: Question) -> str:
+    """Returns the way to take, "shards" or "whole". Collective at the first call for a group."""
+    if group.world_size == 1:
+        return "shards"
+    way = _forced or env.way()
+    if way is not None:
+        return way
+    facts = _facts(group)
+    known = facts.choices.get(question)
+    if known is None:
+        if len(facts.choices) >= _MAX_CHOICES:
+            facts.choices.clear()
+        known = facts.choices[question] = _choice(group, device, question, facts)
+    return known.way
+
+
+def _choice(group: Group, device: torch.device, question: Question, facts: _Facts) -> Choice:
+    predicted = question.seconds(
+        _of_device(device, facts.machine), group.world_size, device=device.type
+    )
+    measured = facts.tuned.get(question.key) if device.type == "cpu" else None
+    if measured in WAYS:
+        return Choice(measured, "measured", predicted)
+    return Choice(min(predicted, key=predicted.__getitem__), "simulated", predicted)
+
+
+def choices(group: Group) -> Mapping[str, Choice]:
+    """Returns what was chosen for the ops that the group has run so far, by what they had to do."""
+    known = group.tuning
+    found = known.choices if isinstance(known, _Facts) else {}
+    return {question.key: choice for question, choice in found.items()}
+
+
+def relearn(group: Group) -> None:
+    """Lets the group read the files again at its next op. On all ranks, behind a barrier."""
+    group.tuning = None

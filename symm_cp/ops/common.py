@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -128,6 +128,19 @@ def unfused_reduce_scatter(
 ) -> torch.Tensor:
     """The definition: torch's functional reduce-scatter, waited for."""
     return funcol.wait_tensor(_scatter(full.contiguous(), reduce_op, dim, group_name))
+
+
+def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tensor], int], None]:
+    """Returns a `consume` that runs something once, when the shards of all ranks have come."""
+    left = group.world_size
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            run()
+
+    return consume
 
 
 def rows_of(x: torch.Tensor, dim: int, index: int, parts: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from symm_cp import runtime
 from symm_cp.memory import Group, GroupLike, group_name
 from symm_cp.ops.common import (
     Sum,
+    at_last,
     check_dim,
     check_divisible,
     check_matrices,
@@ -89,18 +90,20 @@ def _all_gather_matmul_kernel(
     A_full = new_result(A, front_shape(A, dim, group.world_size)) if kept else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        if whole:
-            return
         A_rows = shards[0].view(rows, A.shape[-1])
         for out, B in zip(outs, Bs, strict=True):
             torch.mm(A_rows, B, out=out.narrow(0, rank * rows, rows))
 
-    runtime.of(A, group).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
-    if whole:
+    def multiply() -> None:
         assert A_full is not None
         for out, B in zip(outs, Bs, strict=True):
-            torch.mm(A_full.view(-1, A.shape[-1]), B, out=out)
-    A_full = A_full if return_A else None
+            torch.mm(A_full.flatten(0, -2), B, out=out)
+
+    runtime.of(A, group).all_gather_and_consume(
+        group, [shard], at_last(multiply, group) if whole else consume, what, gathered=A_full
+    )
+    if not return_A:
+        A_full = None
     lead = front_shape(A, dim, group.world_size)[:-1]
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
     return (A_full.movedim(0, dim) if A_full is not None else None), results
@@ -264,11 +267,14 @@ def _multiply_and_reduce_scatter(
     products = tuple((rows, A.shape[-1], B.shape[1]) for A, B in zip(As, Bs, strict=True))
     question = Question("matmul_reduce_scatter", out.dtype, products, partial=nbytes_of(out))
     whole = not columns and choose(group, out.device, question) == "whole"
-    product = _sum_of_products(As, Bs, addend) if whole else None
+    products_summed: list[torch.Tensor] = []
 
     def produce(rank: int, partial: torch.Tensor) -> None:
-        if product is not None:
-            part = product.narrow(dim, rank * shape[dim], shape[dim])
+        if whole:
+            if not products_summed:
+                # Here rather than before: a failure is then told to the peers.
+                products_summed.append(_sum_of_products(As, Bs, addend))
+            part = products_summed[0].narrow(dim, rank * shape[dim], shape[dim])
             partial.copy_(part.movedim(dim, 0))
             return
         into = partial.flatten(0, -2)

@@ -7,6 +7,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.ops.common import (
     Sum,
+    at_last,
     front_shape,
     group_of,
     lib,
@@ -49,8 +50,6 @@ def _weight_grad_kernel(
     A_full = new_result(A_shard, front_shape(A_shard, gather_dim, W)) if whole else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        if whole:
-            return
         left = shards[0].flatten(0, -2).t()
         for index, g in enumerate(grads):
             if columns:
@@ -58,12 +57,16 @@ def _weight_grad_kernel(
             else:
                 sums[index].add_product(left, rows_of(g, gather_dim, rank, W))
 
-    detail = f"gather_dim={gather_dim}" + " whole" * whole
-    what = what_is("_fused_all_gather_weight_grad", A_shard, detail=detail)
-    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what, gathered=A_full)
-    if A_full is not None:
+    def multiply() -> None:
+        assert A_full is not None
         for out, g in zip(outs, grads, strict=True):
             torch.mm(A_full.flatten(0, -2).t(), rows_of(g, gather_dim, 0, 1), out=out)
+
+    detail = f"gather_dim={gather_dim}" + " whole" * whole
+    what = what_is("_fused_all_gather_weight_grad", A_shard, detail=detail)
+    runtime.of(shard, group).all_gather_and_consume(
+        group, [shard], at_last(multiply, group) if whole else consume, what, gathered=A_full
+    )
     for total in sums:
         total.finish()
     return outs
@@ -110,8 +113,6 @@ def _matmul_reduce_scatter_backward_kernel(
     B_sum = Sum(B_grad, W) if not columns and not whole and need_b else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        if whole:
-            return
         g = shards[0].flatten(0, -2)
         if A_rows is not None:  # the columns of C were scattered
             if A_sum is not None:
@@ -124,14 +125,18 @@ def _matmul_reduce_scatter_backward_kernel(
         if B_sum is not None:
             B_sum.add_product(rows_of(A, scatter_dim, rank, W).t(), g)
 
-    detail = f"dim={scatter_dim}" + " whole" * whole
-    what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=detail)
-    runtime.of(shard, group).all_gather_and_consume(group, [shard], consume, what, gathered=full)
-    if full is not None:
+    def multiply() -> None:
+        assert full is not None
         if need_a:
             torch.mm(full.flatten(0, -2), B.t(), out=A_grad)
         if need_b:
             torch.mm(rows_of(A, scatter_dim, 0, 1).t(), full.flatten(0, -2), out=B_grad)
+
+    detail = f"dim={scatter_dim}" + " whole" * whole
+    what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=detail)
+    runtime.of(shard, group).all_gather_and_consume(
+        group, [shard], at_last(multiply, group) if whole else consume, what, gathered=full
+    )
     for total in (A_sum, B_sum):
         if total is not None:
             total.finish()

@@ -77,7 +77,8 @@ def gather_and_consume(
     ``Compute("consume", p, ...)`` reads the own shard where it is (``"input"``, or the symmetric
     tensor) and chunk p of the private buffer ``"gathered"`` for each peer p; what it writes is as
     in ``builders.all_gather_and_consume``. With ``bounded``, ``"gathered"`` has room for two
-    shards, which the peers' take in turn; with ``keep`` the own shard is copied there, too.
+    shards, which the peers' take in turn; with ``keep`` the own shard is copied there, too, and the
+    last kernel finds all shards there.
 
     Raises ``ValueError`` for ``bounded`` with ``keep``.
     """
@@ -88,9 +89,14 @@ def gather_and_consume(
     others = peers(rank, world_size)
     source = Region(rank, "symmetric" if in_place else "input")
 
+    last = others[-1] if others else rank
+
     def consume(shard: Region, index: int) -> Step:
         target = Region(rank, "output", None if accumulate else index)
-        return Compute("consume", index, (shard,), (target,))
+        reads = {shard: None}
+        if keep and index == last:
+            reads |= {Region(rank, "gathered", source): None for source in range(world_size)}
+        return Compute("consume", index, tuple(reads), (target,))
 
     compute, copy = _begin(source, others, slots)
     kept: list[Step] = [Copy(source, Region(rank, "gathered", rank))] if keep else []
@@ -100,6 +106,8 @@ def gather_and_consume(
         if bounded and turn >= 2:
             # The shard that lies there has been consumed.
             copy.append(Wait(rank, f"consumed{turn - 2}"))
+        if peer == last:
+            copy += kept
         # Awaits the peer's shard.
         copy.append(Wait(peer, "ready"))
         copy.append(Copy(Region(peer, "symmetric" if in_place else "slot"), pulled))
@@ -109,7 +117,6 @@ def gather_and_consume(
         compute.append(consume(pulled, peer))
         if bounded and turn + 2 < len(others):
             compute.append(Signal(rank, f"consumed{turn}"))
-    copy += kept if others else []
     if in_place and others:
         # The caller may overwrite its tensor after this.
         copy += [*_waits(others, "done"), Signal(rank, "ended")]

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from symm_cp import tuning
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -28,6 +29,7 @@ def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def gather_gradients(group: dist.ProcessGroup) -> None:
     """Each rank's loss is its own: a weight's dense gradient is the sum of those of all ranks."""
     W, rank = group.size(), group.rank()
+    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))  # of no length that others have
     for shape in SHAPES:
         for dim in range(-len(shape), len(shape)):
             full = list(shape)
@@ -46,13 +48,14 @@ def gather_gradients(group: dist.ProcessGroup) -> None:
                 loss.backward()
                 shard = A.chunk(W, dim)[rank].clone().requires_grad_()
                 weights = [B.clone().requires_grad_() for B in Bs]
-                gathered, outputs = symm_cp.all_gather_matmul(
-                    shard, weights, gather_dim=dim, group=group, return_gathered=True
-                )
-                own = sum((outputs[i] * probes[rank][i]).sum() for i in used)
-                if use_A:
-                    own = own + (gathered * A_probes[rank]).sum()
-                own.backward()
+                with tuning.forced(next(ways)):
+                    gathered, outputs = symm_cp.all_gather_matmul(
+                        shard, weights, gather_dim=dim, group=group, return_gathered=True
+                    )
+                    own = sum((outputs[i] * probes[rank][i]).sum() for i in used)
+                    if use_A:
+                        own = own + (gathered * A_probes[rank]).sum()
+                    own.backward()
                 torch.testing.assert_close(shard.grad, dense_A.grad.chunk(W, dim)[rank])
                 for i, (weight, dense_B) in enumerate(zip(weights, dense_Bs, strict=True)):
                     if i in used:
@@ -68,6 +71,7 @@ def test_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
 
 def scatter_gradients(group: dist.ProcessGroup) -> None:
     W, rank = group.size(), group.rank()
+    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))  # of no length that others have
     for shape in SHAPES:
         for dim, reduce_op in itertools.product(range(-len(shape), len(shape)), ("sum", "avg")):
             size, N = list(shape), 4
@@ -84,10 +88,11 @@ def scatter_gradients(group: dist.ProcessGroup) -> None:
             for need_a, need_b in ((True, True), (True, False), (False, True)):
                 a = As[rank].detach().clone().requires_grad_(need_a)
                 b = Bs[rank].detach().clone().requires_grad_(need_b)
-                output = symm_cp.matmul_reduce_scatter(
-                    a, b, scatter_dim=dim, reduce_op=reduce_op, group=group
-                )
-                (output * probe.chunk(W, dim)[rank]).sum().backward()
+                with tuning.forced(next(ways)):
+                    output = symm_cp.matmul_reduce_scatter(
+                        a, b, scatter_dim=dim, reduce_op=reduce_op, group=group
+                    )
+                    (output * probe.chunk(W, dim)[rank]).sum().backward()
                 for given, exact, needed in ((a, As[rank], need_a), (b, Bs[rank], need_b)):
                     if needed:
                         torch.testing.assert_close(given.grad, exact.grad)
@@ -138,14 +143,15 @@ def test_gradcheck(ranks: Ranks) -> None:
     ranks.run(1, checks_numerically)
 
 
-def low_precision(group: dist.ProcessGroup) -> None:
+def low_precision(group: dist.ProcessGroup, way: str) -> None:
     """In bfloat16 the weight gradient stays close to the dense one, whatever W is."""
     W, rank = group.size(), group.rank()
     shards = [torch.randn(64, 32).bfloat16() for _ in range(W)]
     B, probe = torch.randn(32, 16).bfloat16(), torch.randn(64 * W, 16).bfloat16()
     shard, weight = shards[rank].clone().requires_grad_(), B.clone().requires_grad_()
-    output = symm_cp.all_gather_matmul(shard, weight, group=group)
-    (output * probe).sum().backward()
+    with tuning.forced(way):
+        output = symm_cp.all_gather_matmul(shard, weight, group=group)
+        (output * probe).sum().backward()
     exact = torch.cat(shards).double().t() @ probe.double()
     parts = sum(
         (s.double().t() @ p.double()).abs() for s, p in zip(shards, probe.chunk(W), strict=True)
@@ -156,5 +162,6 @@ def low_precision(group: dist.ProcessGroup) -> None:
 
 
 @WORLD_SIZES
-def test_low_precision(ranks: Ranks, world_size: int) -> None:
-    ranks.run(world_size, low_precision)
+@pytest.mark.parametrize("way", tuning.WAYS)
+def test_low_precision(ranks: Ranks, world_size: int, way: str) -> None:
+    ranks.run(world_size, low_precision, way)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
+from symm_cp import tuning
 from tests import device, reference
 from tests.pool import Ranks
 
@@ -59,11 +60,12 @@ def gathers(group: dist.ProcessGroup, index: int) -> None:
     full, expected = reference.all_gather_matmul(shards, weights, dim)
     shard = laid_out(shards[rank], group, kind)
     given = [laid_out(b, group, random.randrange(3) if kind != 3 else 0) for b in weights]
-    gathered, outputs = symm_cp.all_gather_matmul(
-        shard, given, gather_dim=dim, group=group, return_gathered=True
-    )
-    assert torch.equal(gathered, full)
-    again = symm_cp.all_gather_matmul(shard, given, gather_dim=dim, group=group)
+    with tuning.forced(random.choice(tuning.WAYS)):
+        gathered, outputs = symm_cp.all_gather_matmul(
+            shard, given, gather_dim=dim, group=group, return_gathered=True
+        )
+        assert torch.equal(gathered, full)
+        again = symm_cp.all_gather_matmul(shard, given, gather_dim=dim, group=group)
     for output, repeated, exact in zip(outputs, again, expected, strict=True):
         exact.check(output)
         assert torch.equal(output, repeated)
@@ -84,9 +86,10 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     reduce_op = random.choice(["sum", "avg"])
     expected = reference.matmul_reduce_scatter(a, b, dim, reduce_op)[rank]
     given = laid_out(a[rank], group, random.randrange(3))
-    output = symm_cp.matmul_reduce_scatter(
-        given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
-    )
+    with tuning.forced(random.choice(tuning.WAYS)):
+        output = symm_cp.matmul_reduce_scatter(
+            given, b[rank], scatter_dim=dim, reduce_op=reduce_op, group=group
+        )
     assert output.is_contiguous()
     expected.check(output)
 

@@ -113,7 +113,8 @@ def _nothing(machine: Machine) -> float:
 class _Facts:
     """What the ranks of a group go by."""
 
-    def __init__(self, machine: str, tuned: str) -> None:
+    def __init__(self, reading: int, machine: str, tuned: str) -> None:
+        self.reading = reading
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
         self.tuned: dict[str, str] = json.loads(tuned) if tuned else {}
         self.choices: dict[Question, Choice] = {}
@@ -159,11 +160,13 @@ def _facts(group: Group) -> _Facts:
     known = group.tuning
     if isinstance(known, _Facts):
         return known
+    reading = known or 0
     store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
     if group.rank == 0:
         texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
-        store.set("symm_cp/tuning", json.dumps(texts))
-    found = group.tuning = _Facts(*json.loads(store.get("symm_cp/tuning").decode()))
+        store.set(f"symm_cp/tuning/{reading}", json.dumps(texts))
+    texts = json.loads(store.get(f"symm_cp/tuning/{reading}").decode())
+    found = group.tuning = _Facts(reading, *texts)
     return found
 
 
@@ -208,5 +211,6 @@ def choices(group: Group) -> Mapping[str, Choice]:
 
 
 def relearn(group: Group) -> None:
-    """Lets the group read the files again at its next op. On all ranks, behind a barrier."""
-    group.tuning = None
+    """Lets the group read the files again at its next op. Call it on all ranks alike."""
+    if isinstance(group.tuning, _Facts):
+        group.tuning = group.tuning.reading + 1

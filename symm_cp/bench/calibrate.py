@@ -39,7 +39,6 @@ _FEW_ROWS, _WEIGHTS = 32, (256, 512, 1024, 2048, 4096)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_SECONDS = 0.15  # for a point, about
 _REPETITIONS = (5, 50)
 _LEAST = 1e-9  # a curve has no zeros
 
@@ -48,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp calibrate`."""
     parser.add_argument(
         "--ranks", type=launch.positive, default=2, help="that measure at once (%(default)s)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=0.15, help="for each point, about (%(default)s)"
     )
     parser.add_argument(
         "--out", type=Path, help="the machine's file (default: where trace and tune look for it)"
@@ -74,8 +76,8 @@ def find(given: str | None, ranks: int) -> Machine:
 class _Meter:
     """Times things on all ranks at once."""
 
-    def __init__(self, group: dist.ProcessGroup, progress: Progress | None) -> None:
-        self.group, self.progress = group, progress
+    def __init__(self, group: dist.ProcessGroup, progress: Progress | None, seconds: float) -> None:
+        self.group, self.progress, self._budget = group, progress, seconds
         self.rank, self.ranks = group.rank(), group.size()
         self.barrier = quick_barrier(group)
         self._matrix, self._product = torch.randn(512, 512), torch.empty(512, 512)
@@ -111,7 +113,7 @@ class _Meter:
         slowest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
         least, most = _REPETITIONS
-        return max(least, min(most, int(_SECONDS / max(1e-9, float(slowest)))))
+        return max(least, min(most, int(self._budget / max(1e-9, float(slowest)))))
 
     def curve(self, name: str, points: Iterable[tuple[float, float]]) -> Curve:
         """A curve through points as they are measured."""
@@ -273,9 +275,11 @@ def _calls(meter: _Meter) -> dict[str, float]:
     return found
 
 
-def measure(group: dist.ProcessGroup, progress: Progress | None = None) -> Machine:
+def measure(
+    group: dist.ProcessGroup, progress: Progress | None = None, seconds: float = 0.15
+) -> Machine:
     """Returns what was measured, alike on all ranks. Collective; takes about ten seconds."""
-    meter = _Meter(group, progress)
+    meter = _Meter(group, progress, seconds)
     with torch.no_grad():
         calls = _calls(meter)
         curves = {**_kernels(meter), **_moves(meter)}
@@ -326,7 +330,7 @@ def main(given: argparse.Namespace) -> int:
 
 def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     progress = Progress(12) if group.rank() == 0 else None
-    found = measure(group, progress)
+    found = measure(group, progress, given.seconds)
     if group.rank() == 0:
         assert progress is not None
         progress.close()

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", type=launch.positive, default=2, help="(%(default)s)")
     add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
     add("--seconds", type=float, default=1.0, help="for each op, about (%(default)s)")
+    add("--out", type=Path, help="the file (default: where the ops look for it)")
     launch.add_rendezvous(parser)
 
 
@@ -83,7 +85,7 @@ def _measured(
 
 def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     ranks, rank = group.size(), group.rank()
-    path = tuning.tuned_path(ranks)
+    path: Path = given.out or tuning.tuned_path(ranks)
     found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
     state, name = resolve(group), str(group.group_name)
     for kind, sizes in shapes.products(given.shapes, given.ranks, given.tokens):

@@ -1,0 +1,161 @@
+"""Recordings of what ranks did, against the schedules that they carried out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import tuning
+from symm_cp.schedule import builders
+from symm_cp.schedule.simulate import Event
+from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def told(step: Step) -> tuple[object, ...]:
+    """What a recording keeps of a step."""
+    if isinstance(step, Signal):
+        return ("signal", step.to, step.flag)
+    if isinstance(step, Wait):
+        return ("wait", step.source, step.flag, step.lag)
+    if isinstance(step, Compute):
+        return ("compute", step.kernel, step.index)
+    return ("copy",)
+
+
+def follows(events: tuple[Event, ...], schedule: Schedule, calls: int) -> None:
+    steps = [told(step) for lane in schedule.lanes.values() for step in lane]
+    assert [told(event.step) for event in events] == steps * calls
+    for before, after in itertools.pairwise(events):
+        assert before.start <= before.end <= after.start + 1e-9
+    assert [event.call - events[0].call for event in events] == [
+        call for call in range(calls) for _ in steps
+    ]
+
+
+def matmuls(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    a, b, wide = torch.randn(6, 4), torch.randn(4, 5), torch.randn(6 * W, 4)
+    ops: list[tuple[Callable[[], object], Schedule]] = [
+        (
+            lambda: symm_cp.all_gather_matmul(a, b, group=group),
+            builders.all_gather_and_consume(rank, W),
+        ),
+        (
+            lambda: symm_cp.matmul_reduce_scatter(wide, b, group=group),
+            builders.produce_and_reduce_scatter(rank, W),
+        ),
+    ]
+    with tuning.forced("shards"):
+        for run, schedule in ops:
+            run()  # not recorded
+            with symm_cp.trace() as recording:
+                run()
+                run()
+            run()
+            events = recording.timeline.events
+            assert all(event.rank == rank and event.lane == "compute" for event in events)
+            assert len({event.op.split()[0] for event in events}) == 1
+            follows(events, schedule, 2)
+
+
+@WORLD_SIZES
+def test_a_recording_has_the_steps_of_the_schedule(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, matmuls)
+
+
+def engine(group: dist.ProcessGroup) -> None:
+    x = torch.randn(1 << 18)
+    with symm_cp.trace() as recording:
+        pending = symm_cp.low_contention_all_gather(x, group=group)
+        torch.ops._c10d_functional.wait_tensor(pending)
+        again = symm_cp.low_contention_all_gather(x, group=group)
+        torch.ops._c10d_functional.wait_tensor(again)
+    events = recording.timeline.events
+    # What is published, is so by the caller; the rest is done by whoever comes first.
+    published = [event for event in events if isinstance(event.step, Signal)]
+    assert all(event.lane == "compute" for event in published)
+    assert len(published) == 2 * (group.size() - 1)
+    assert {event.lane for event in events} <= {"compute", "copy"}
+    steps = [told(event.step) for event in sorted(events, key=lambda e: (e.call, e.start))]
+    schedule = builders.all_gather(group.rank(), group.size())
+    assert steps == [told(step) for step in schedule.lanes["copy"]] * 2
+
+
+@WORLD_SIZES
+def test_the_copy_engine_is_recorded(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, engine)
+
+
+def saved(group: dist.ProcessGroup, folder: str) -> None:
+    with symm_cp.trace() as recording, tuning.forced("shards"):
+        symm_cp.all_gather_matmul(torch.ones(6, 4), torch.ones(4, 5), group=group)
+    path = os.path.join(folder, "trace.json")
+    recording.save(path, group)
+    dist.barrier(group)
+    rows = json.loads(Path(path).read_text())["traceEvents"]
+    names = [row["args"]["name"] for row in rows if row["name"] == "process_name"]
+    assert names == [f"rank {rank}, measured" for rank in range(group.size())]
+    # On one clock: nobody sees a signal before it was sent.
+    timeline = recording.all_ranks(group)
+    sent = {
+        (event.rank, event.step.to): event.start
+        for event in timeline.events
+        if isinstance(event.step, Signal)
+    }
+    for event in timeline.events:
+        if isinstance(event.step, Wait):
+            assert sent[event.step.source, event.rank] <= event.end
+
+
+@WORLD_SIZES
+def test_a_file_of_all_ranks(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
+    ranks.run(world_size, saved, str(tmp_path))
+
+
+def one_at_a_time(group: dist.ProcessGroup) -> None:
+    a, b = torch.ones(2, 3), torch.ones(3, 2)
+    with symm_cp.trace() as recording:
+        with pytest.raises(RuntimeError, match="under way"), symm_cp.trace():
+            pass
+        symm_cp.all_gather_matmul(a, b, group=group)
+    assert any(isinstance(event.step, Compute) for event in recording.timeline.events)
+    failed = None
+    try:
+        with symm_cp.trace() as failed:
+            symm_cp.all_gather_matmul(a, b, group=group)
+            raise KeyError("in the block")
+    except KeyError:
+        pass
+    assert failed is not None
+    assert len(failed.timeline.events) == len(recording.timeline.events)
+    with symm_cp.trace() as empty:
+        pass
+    assert empty.timeline.events == ()
+
+
+def test_recordings_do_not_mix(ranks: Ranks) -> None:
+    ranks.run(2, one_at_a_time)
+
+
+def strided(group: dist.ProcessGroup) -> None:
+    """A copy that Python makes is a copy."""
+    a = torch.randn(4, 6).t()
+    with symm_cp.trace() as recording, tuning.forced("shards"):
+        symm_cp.all_gather_matmul(a, torch.randn(4, 2), group=group)
+    copies = [event.step for event in recording.timeline.events if isinstance(event.step, Copy)]
+    assert [(step.src.buffer, step.dst.buffer) for step in copies] == [("input", "slot")]
+
+
+def test_copies_by_python(ranks: Ranks) -> None:
+    ranks.run(2, strided)

@@ -1,0 +1,167 @@
+"""Which way matmuls take: by simulation, by what was measured, or as they are told."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import memory, tuning
+from symm_cp.schedule.machine import TYPICAL_CPU, Curve, to_toml
+from symm_cp.tuning import Question
+from tests.pool import Ranks
+
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def faster(question: Question, ranks: int = 2) -> str:
+    seconds = question.seconds(TYPICAL_CPU, ranks)
+    return min(seconds, key=seconds.__getitem__)
+
+
+def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> Question:
+    shard = rows * inner * dtype.itemsize
+    return Question("all_gather_matmul", dtype, ((rows, inner, columns),), shard=shard)
+
+
+def scatter(rows: int, inner: int, columns: int) -> Question:
+    partial = rows * columns * 4
+    return Question("matmul_reduce_scatter", F32, ((rows, inner, columns),), partial=partial)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("make", [gather, scatter])
+def test_few_rows_for_a_large_weight_go_whole(make, ranks: int) -> None:  # type: ignore[no-untyped-def]
+    assert faster(make(1, 4096, 4096), ranks) == "whole"
+    assert faster(make(4096, 4096, 256), ranks) == "shards"
+    assert faster(make(0, 16, 16), ranks) in tuning.WAYS
+
+
+def test_sums_in_16_bits_go_whole() -> None:
+    def weight_gradient(dtype: torch.dtype) -> Question:
+        products = ((4096, 128, 4096),)
+        size = 4096 * 4096 * dtype.itemsize
+        return Question("weight_grad", dtype, products, 128 * 4096 * dtype.itemsize, 0, size)
+
+    assert faster(weight_gradient(BF16)) == "whole"
+    assert faster(weight_gradient(F32)) == "shards"
+
+
+def test_a_closed_form() -> None:
+    """On memory as fast as one likes, the ways differ by the weight, read W times or once."""
+    machine = TYPICAL_CPU.__class__("m", 1e9, 0, 1e30, 1e30, matmul_reached=1.0, kernel_seconds=0.0)
+    weighed = {
+        "weight.float32": Curve((1.0, 1e9), (1e-9, 1.0)),
+        "matmul.float32": Curve((1.0,), (1e-9,)),
+    }
+    machine = machine.__class__(**{**vars(machine), "signal_seconds": 0.0, "curves": weighed})
+    found = gather(10, 1000, 250).seconds(machine, 4)
+    assert found["shards"] == pytest.approx(4 * (5e6 * 1e-9 + 1e-3))
+    assert found["whole"] == pytest.approx(4 * 5e6 * 1e-9 + 1e-3)
+
+
+def chosen(group: dist.ProcessGroup) -> dict[str, tuning.Choice]:
+    return dict(tuning.choices(memory.resolve(group)))
+
+
+def run(group: dist.ProcessGroup) -> torch.Tensor:
+    torch.manual_seed(0)
+    return symm_cp.all_gather_matmul(torch.randn(2, 8), torch.randn(8, 3), group=group)
+
+
+KEY = "all_gather_matmul float32 2x8x3"
+
+
+def files(group: dist.ProcessGroup, folder: str) -> None:
+    """The first rank's files count, whatever the others have."""
+    state, rank, W = memory.resolve(group), group.rank(), group.size()
+    cache = os.environ.get("XDG_CACHE_HOME"), os.environ.get("SYMM_CP_BUILD_DIR")
+    os.environ["SYMM_CP_BUILD_DIR"] = os.path.join(folder, str(rank))
+    tuned, machine = tuning.tuned_path(W), tuning.machine_path(W)
+    tuned.parent.mkdir(parents=True)
+    try:
+        outcomes = []
+        for way in tuning.WAYS:
+            others = tuning.WAYS[1 - tuning.WAYS.index(way)]
+            tuned.write_text(json.dumps({KEY: way if rank == 0 else others}))
+            machine.write_text(to_toml(TYPICAL_CPU) if rank == 0 else "no TOML at all")
+            dist.barrier(group)
+            tuning.relearn(state)
+            outcomes.append(run(group))
+            assert chosen(group)[KEY].way == way
+            assert chosen(group)[KEY].source == "measured"
+            dist.barrier(group)
+        torch.testing.assert_close(*outcomes)
+        tuned.unlink()
+        dist.barrier(group)
+        tuning.relearn(state)
+        run(group)
+        assert chosen(group)[KEY].source == "simulated"
+        predicted = chosen(group)[KEY].predicted
+        assert predicted == pytest.approx(gather(2, 8, 3).seconds(TYPICAL_CPU, W))
+        assert predicted[chosen(group)[KEY].way] == min(predicted.values())
+        dist.barrier(group)
+    finally:
+        os.environ.pop("SYMM_CP_BUILD_DIR")
+        if cache[1] is not None:
+            os.environ["SYMM_CP_BUILD_DIR"] = cache[1]
+        tuning.relearn(state)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_what_was_measured_comes_before_the_simulation(
+    ranks: Ranks, world_size: int, tmp_path: Path
+) -> None:
+    ranks.run(world_size, files, str(tmp_path))
+
+
+def told(group: dist.ProcessGroup) -> None:
+    state = memory.resolve(group)
+    tuning.relearn(state)
+    dist.barrier(group)
+    for way in tuning.WAYS:
+        with symm_cp.trace() as recording, tuning.forced(way):
+            run(group)
+        labels = {event.op for event in recording.timeline.events}
+        assert all(label.startswith("fused_all_gather_matmul") for label in labels)
+        os.environ["SYMM_CP_WAY"] = way
+        try:
+            run(group)
+            with tuning.forced(tuning.WAYS[0]):
+                run(group)
+        finally:
+            del os.environ["SYMM_CP_WAY"]
+    assert chosen(group) == {}  # nobody was asked
+    os.environ["SYMM_CP_WAY"] = "sideways"
+    try:
+        with pytest.raises(ValueError, match="SYMM_CP_WAY='sideways' must be"):
+            run(group)
+    finally:
+        del os.environ["SYMM_CP_WAY"]
+    with pytest.raises(ValueError, match="must be one of"), tuning.forced("sideways"):
+        pass
+    run(group)
+    assert list(chosen(group)) == [KEY]
+
+
+def test_a_way_can_be_forced(ranks: Ranks) -> None:
+    ranks.run(2, told)
+
+
+def disagree(group: dist.ProcessGroup) -> None:
+    with (
+        tuning.forced(tuning.WAYS[group.rank() % 2]),
+        pytest.raises(RuntimeError, match=r"ranks disagree|gave up"),
+    ):
+        run(group)
+    dist.barrier(group)
+    run(group)
+
+
+def test_ranks_that_go_different_ways_are_told(ranks: Ranks) -> None:
+    ranks.run(2, disagree)

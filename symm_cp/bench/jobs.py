@@ -340,15 +340,23 @@ def size(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def train_options(
+    ranks: int, dim: int, layers: int, tokens: int, dtype: str = "float32"
+) -> demo_options.Options:
+    """The demo's options for `train`; raises `ValueError` for what the ranks do not divide."""
+    arguments = argparse.Namespace(
+        ranks=ranks, cp=1, compile=False, steps=1, text=None, dim=dim, layers=layers, seq=tokens,
+        batch=4, dtype=dtype, seed=0, json=None, rendezvous=None,
+    )  # fmt: skip
+    return demo_options.check(arguments, {})
+
+
 def train(setting: Setting, dim: int, layers: int, tokens: int) -> Case:
     """A training step of the demo's model, spread over features; on CPU."""
     from symm_cp.demo.train import Run, Trainer, trainers
 
-    arguments = argparse.Namespace(
-        ranks=setting.ranks, cp=1, compile=False, steps=1, text=None, dim=dim, layers=layers,
-        seq=tokens, batch=4, dtype=str(setting.dtype)[6:], seed=0, json=None, rendezvous=None,
-    )  # fmt: skip
-    run = Run(demo_options.check(arguments, {}), setting.group, quiet=True)
+    options = train_options(setting.ranks, dim, layers, tokens, str(setting.dtype)[6:])
+    run = Run(options, setting.group, quiet=True)
     unfused, fused, alone = trainers(run, variants)
     batch = run.batches[0]
     inputs, targets = run.own_part(batch[:-1]), run.own_part(batch[1:])

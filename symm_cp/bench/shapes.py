@@ -69,6 +69,7 @@ def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
             yield Wanted("reduce-scatter", size, "bytes a rank", make)
         else:
             dim, layers, length = _numbers(shape, "FEATURESxLAYERSxTOKENS")
+            jobs.train_options(ranks, dim, layers, length)
             make_case = partial(jobs.train, dim=dim, layers=layers, tokens=length)
             yield Wanted("train", 12 * dim * dim * layers * length, "operations", make_case)
 

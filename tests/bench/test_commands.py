@@ -1,0 +1,130 @@
+"""`symm-cp bench`, `trace`, `calibrate` and `tune` as a user runs them, on tiny sizes."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from symm_cp.bench import report
+from symm_cp.cli import main
+from symm_cp.schedule.machine import CURVES, machine
+
+
+def run(*arguments: object) -> str:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(
+        [sys.executable, "-m", "symm_cp", *map(str, arguments)],
+        capture_output=True, text=True, timeout=120, check=False, env=env,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_bench(tmp_path: Path) -> None:
+    out, table, plots = tmp_path / "b.json", tmp_path / "sub" / "b.csv", tmp_path / "plots"
+    files = ("--json", out, "--csv", table, "--plot", plots)
+    shown = run("bench", "matmul", "--shapes", "8x8x8,16x8x8", "--ranks", "1,2",
+                "--seconds", "0.01", "--against", "limit,gloo", *files)  # fmt: skip
+    written = json.loads(out.read_text())
+    assert {"command", "date", "machine", "torch", "rows"} == written.keys()
+    rows = written["rows"]
+    assert [row["ranks"] for row in rows] == [1] * 4 + [2] * 4
+    assert [row["size"] for row in rows if row["kind"] == "all-gather-matmul"] == [
+        1024, 2048, 2048, 4096
+    ]  # fmt: skip
+    for row in rows:
+        variants = {"limit", "unfused", "fused"}
+        if row["kind"] == "all-gather-matmul":
+            variants.add("fused, in place")
+        assert row["ms"].keys() == row["ratio"].keys() == row["ratio_95"].keys() == variants
+        assert row["case"] in shown
+        low, high = row["overlap"]["interval"]
+        assert low <= high
+    with table.open() as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == sum(len(row["ms"]) for row in rows)
+    assert float(lines[0]["ms"]) == rows[0]["ms"]["limit"]
+    assert {path.name for path in plots.iterdir()} == {
+        "all-gather-matmul.png", "matmul-reduce-scatter.png", "scaling.png"
+    }  # fmt: skip
+
+
+def test_calibrate_trace_and_tune(tmp_path: Path) -> None:
+    """One after the other, as they build upon each other."""
+    here = tmp_path / "machine.toml"
+    run("calibrate", "--seconds", "0.001", "--out", here)
+    found = machine(str(here))
+    assert found.name == report.processor()
+    assert {kind.split(".")[0] for kind in found.curves} == set(CURVES)
+    assert 1e8 < found.flops < 1e13
+    for nbytes in (1e4, 1e7):
+        assert nbytes / 1e12 < found.copy(nbytes) < nbytes / 1e7
+    assert found.matmul(2e9, "float32") > found.matmul(1e6, "float32") > 0
+    assert all(0 < seconds < 1 for seconds in found.calls.values())
+
+    out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
+    files = ("--machine", here, "--out", out, "--plot", plot)
+    shown = run("trace", "all-gather-matmul", "--shape", "64x64x64", *files)
+    for word in ("measured", "simulated", "simulated / untraced", "ops would go"):
+        assert word in shown
+    rows = json.loads(out.read_text())["traceEvents"]
+    names = [row["args"]["name"] for row in rows if row["name"] == "process_name"]
+    assert names == [f"rank {r}, {kind}" for kind in ("measured", "simulated") for r in range(2)]
+    # The recording and the simulation have the same steps.
+    kinds = [
+        [row["cat"] for row in rows if row["ph"] == "X" and row["pid"] == 1 + 2 * which]
+        for which in range(2)
+    ]
+    assert kinds[0] == kinds[1]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+    tuned = tmp_path / "tuned.json"
+    tuned.write_text('{"kept": "whole"}')
+    shown = run("tune", "--shapes", "8x8x8", "--seconds", "0.01", "--out", tuned)
+    choices = json.loads(tuned.read_text())
+    assert set(choices) == {
+        "kept",
+        "all_gather_matmul float32 8x8x8",
+        "weight_grad float32 8x8x8",
+        "matmul_reduce_scatter float32 8x8x8",
+        "matmul_reduce_scatter_backward float32 8x8x8,8x8x8",
+    }
+    assert set(choices.values()) <= {"shards", "whole"}
+    assert shown.count("simulated") == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "matmul", "--shapes", "8x8"], "symm-cp bench: '8x8' is no shape"),
+        (["bench", "--shapes", "8x8x8"], "--shapes needs a kind"),
+        (["bench", "--dtype", "float31"], "--dtype float31: must be some of"),
+        (["bench", "--against", "mpi"], "--against mpi: must be some of limit"),
+        (["bench", "--against", "nccl"], "--against nccl: --device cpu communicates by gloo"),
+        (["bench", "--against", "torch"], "torch has no kernels for these ops on CPU"),
+        (["bench", "train", "--shapes", "64x1x7"], "--seq 7 does not split over 2 ranks"),
+        (["trace", "attention", "--machine", "h300"], "--machine 'h300' is neither"),
+        (["trace", "attention", "--ranks", "13"], "run symm-cp calibrate --ranks 13"),
+        (["trace", "attention", "--shape", "8x8x8,9x8x8"], "give one"),
+        (["tune", "--shapes", "llama3-8b", "--ranks", "3"], "tokens: 512 is not a multiple of 3"),
+    ],
+)
+def test_arguments_that_do_not_fit(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before any rank is started."""
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["bench", "--ranks", "0"], ["trace"], ["trace", "gather"]])
+def test_arguments_that_argparse_refuses(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2

@@ -1,0 +1,116 @@
+"""The jobs: each variant computes the same, and wrong results are noticed; which jobs are asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp.bench import jobs, shapes
+from symm_cp.bench.jobs import Job, Setting
+from symm_cp.plan.models import MODELS
+from tests.pool import Ranks
+
+SMALL = {
+    "matmul": "6x8x4",
+    "attention": "8x4x8,8x4x8x2",
+    "collectives": "4KiB,1B",
+    "train": "64x1x48",
+}
+F32, BF16 = torch.float32, torch.bfloat16
+
+
+def checked(group: dist.ProcessGroup) -> None:
+    for kind, text in SMALL.items():
+        for dtype in (F32, BF16):
+            if kind == "train" and (dtype == BF16 or group.size() == 3):
+                continue
+            for wanted in shapes.wanted(kind, text, group.size(), 0):
+                made = wanted.make(Setting(group, dtype))
+                case = made.case if isinstance(made, Job) else made
+                case.check()
+                for run in case.variants.values():
+                    run()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, checked)
+
+
+def spoilt(group: dist.ProcessGroup) -> None:
+    job = jobs.gather_matmul(Setting(group), 8, 8, 8)
+    multiply = torch.mm
+    torch.mm = lambda *args, **kwargs: multiply(*args, **kwargs).mul_(1.01)
+    try:
+        with pytest.raises(AssertionError, match="of the largest value"):
+            job.case.check()
+    finally:
+        torch.mm = multiply
+    job.case.check()
+
+
+def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
+    ranks.run(2, spoilt)
+
+
+def bytes_moved(group: dist.ProcessGroup) -> None:
+    """The sizes that predictions go by are those of the tensors."""
+    W = group.size()
+    work = jobs.gather_matmul(Setting(group, BF16), 6, 8, 4).work
+    assert (work.shard, work.partial, work.fresh) == (6 * 8 * 2, 0, W * 6 * 4 * 2)
+    work = jobs.matmul_scatter(Setting(group), 6, 8, 4).work
+    assert (work.shard, work.partial, work.fresh) == (0, 6 * 4 * 4, 6 * 4 * 4)
+    work = jobs.attention(Setting(group), 10, 4, 2, 8).work
+    assert work.shard == 2 * 2 * 10 * 8 * 4
+    work = jobs.reduce_scatter(Setting(group), 4096).work
+    assert (work.shard, work.partial) == (W * 4096, 4096)
+
+
+def test_sizes_of_predictions(ranks: Ranks) -> None:
+    ranks.run(2, bytes_moved)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_models_have_all_their_weights(name: str, ranks: int) -> None:
+    """Over the ranks, the matmuls of a layer are all its weights, for each token."""
+    model = MODELS[name]
+    jobs_of_layer = list(shapes.wanted("matmul", name, ranks, 512))
+    assert [job.kind for job in jobs_of_layer] == [
+        "all-gather-matmul",
+        "matmul-reduce-scatter",
+    ] * 2
+    operations = sum(job.size for job in jobs_of_layer) * ranks
+    assert operations == 2 * 512 * model.layer_parameters
+    (forward, backward) = shapes.wanted("attention", name, ranks, 512)
+    assert forward.size * ranks == 4 * 512 * 512 * model.query
+    assert backward.size == 2.5 * forward.size
+
+
+def test_sizes_in_bytes() -> None:
+    for text in ("1B", "4KiB", "64 MiB", "2GiB"):
+        assert jobs.size(shapes.nbytes(text)).replace(" ", "") == text.replace(" ", "")
+    assert shapes.nbytes("3KiB") == 3072
+    assert math.log2(shapes.nbytes("256MiB")) == 28
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "message"),
+    [
+        ("matmul", "8x8", "'8x8' is no shape: give ROWSxINNERxCOLUMNS"),
+        ("matmul", "8x0x8", "is no shape"),
+        ("matmul", "llama4", "'llama4' is no shape"),
+        ("matmul", "llama3-8b", "tokens: 100 is not a multiple of 3 ranks"),
+        ("attention", "8x8", "TOKENSxHEADSxHEAD_DIM"),
+        ("attention", "8x8x8x3", "3 heads for keys do not divide 8 heads"),
+        ("attention", "8x8x8x2x2", "is no shape"),
+        ("collectives", "4KB", "'4KB' is no size: give one such as 4KiB"),
+        ("train", "64x2", "FEATURESxLAYERSxTOKENS"),
+    ],
+)
+def test_shapes_that_make_no_sense(kind: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        list(shapes.wanted(kind, text, 3, 100))

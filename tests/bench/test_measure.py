@@ -1,0 +1,112 @@
+"""What is made of times: medians, ratios, intervals, the overlap."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch.distributed as dist
+
+from symm_cp.bench import measure
+from symm_cp.bench.measure import FUSED, LIMIT, UNFUSED, Case, Row, bootstrap, duration
+from tests.pool import Ranks
+
+
+def row(limit: list[float], unfused: list[float], fused: list[float]) -> Row:
+    return Row("a case", {LIMIT: tuple(limit), UNFUSED: tuple(unfused), FUSED: tuple(fused)})
+
+
+def noisy(center: float, noise: float, count: int = 40) -> list[float]:
+    draw = random.Random(center)
+    return [center * (1 + noise * draw.uniform(-1, 1)) for _ in range(count)]
+
+
+def test_overlap_by_hand() -> None:
+    found = row([1.0] * 5, [2.0] * 5, [1.25] * 5)
+    overlap = found.overlap()
+    assert overlap is not None
+    assert overlap.value == pytest.approx(0.75)
+    assert overlap.interval == pytest.approx((0.75, 0.75))
+    assert overlap.telling
+    assert found.ratio(UNFUSED) == 2.0
+    assert found.as_dict()["overlap"]["value"] == pytest.approx(0.75)
+    # What costs nothing cannot be hidden, only be made worse.
+    for fused, value in ((0.9, 1.0), (1.1, 0.0)):
+        overlap = row([1.0] * 5, [1.0] * 5, [fused] * 5).overlap()
+        assert overlap is not None
+        assert overlap.value == value
+    assert Row("", {LIMIT: (1.0,), FUSED: (1.0,)}).overlap() is None
+
+
+def test_noise_shows() -> None:
+    quiet = row(noisy(1.0, 0.01), noisy(1.5, 0.01), noisy(1.1, 0.01)).overlap()
+    loud = row(noisy(1.0, 0.3), noisy(1.1, 0.3), noisy(1.05, 0.3)).overlap()
+    assert quiet is not None
+    assert loud is not None
+    assert quiet.telling
+    assert not loud.telling
+    low, high = quiet.interval
+    assert low < quiet.value < high
+    assert quiet.value == pytest.approx(0.8, abs=0.05)
+
+
+def test_ratios_are_taken_within_repetitions() -> None:
+    """A machine that slows down does so for all variants of a repetition."""
+    drift = [1.0, 2.0, 4.0, 8.0, 16.0]
+    found = row(drift, [2 * t for t in drift], [1.5 * t for t in drift])
+    assert found.ratio(UNFUSED) == 2.0
+    assert found.ratio_interval(FUSED) == (1.5, 1.5)
+
+
+def test_an_interval_holds_the_mean_of_what_it_was_drawn_from() -> None:
+    inside = 0
+    for seed in range(100):
+        draw = random.Random(seed)
+        sample = [draw.gauss(5.0, 1.0) for _ in range(30)]
+        low, high = bootstrap(lambda column: sum(column) / len(column), sample)
+        inside += low <= 5.0 <= high
+    assert 86 <= inside <= 100  # 95, give or take
+
+
+def test_durations() -> None:
+    assert duration(1.234567) == "1.23 s"
+    assert duration(0.0123456) == "12.3 ms"
+    assert duration(1.5e-6) == "1.5 us"
+
+
+def measured(group: dist.ProcessGroup) -> tuple[dict[str, int], Row]:
+    calls = {"one": 0, "two": 0, "check": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    case = Case(
+        "counted",
+        {"one": lambda: count("one"), "two": lambda: count("two")},
+        lambda: count("check"),
+        repetitions=7,
+        inner=3,
+    )
+    return calls, measure.measure(case, group)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_all_ranks_have_the_same_row(ranks: Ranks, world_size: int) -> None:
+    results = ranks.run(world_size, measured)
+    for calls, found in results:
+        assert calls == {"one": 27, "two": 27, "check": 1}  # two to warm up
+        assert found == results[0][1]
+        assert [len(times) for times in found.seconds.values()] == [7, 7]
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    def wrong() -> None:
+        raise AssertionError("it computes wrongly")
+
+    case = Case("wrong", {LIMIT: lambda: None}, wrong)
+    with pytest.raises(AssertionError, match="computes wrongly"):
+        measure.measure(case, group)
+
+
+def test_what_computes_wrongly_is_not_timed(ranks: Ranks) -> None:
+    ranks.run(2, refused)

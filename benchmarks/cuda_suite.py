@@ -319,5 +319,5 @@ if __name__ == "__main__":
         cases,
         "Correctness and speed on CUDA.",
         backend="cpu:gloo,cuda:gloo",
-        machine=f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}",
+        device="cuda",
     )

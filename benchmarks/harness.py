@@ -1,91 +1,29 @@
-"""One harness for all benchmarks: starts ranks, checks results first, times variants in turn.
+"""One harness for all benchmarks: starts ranks, and times cases as `symm-cp bench` does.
 
 A benchmark is a function `cases(group)` that yields `Case`s: named variants of one job, the first
-of which is the limit (compute alone, or a memcpy of the bytes). All variants run in turn in each
-repetition, so that drift of the machine's speed hits them alike; a repetition's time is that of the
-slowest rank; reported are medians and the medians of the ratios to the limit within a repetition.
+of which is the limit (compute alone, or a memcpy of the bytes); see `symm_cp.bench.measure`.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
-import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-@dataclass
-class Case:
-    """Variants of one job by name, the limit first; `check` raises when one computes wrongly."""
+from symm_cp.bench import report
+from symm_cp.bench.measure import Case, measure
 
-    name: str
-    variants: dict[str, Callable[[], object]]
-    check: Callable[[], None] = lambda: None
-    repetitions: int = 15
-    inner: int = 1  # calls in one timing, for short ones
-    barrier: Callable[[], None] | None = None
-    # `predict` gives from the medians, in milliseconds, what the simulator says of `predicts`.
-    # Called before and after a timing; with `host` only before, so that what is timed is how long
-    # the host takes to hand the work out.
-    predict: Callable[[dict[str, float]], float] | None = None
-    predicts: str = ""
-    synchronize: Callable[[], object] = lambda: None
-    host: bool = False
-    notes: dict[str, object] = field(default_factory=dict)
-
-
-def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None]) -> float:
-    case.synchronize()
-    barrier()
-    start = time.perf_counter()
-    for _ in range(case.inner):
-        run()
-    if not case.host:
-        case.synchronize()
-    return (time.perf_counter() - start) / case.inner
-
-
-def _measure(case: Case, group: dist.ProcessGroup) -> dict[str, object]:
-    case.check()
-    barrier = case.barrier or (lambda: dist.barrier(group))
-    names = list(case.variants)
-    for name in names:  # warm up: workspaces, packed weights, page faults
-        _time(case, case.variants[name], barrier)
-    own = []
-    for repetition in range(case.repetitions):
-        # Another one goes first each time: what runs before leaves its data in the caches.
-        first = repetition % len(names)
-        order = [*names[first:], *names[:first]]
-        taken = {name: _time(case, case.variants[name], barrier) for name in order}
-        own.append([taken[name] for name in names])
-    times = torch.tensor(own, dtype=torch.float64)
-    dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    limit = times[:, :1]
-    medians = {n: statistics.median(times[:, i].tolist()) * 1e3 for i, n in enumerate(names)}
-    notes = dict(case.notes)
-    if case.predict is not None:
-        predicted = case.predict(medians)
-        notes |= {"predicted_ms": predicted, "error": predicted / medians[case.predicts] - 1}
-    return {
-        "case": case.name,
-        **notes,
-        "ms": medians,
-        "ratio": {
-            n: statistics.median((times / limit)[:, i].tolist()) for i, n in enumerate(names)
-        },
-    }
+__all__ = ["Case", "main"]
 
 
 def _rank_main(cases: Callable[[dist.ProcessGroup], Iterable[Case]], backend: str) -> None:
@@ -96,34 +34,14 @@ def _rank_main(cases: Callable[[dist.ProcessGroup], Iterable[Case]], backend: st
     assert dist.group.WORLD is not None
     rows = []
     for case in cases(dist.group.WORLD):
-        rows.append(_measure(case, dist.group.WORLD))
+        row = measure(case, dist.group.WORLD)
+        rows.append(row.as_dict())
         if rank == 0:
-            print(_line(rows[-1]), flush=True)
+            print(report.line(row), flush=True)
     if rank == 0:
         Path(os.environ["SYMM_CP_BENCH_OUT"]).write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _line(row: dict[str, object]) -> str:
-    ms, ratio = row["ms"], row["ratio"]
-    assert isinstance(ms, dict) and isinstance(ratio, dict)
-    cells = [f"{name} {_duration(ms[name])} ({ratio[name]:.3f})" for name in ms]
-    predicted, error = row.get("predicted_ms"), row.get("error")
-    if isinstance(predicted, float) and isinstance(error, float):
-        cells.append(f"predicted {_duration(predicted)} ({error:+.1%})")
-    return f"{row['case']:<44} " + "  ".join(cells)
-
-
-def _duration(ms: float) -> str:
-    return f"{ms * 1e3:.2f} us" if ms < 1 else f"{ms:.2f} ms"
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.machine()
 
 
 def _children(
@@ -146,7 +64,7 @@ def main(
     description: str,
     *,
     backend: str = "gloo",
-    machine: str | None = None,
+    device: str = "cpu",
 ) -> None:
     """Runs a benchmark as a command: `--ranks N`, `--json FILE`."""
     parser = argparse.ArgumentParser(description=description)
@@ -165,13 +83,5 @@ def main(
             sys.exit(f"a rank failed: exit codes {codes}")
         rows = json.loads(Path(folder, "rows.json").read_text())
     if options.json is not None:
-        report = {
-            "command": " ".join(["python", *sys.argv]),
-            "date": datetime.date.today().isoformat(),
-            "machine": machine or f"{_processor()}, {os.cpu_count()} cores",
-            "torch": torch.__version__,
-            "ranks": options.ranks,
-            "rows": rows,
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        head = report.heading(["python", *sys.argv], device)
+        report.write_json(options.json, {**head, "ranks": options.ranks}, rows)

@@ -44,6 +44,12 @@ class Choice:
     source: str
     predicted: Mapping[str, float] = field(default_factory=dict)
 
+    def __str__(self) -> str:
+        times = ", ".join(
+            f"{way} {seconds * 1e3:.3g} ms" for way, seconds in self.predicted.items()
+        )
+        return f"{self.way} ({self.source}{f'; simulated: {times}' if times else ''})"
+
 
 @dataclass(frozen=True)
 class Question:
@@ -121,6 +127,7 @@ class _Facts:
 
 
 _forced: str | None = None
+_listening: dict[str, Choice] | None = None
 
 
 @contextmanager
@@ -182,15 +189,31 @@ def choose(group: Group, device: torch.device, question: Question) -> str:
     if group.world_size == 1:
         return "shards"
     way = _forced or env.way()
-    if way is not None:
-        return way
+    choice = Choice(way, "forced") if way is not None else _known(group, device, question)
+    if _listening is not None:
+        _listening[question.key] = choice
+    return choice.way
+
+
+@contextmanager
+def listening() -> Iterator[dict[str, Choice]]:
+    """Gives what is chosen inside, by what the ops had to do; on all threads of this process."""
+    global _listening
+    before, _listening = _listening, {}
+    try:
+        yield _listening
+    finally:
+        _listening = before
+
+
+def _known(group: Group, device: torch.device, question: Question) -> Choice:
     facts = _facts(group)
     known = facts.choices.get(question)
     if known is None:
         if len(facts.choices) >= _MAX_CHOICES:
             facts.choices.clear()
         known = facts.choices[question] = _choice(group, device, question, facts)
-    return known.way
+    return known
 
 
 def _choice(group: Group, device: torch.device, question: Question, facts: _Facts) -> Choice:
@@ -201,13 +224,6 @@ def _choice(group: Group, device: torch.device, question: Question, facts: _Fact
     if measured in WAYS:
         return Choice(measured, "measured", predicted)
     return Choice(min(predicted, key=predicted.__getitem__), "simulated", predicted)
-
-
-def choices(group: Group) -> Mapping[str, Choice]:
-    """Returns what was chosen for the ops that the group has run so far, by what they had to do."""
-    known = group.tuning
-    found = known.choices if isinstance(known, _Facts) else {}
-    return {question.key: choice for question, choice in found.items()}
 
 
 def relearn(group: Group) -> None:

@@ -66,7 +66,9 @@ def test_a_closed_form() -> None:
 
 
 def chosen(group: dist.ProcessGroup) -> dict[str, tuning.Choice]:
-    return dict(tuning.choices(memory.resolve(group)))
+    with tuning.listening() as heard:
+        run(group)
+    return heard
 
 
 def run(group: dist.ProcessGroup) -> torch.Tensor:
@@ -93,18 +95,18 @@ def files(group: dist.ProcessGroup, folder: str) -> None:
             dist.barrier(group)
             tuning.relearn(state)
             outcomes.append(run(group))
-            assert chosen(group)[KEY].way == way
-            assert chosen(group)[KEY].source == "measured"
+            choice = chosen(group)[KEY]
+            assert (choice.way, choice.source) == (way, "measured")
             dist.barrier(group)
         torch.testing.assert_close(*outcomes)
         tuned.unlink()
         dist.barrier(group)
         tuning.relearn(state)
-        run(group)
-        assert chosen(group)[KEY].source == "simulated"
-        predicted = chosen(group)[KEY].predicted
-        assert predicted == pytest.approx(gather(2, 8, 3).seconds(TYPICAL_CPU, W))
-        assert predicted[chosen(group)[KEY].way] == min(predicted.values())
+        (choice,) = chosen(group).values()
+        assert choice.source == "simulated"
+        assert choice.predicted == pytest.approx(gather(2, 8, 3).seconds(TYPICAL_CPU, W))
+        assert choice.predicted[choice.way] == min(choice.predicted.values())
+        assert str(choice).startswith(f"{choice.way} (simulated; simulated: shards ")
         dist.barrier(group)
     finally:
         os.environ.pop("SYMM_CP_BUILD_DIR")
@@ -131,12 +133,12 @@ def told(group: dist.ProcessGroup) -> None:
         assert all(label.startswith("fused_all_gather_matmul") for label in labels)
         os.environ["SYMM_CP_WAY"] = way
         try:
-            run(group)
+            assert chosen(group) == {KEY: tuning.Choice(way, "forced")}
             with tuning.forced(tuning.WAYS[0]):
-                run(group)
+                assert chosen(group) == {KEY: tuning.Choice(tuning.WAYS[0], "forced")}
         finally:
             del os.environ["SYMM_CP_WAY"]
-    assert chosen(group) == {}  # nobody was asked
+    assert state.tuning is None or isinstance(state.tuning, int)  # no file was read
     os.environ["SYMM_CP_WAY"] = "sideways"
     try:
         with pytest.raises(ValueError, match="SYMM_CP_WAY='sideways' must be"):
@@ -145,8 +147,7 @@ def told(group: dist.ProcessGroup) -> None:
         del os.environ["SYMM_CP_WAY"]
     with pytest.raises(ValueError, match="must be one of"), tuning.forced("sideways"):
         pass
-    run(group)
-    assert list(chosen(group)) == [KEY]
+    assert chosen(group)[KEY].source == "simulated"
 
 
 def test_a_way_can_be_forced(ranks: Ranks) -> None:

@@ -12,7 +12,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -44,7 +44,8 @@ class Case:
     # the host takes to hand the work out.
     synchronize: Callable[[], object] = lambda: None
     host: bool = False
-    notes: dict[str, object] = field(default_factory=dict)
+    #: What else is to be written of the row, which is known only when it was measured.
+    after: Callable[[Row], dict[str, object]] = lambda row: {}
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     taken_by = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
-    return Row(case.name, taken_by, case.notes)
+    row = Row(case.name, taken_by)
+    return replace(row, notes=case.after(row))
 
 
 def _fitting(round_seconds: float, seconds: float, group: dist.ProcessGroup) -> int:

@@ -46,6 +46,9 @@ def line(row: Row) -> str:
             if overlap.telling
             else f"overlap: the machine is too noisy to tell ({sure})"
         )
+    error = row.notes.get("error")
+    if isinstance(error, float):
+        cells.append(f"simulated {error:+.1%}")
     return f"{row.case}\n    " + "  ".join(cells)
 
 

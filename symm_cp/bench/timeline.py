@@ -17,7 +17,6 @@ from symm_cp.bench import calibrate, measure, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Job, Setting
 from symm_cp.bench.measure import FUSED, Case, duration
-from symm_cp.memory import resolve
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -97,8 +96,8 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     job = _job(given).make(Setting(group, DTYPES[given.dtype]))
     assert isinstance(job, Job)
     run = job.case.variants[FUSED]
-    run()
-    chosen = tuning.choices(resolve(group))
+    with tuning.listening() as chosen:
+        run()
     with tuning.forced(given.way):
         return _record(given, job, run, group, chosen)
 
@@ -121,8 +120,7 @@ def _record(
     if group.rank() == 0:
         _show(given, job.case.name, measured, simulated, alone.median(FUSED))
         for choice in chosen.values():
-            cells = (f"{way} {duration(took)}" for way, took in choice.predicted.items())
-            print(f"ops would go: {choice.way} ({choice.source}; simulated: {', '.join(cells)})")
+            print(f"the op by itself goes: {choice}")
     return 0
 
 

@@ -16,7 +16,6 @@ from symm_cp import launch, native, tuning
 from symm_cp.bench import measure, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.measure import Case, duration
-from symm_cp.memory import resolve
 
 HELP = "measure which way fused matmuls should take here, and remember it"
 
@@ -87,24 +86,18 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     ranks, rank = group.size(), group.rank()
     path: Path = given.out or tuning.tuned_path(ranks)
     found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
-    state, name = resolve(group), str(group.group_name)
+    name = str(group.group_name)
     for kind, sizes in shapes.products(given.shapes, given.ranks, given.tokens):
         for op, run in _runs(kind, sizes, DTYPES[given.dtype], name):
-            known = tuning.choices(state)
-            run()
-            new = tuning.choices(state).keys() - known.keys()
-            if not new:  # the shape was there before, or is forced
-                continue
-            (key,) = new
+            with tuning.listening() as heard:
+                run()
+            ((key, choice),) = heard.items()
             taken = _measured(run, group, given.seconds)
             found[key] = min(taken, key=taken.__getitem__)
             if rank == 0:
-                simulated = tuning.choices(state)[key].predicted
-                cells = ", ".join(
-                    f"{way} {duration(taken[way])} (simulated {duration(simulated[way])})"
-                    for way in tuning.WAYS
-                )
-                print(f"{op}, {'x'.join(map(str, sizes))}: {cells}: {found[key]}", flush=True)
+                cells = ", ".join(f"{way} {duration(taken[way])}" for way in tuning.WAYS)
+                what = f"{op}, {'x'.join(map(str, sizes))}"
+                print(f"{what}: {cells}: {found[key]}; it was {choice}", flush=True)
     if rank == 0:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         scratch = path.with_suffix(".new")

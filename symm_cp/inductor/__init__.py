@@ -15,6 +15,7 @@ import torch
 import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
+from symm_cp import tuning
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import UnfusedError, install, passes_for
 from symm_cp.inductor.report import Decision, Report, recording
@@ -120,6 +121,7 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         # What comes out of a cache is not compiled, so that nothing would be told of it.
         stack.enter_context(inductor_config.patch(force_disable_caches=True))
         report = stack.enter_context(recording())
+        report.ways = stack.enter_context(tuning.listening())
         torch._dynamo.reset()
         results = torch.compile(fn)(*args, **kwargs)
         outputs = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]

@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
+from symm_cp.tuning import Choice
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -28,6 +30,8 @@ class Report:
     """The decisions on all collectives of the graphs that were compiled, in graph order."""
 
     decisions: list[Decision] = field(default_factory=list)
+    #: Which way the fused matmuls went when the graphs ran, by what they had to do.
+    ways: dict[str, Choice] = field(default_factory=dict)
 
     @property
     def fused(self) -> list[Decision]:
@@ -41,7 +45,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{len(self.fused)} of {len(self.decisions)} collectives fused"]
-        return "\n".join([*lines, *(f"- {decision}" for decision in self.decisions)])
+        lines += [f"- {decision}" for decision in self.decisions]
+        lines += [f"- {what}: {choice}" for what, choice in self.ways.items()]
+        return "\n".join(lines)
 
 
 _active: ContextVar[Report | None] = ContextVar("symm_cp_inductor_report", default=None)

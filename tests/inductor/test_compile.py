@@ -283,6 +283,8 @@ def reports(group: dist.ProcessGroup) -> None:
             "fused_matmul_reduce_scatter",  # of the backward pass
         ], str(both)
         assert all(leaf.grad is None for leaf in leaves)
+        assert "all_gather_matmul float32 4x8x6" in both.ways
+        assert "matmul_reduce_scatter float32 4x6x8: " in str(both)
         strict = inductor.enable(strict=True)
         with strict, pytest.raises(Exception, match="strict: all_gather_into_tensor"):
             torch.compile(summed)(x, w)

@@ -1,0 +1,76 @@
+"""Few rows for large weights: by shards, whole, and what is chosen by itself.
+
+python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from benchmarks.harness import Case, main
+from symm_cp import tuning
+from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
+
+ROWS, HIDDEN, FEED = 128, 4096, 14336
+
+
+def ways(run: Callable[[], object]) -> dict[str, Callable[[], object]]:
+    def forced(way: str | None) -> Callable[[], object]:
+        def go() -> object:
+            with tuning.forced(way):
+                return run()
+
+        return go
+
+    return {"shards": forced("shards"), "whole": forced("whole"), "chosen": forced(None)}
+
+
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    W, name = group.size(), group.group_name
+    ops = torch.ops.symm_mem
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(ROWS, HIDDEN).to(dtype)
+        up = torch.randn(HIDDEN, FEED // W).to(dtype)
+        full, grad = unfused_all_gather(x, 0, name), torch.randn(W * ROWS, FEED // W).to(dtype)
+        label = str(dtype)[6:]
+        yield Case(
+            f"up: all-gather-matmul, {label}",
+            {
+                "matmul alone": lambda full=full, up=up: full @ up,
+                **ways(partial(symm_cp.all_gather_matmul, x, up, group=group)),
+                "unfused (gloo)": lambda x=x, up=up: unfused_all_gather(x, 0, name) @ up,
+            },
+        )
+        yield Case(
+            f"up: gradient of the weight, {label}",
+            {
+                "matmul alone": lambda full=full, g=grad: full.t() @ g,
+                **ways(partial(ops._fused_all_gather_weight_grad, x, [grad], 0, name)),
+                "unfused (gloo)": lambda x=x, g=grad: unfused_all_gather(x, 0, name).t() @ g,
+            },
+        )
+        down = torch.randn(FEED // W, HIDDEN).to(dtype)
+        scatter = partial(symm_cp.matmul_reduce_scatter, grad, down, group=group)
+        yield Case(
+            f"down: matmul-reduce-scatter, {label}",
+            {
+                "matmul alone": lambda g=grad, down=down: g @ down,
+                **ways(scatter),
+                "unfused (gloo)": lambda g=grad, down=down: unfused_reduce_scatter(
+                    g @ down, "sum", 0, name
+                ),
+            },
+        )
+
+
+if __name__ == "__main__":
+    main(cases, __doc__)

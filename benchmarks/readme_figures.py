@@ -12,6 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from symm_cp.bench.measure import duration
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
@@ -33,8 +37,8 @@ def ratio(row: dict[str, Any], name: str) -> str:
     return f"{row['ratio'][name]:.2f}" if name in row["ratio"] else ""
 
 
-def time(ms: float) -> str:
-    return f"{ms * 1e3:.3g} us" if ms < 1 else f"{ms:.3g} ms"
+def error(of: float) -> str:
+    return f"{of:+.0%}".replace("-0%", "+0%")
 
 
 def matmul() -> list[str]:
@@ -91,7 +95,10 @@ def predictions() -> list[str]:
     files = [load(f"predictions_{ranks}")[1] for ranks in (2, 4, 8)]
     lines = []
     for name in files[0]:
-        cells = [f"{time(rows[name]['ms']['op'])}, {rows[name]['error']:+.0%}" for rows in files]
+        cells = [
+            f"{duration(rows[name]['ms']['op'] / 1e3)}, {error(rows[name]['error'])}"
+            for rows in files
+        ]
         lines.append([name.removesuffix(", float32"), *cells])
     what = "`python benchmarks/predictions.py` (measured; simulated is so much more or less)"
     return table([what, "2 ranks", "4 ranks", "8 ranks"], lines)
@@ -115,9 +122,11 @@ def collectives() -> list[str]:
             row = rows[f"{kind} {kib} KiB a rank"]
             size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
             what = f"{kind.replace('_', '-')}, {size} a rank"
-            cells = [time(row["ms"][name]) for name in ("memcpy", *names)]
+            cells = [duration(row["ms"][name] / 1e3) for name in ("memcpy", *names)]
             lines.append([what, *cells])
-    lines.append(["barrier of a handle", "", time(rows["barrier"]["ms"]["handle"]), "", ""])
+    lines.append(
+        ["barrier of a handle", "", duration(rows["barrier"]["ms"]["handle"] / 1e3), "", ""]
+    )
     what = "`python benchmarks/collectives.py`"
     return table([what, "memcpy of the result", *names], lines)
 

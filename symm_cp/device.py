@@ -18,10 +18,11 @@ it alike.
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
@@ -39,6 +40,10 @@ FLAGS = (*_BETWEEN_RANKS, "arrived")
 _SLOTS = 2
 
 
+#: Gives a time in nanoseconds of the monotonic clock, once the device was synchronized.
+Mark: TypeAlias = Callable[[], int]
+
+
 class Device:
     """The streams of one CUDA device. Tests put a simulated driver in its place."""
 
@@ -47,6 +52,7 @@ class Device:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._copy: dict[str, torch.cuda.Stream] = {}
+        self._origin: tuple[torch.cuda.Event, int] | None = None
 
     def __repr__(self) -> str:
         return f"Device({self.device})"
@@ -72,6 +78,19 @@ class Device:
         else:
             with torch.cuda.stream(self.copy_stream(channel)):
                 kernel()
+
+    def mark(self, lane: str, channel: str) -> Mark:
+        """Notes the time at which a lane comes here."""
+        stream = self.copy_stream(channel) if lane != "compute" else torch.cuda.current_stream()
+        if self._origin is None:
+            origin = torch.cuda.Event(enable_timing=True)
+            origin.record(stream)
+            origin.synchronize()
+            self._origin = origin, time.monotonic_ns()
+        origin, zero = self._origin
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return lambda: zero + int(origin.elapsed_time(event) * 1e6)
 
     def guard(self) -> AbstractContextManager[Any]:
         """The device is the current one inside."""

@@ -98,11 +98,12 @@ class Question:
             # The dimension that grows with the shards: rows, or what is summed over.
             weight = inner * columns * item * (shards if self.accumulated else 1)
             total += machine.matmul(2.0 * shards * rows * inner * columns, dtype, weight)
-        if self.accumulated and shards == 1 and item == 2:
-            # A wider matmul adds to its result as it goes. In 16 bits every product is rounded
-            # aside, and added to a float32 sum that is read and written: five times the bytes of
-            # a sum, where a copy has two; the sum's memory is new in each call.
-            total += machine.copy(2.5 * self.accumulated) + machine.fresh(self.accumulated)
+        if self.accumulated and shards == 1:
+            # The result is read again to be added to. In 16 bits, moreover, every product is
+            # rounded aside, then added to a float32 sum, in all five times the bytes of the
+            # result (a copy has two), and the sum's memory is new in each call.
+            total += machine.copy(self.accumulated * (2.5 if item == 2 else 0.5))
+            total += machine.fresh(self.accumulated) if item == 2 else 0.0
         return total
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import symm_cp
+from benchmarks import readme_figures
 from symm_cp import env
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -103,3 +104,8 @@ def test_ci_runs_the_documented_command() -> None:
     command = "pip install torch==2.13.0 -e '.[test]' && pytest"
     assert f"\n{command}\n" in "".join(blocks("sh"))
     assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_figures_are_those_of_the_results() -> None:
+    """`python benchmarks/readme_figures.py` writes them."""
+    assert readme_figures.replaced(README) == README

@@ -71,4 +71,4 @@ def all_gather_and_poll(
         words, step = space.flags("arrived"), FLAG_BYTES // 4
         kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, number)}
         operands = [*mine.addresses(), staging.data_ptr()]
-        launch.run(space, epoch, operands, kernels, capturing=False)
+        launch.run(space, epoch, operands, kernels, capturing=False, what=b"all_gather_and_poll")

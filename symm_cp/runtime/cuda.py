@@ -213,7 +213,7 @@ def all_gather_and_consume(
     operands += [0 if gathered is None else gathered.data_ptr(), *(addresses or ())]
     with _call(group, device, 0 if addresses is not None else mine.room) as (space, epoch):
         kernels: dict[str, Kernel] = {"consume": run_consume}
-        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1)
+        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1, what=what)
 
 
 @lru_cache(maxsize=512)
@@ -252,7 +252,7 @@ def all_gather_and_combine(
     operands = [*mine.addresses(), staging.data_ptr(), *(addresses or ())]
     with _call(group, device, 0 if addresses is not None else mine.room) as (space, epoch):
         kernels = {"combine": run_combine}
-        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1)
+        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1, what=what)
 
 
 def _partials(operand: int, sizes: tuple[int, ...], rank: int) -> tuple[Extent, ...]:
@@ -302,7 +302,7 @@ def produce_and_reduce_scatter(
             "reduce": lambda _: add_rows(partials, out, mean=mean),
         }
         operands = [partials.data_ptr()]
-        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1)
+        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1, what=what)
 
 
 @dataclass(frozen=True)
@@ -397,4 +397,4 @@ def consume_and_reduce_scatter(
             "reduce": lambda _: add_rows(sums, out),
         }
         operands = [*mine.addresses(), staging.data_ptr(), sums.data_ptr()]
-        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1)
+        launch.run(space, epoch, operands, kernels, capturing=mode.slots == 1, what=what)

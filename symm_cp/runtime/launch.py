@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
+from itertools import groupby
 from typing import TypeAlias
 
 from symm_cp import native
 from symm_cp.device import FLAGS, LANES, DeviceWorkspace, events_needed
+from symm_cp.runtime import recorder
 from symm_cp.runtime.program import Binding, Extent, buffers_of
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
 
@@ -50,6 +52,31 @@ class _Call:
     lane: str
     signals: str | None = None
 
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        kernels: Mapping[str, Kernel],
+        recording: recorder.Recording | None,
+        epoch: int,
+        what: bytes,
+    ) -> None:
+        if self.signals is None:
+            kernel = partial(kernels[self.name], self.index)
+        else:
+            exchange = workspace.signal if self.signals == "signal" else workspace.wait
+            kernel = partial(exchange, self.name, self.index)
+        device, channel = workspace.device, workspace.channel
+        if recording is None:
+            device.launch(self.lane, channel, kernel)
+            return
+        with recording.on_lane(self._step(), device, self.lane, channel, epoch, what):
+            device.launch(self.lane, channel, kernel)
+
+    def _step(self) -> Step:
+        if self.signals is None:
+            return Compute(self.name, self.index, (), ())
+        return (Signal if self.signals == "signal" else Wait)(self.index, self.name)
+
 
 #: Native commands, one after the other.
 _Batch: TypeAlias = "ctypes.Array[native.StreamCommand]"
@@ -71,6 +98,7 @@ class Launch:
         kernels: Mapping[str, Kernel],
         *,
         capturing: bool,
+        what: bytes = b"",
     ) -> None:
         """Hands the schedule out. Raises `RuntimeError` when the driver refuses something."""
         device = workspace.device
@@ -78,24 +106,56 @@ class Launch:
         lanes = (ctypes.c_void_p * len(streams))(*streams)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
         moved = workspace.last_stream not in (None, streams[0])
+        issue = partial(
+            workspace.issue, operands=addresses, lanes=lanes, epoch=epoch, capturing=capturing
+        )
         if moved and self.joined and not capturing:
             # Calls follow one another, also when the caller has changed streams.
-            workspace.issue(_BETWEEN_STREAMS, addresses, lanes, epoch, capturing=False)
+            issue(_BETWEEN_STREAMS)
         workspace.last_stream = streams[0]
+        recording = None if capturing else recorder.active
         for item in self.items:
-            if isinstance(item, ctypes.Array):
-                workspace.issue(item, addresses, lanes, epoch, capturing=capturing)
-                continue
-            if item.signals is None:
-                kernel = partial(kernels[item.name], item.index)
+            if isinstance(item, _Call):
+                item.launch(workspace, kernels, recording, epoch, what)
+            elif recording is None:
+                issue(item)
             else:
-                exchange = workspace.signal if item.signals == "signal" else workspace.wait
-                kernel = partial(exchange, item.name, item.index)
-            device.launch(item.lane, workspace.channel, kernel)
+                for step, lane, commands in _apart(item, workspace.rank):
+                    with recording.on_lane(step, device, lane, workspace.channel, epoch, what):
+                        issue(commands)
 
 
 def _batch(commands: Sequence[native.StreamCommand]) -> _Batch:
     return (native.StreamCommand * len(commands))(*commands)
+
+
+def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]]:
+    """A batch in parts that are steps of their own, or none: each with its lane.
+
+    Copies of a lane that follow each other stay together, as the driver gets them.
+    """
+    for (copies, lane), run in groupby(batch, lambda c: (c.kind == _Kind.COPY, c.lane)):
+        commands = list(run)
+        for part in [commands] if copies else [[command] for command in commands]:
+            yield _step_of(part[0], rank), LANES[lane], _batch(part)
+
+
+def _step_of(command: native.StreamCommand, rank: int) -> Step | None:
+    if command.kind == _Kind.COPY:
+        return Copy(_region_of(command.source, rank), _region_of(command.to, rank))
+    if command.kind == _Kind.SIGNAL:
+        return Signal(command.peer, FLAGS[command.flag])
+    if command.kind == _Kind.WAIT:
+        return Wait(command.peer, FLAGS[command.flag], command.lag)
+    if command.kind == _Kind.WAIT_EVENT:
+        return Wait(rank, f"event {command.event}")
+    return Signal(rank, "arrived") if command.kind == _Kind.ARRIVED else None
+
+
+def _region_of(reference: native.Reference, rank: int) -> Region:
+    if reference.space == _SLOT:
+        return Region(reference.index, "slot")
+    return Region(rank, f"tensor {reference.index}")
 
 
 _BETWEEN_STREAMS = _batch([native.StreamCommand(kind=_Kind.WAIT_EVENT, lane=0, event=_END)])

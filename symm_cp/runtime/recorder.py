@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 
 import torch.distributed as dist
 
 from symm_cp import native
+from symm_cp.device import Device, Mark
 from symm_cp.memory import FLAGS, GroupLike, group_name
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.simulate import Event, Timeline
@@ -31,15 +33,12 @@ class Recording:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        # As little as possible happens while the op runs: kernels are noted as they are, and
-        # become steps afterwards. Lists may be appended to by several threads.
+        # As little as possible happens while ops run: what is noted becomes steps when somebody
+        # asks for them. Lists may be appended to by several threads.
         self._kernels: list[tuple[str, int, bytes, int, int, int]] = []
-        self._events: list[Event] = []
-
-    @property
-    def timeline(self) -> Timeline:
-        """The steps in order of their beginning; times are in seconds of the monotonic clock."""
-        return Timeline(tuple(sorted(self._events, key=lambda event: event.start)))
+        self._marked: list[tuple[Step, str, int, bytes, Mark, Mark]] = []
+        self._devices: dict[int, Device] = {}
+        self._native: Iterable[native.TraceEvent] = ()
 
     def kernel(
         self, run: Callable[[int], None], name: str, index: int, what: bytes, epoch: int
@@ -49,33 +48,62 @@ class Recording:
         run(index)
         self._kernels.append((name, index, what, epoch, start, time.monotonic_ns()))
 
-    def add(self, step: Step, lane: str, epoch: int, start: int, end: int, op: bytes) -> None:
-        """Notes a step, from `start` to `end` in nanoseconds."""
-        text = op.decode(errors="replace")
-        event = Event(self.rank, lane, epoch - 1, step, start * _NANO, end * _NANO, text)
-        self._events.append(event)
+    @contextmanager
+    def on_lane(
+        self, step: Step | None, device: Device, lane: str, channel: str, epoch: int, what: bytes
+    ) -> Iterator[None]:
+        """Notes when a lane of a device begins and ends what is put on it inside."""
+        if step is None:
+            yield
+            return
+        begin = device.mark(lane, channel)
+        yield
+        end = device.mark(lane, channel)
+        self._marked.append((step, lane, epoch, what, begin, end))
+        self._devices[id(device)] = device
 
     def finish(self) -> None:
-        """Turns what was noted into steps, and takes over what the native part has recorded."""
+        """Takes over what the native part has recorded; waits for the devices that took part."""
+        for device in self._devices.values():
+            device.synchronize()
+        library = native.load()
+        count = ctypes.c_int64()
+        events = library.symm_cp_recorded(ctypes.byref(count))
+        copied = (native.TraceEvent * count.value)()
+        ctypes.memmove(copied, events, ctypes.sizeof(copied))
+        self._native = copied
+        library.symm_cp_recorded_free(events)
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The steps in order of their beginning; times are in seconds of the monotonic clock."""
+        events = [*self._of_kernels(), *self._of_commands(), *self._of_lanes()]
+        return Timeline(tuple(sorted(events, key=lambda event: event.start)))
+
+    def _event(self, step: Step, lane: str, epoch: int, times: tuple[int, int], op: bytes) -> Event:
+        start, end = times
+        text = op.decode(errors="replace")
+        return Event(self.rank, lane, epoch - 1, step, start * _NANO, end * _NANO, text)
+
+    def _of_kernels(self) -> Iterator[Event]:
         for name, index, what, epoch, start, end in self._kernels:
             source, _, target = name.partition("->")
             step: Step = Compute(name, index, (), ())
             if target:
                 step = Copy(Region(self.rank, source), Region(self.rank, target))
-            self.add(step, "compute", epoch, start, end, what)
-        self._kernels.clear()
-        self._take_native()
+            yield self._event(step, "compute", epoch, (start, end), what)
 
-    def _take_native(self) -> None:
-        library = native.load()
-        count = ctypes.c_int64()
-        events = library.symm_cp_recorded(ctypes.byref(count))
-        for event in events[: count.value]:
+    def _of_lanes(self) -> Iterator[Event]:
+        for step, lane, epoch, what, begin, end in self._marked:
+            yield self._event(step, lane, epoch, (begin(), end()), what)
+
+    def _of_commands(self) -> Iterator[Event]:
+        for event in self._native:
             step = _step(event.command, self.rank)
             if step is not None:
                 lane = "copy" if event.engine else "compute"
-                self.add(step, lane, event.epoch, event.start, event.end, event.what)
-        library.symm_cp_recorded_free(events)
+                times = event.start, event.end
+                yield self._event(step, lane, event.epoch, times, event.what)
 
     def all_ranks(self, group: GroupLike | None = None) -> Timeline:
         """Returns the steps of all ranks of a group (default: all there are). Collective."""

@@ -81,7 +81,9 @@ def _start(
         lowered: Launch = launch(group.rank, group.world_size, nbytes, mode, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
         capturing = mode.slots == 1
-        lowered.run(space, space.next_epoch(), operands, kernels, capturing=capturing)
+        epoch = space.next_epoch()
+        what = b"_low_contention_reduce_scatter" if kernels else b"_low_contention_all_gather"
+        lowered.run(space, epoch, operands, kernels, capturing=capturing, what=what)
         device.used_by_copies("async", source, target, result)
         _register_work(result, _Transfer(device))
     return result

@@ -100,9 +100,11 @@ def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None
             _bar(axes, row, event, zero)
     axes.set_yticks(range(len(rows)), [f"{name}: rank {r}, {lane}" for name, r, lane in rows])
     axes.invert_yaxis()
-    axes.set(xlabel="milliseconds", title=title)
+    axes.set_xlabel("milliseconds")
+    axes.set_title(title, loc="left", fontsize="medium", pad=24)
     handles = [patches.Patch(color=colour, label=kind) for kind, colour in _KINDS.values()]
-    figure.legend(handles=handles, ncols=len(handles), loc="lower right", frameon=False)
+    place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
+    axes.legend(handles=handles, ncols=len(handles), fontsize="small", **place)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
@@ -114,4 +116,5 @@ def _bar(axes: Any, row: int, event: Event, zero: float) -> None:
     if isinstance(event.step, Signal):
         axes.plot([start], [row + 0.33], marker="^", markersize=3, color=colour)
     else:
-        axes.barh(row, length, left=start, height=0.7, color=colour)
+        style = {"color": colour, "edgecolor": "white", "linewidth": 0.4}
+        axes.barh(row, length, left=start, height=0.7, **style)

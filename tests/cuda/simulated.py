@@ -12,6 +12,7 @@ import hashlib
 import shlex
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -82,6 +83,11 @@ class SimulatedDevice(device.Device):
         call = _CALL(lambda: kernel() and None)
         self._calls = [*self._calls[-1000:], call]  # the stream calls them later
         self.library.simulated_call(self._side(channel), call)
+
+    def mark(self, lane: str, channel: str) -> device.Mark:
+        times: list[int] = []
+        self.launch(lane, channel, lambda: times.append(time.monotonic_ns()))
+        return lambda: times[0]
 
     def guard(self) -> Any:
         return contextlib.nullcontext()

@@ -1,0 +1,70 @@
+"""Recordings of lanes on a device, over the simulated driver."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import tuning
+from symm_cp.schedule.simulate import Event
+from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
+from tests.cuda.simulated import simulation
+from tests.pool import Ranks
+
+
+def on(events: tuple[Event, ...], lane: str) -> list[Event]:
+    return [event for event in events if event.lane == lane]
+
+
+def recorded(group: dist.ProcessGroup, by_stream: bool) -> None:
+    W, rank = group.size(), group.rank()
+    x, weight = torch.randn(6, 4), torch.randn(4, 5)
+    with simulation(by_stream=by_stream), tuning.forced("shards"):
+        expected = symm_cp.all_gather_matmul(x, weight, group=group)
+        with symm_cp.trace() as recording:
+            out = symm_cp.all_gather_matmul(x, weight, group=group)
+    torch.testing.assert_close(out, expected)
+    events = recording.timeline.events
+    assert {event.op.split()[0] for event in events} == {"fused_all_gather_matmul"}
+    compute, copy = on(events, "compute"), on(events, "copy")
+    for lane in (compute, copy):
+        for before, after in itertools.pairwise(lane):
+            assert before.start <= before.end <= after.start
+    kernels = [event for event in compute if isinstance(event.step, Compute)]
+    assert [event.step.index for event in kernels] == [(rank + i) % W for i in range(W)]
+    others = {(rank + i) % W for i in range(1, W)}
+    assert {event.step.to for event in copy if isinstance(event.step, Signal)} >= others
+    waited = [event for event in copy if isinstance(event.step, Wait)]
+    assert {event.step.source for event in waited if event.step.flag == "ready"} == others
+    pulls = [
+        event
+        for event in copy
+        if isinstance(event.step, Copy) and event.step.src.rank not in (rank,)
+    ]
+    assert [event.step.src.rank for event in pulls] == [(rank + i) % W for i in range(1, W)]
+    # Nothing is computed with before it was pulled.
+    for pull, kernel in zip(pulls, kernels[1:], strict=True):
+        assert pull.end <= kernel.start
+
+
+@pytest.mark.parametrize("by_stream", [True, False], ids=["streams", "kernels"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, by_stream: bool) -> None:
+    ranks.run(world_size, recorded, by_stream)
+
+
+def in_the_background(group: dist.ProcessGroup) -> None:
+    with simulation(), symm_cp.trace() as recording:
+        pending = symm_cp.low_contention_all_gather(torch.ones(8), group=group)
+        torch.ops._c10d_functional.wait_tensor(pending)
+    events = recording.timeline.events
+    assert {event.op for event in events} == {"_low_contention_all_gather"}
+    assert any(isinstance(event.step, Copy) for event in on(events, "copy"))
+
+
+def test_what_is_in_the_background(ranks: Ranks) -> None:
+    ranks.run(2, in_the_background)

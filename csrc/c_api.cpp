@@ -8,6 +8,7 @@
 #include "error.h"
 #include "mapping.h"
 #include "plan.h"
+#include "probe.h"
 #include "streams.h"
 #include "trace.h"
 #include "workspace.h"
@@ -48,7 +49,7 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 3; }
+int symm_cp_abi() { return 4; }
 
 // `address` is the start of a rendezvoused symmetric tensor. Null on failure.
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
@@ -162,6 +163,15 @@ TraceEvent* symm_cp_recorded(int64_t* count) {
 }
 
 void symm_cp_recorded_free(TraceEvent* events) { delete[] events; }
+
+void symm_cp_probe_begin(uint64_t seed, int64_t delay_us, int64_t fatal) {
+  Probe::instance().begin(seed, delay_us, fatal);
+}
+
+int64_t symm_cp_probe_end() { return Probe::instance().end(); }
+
+// Before a step that Python carries out.
+void symm_cp_probe_step() { Probe::instance().step(); }
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.
 int symm_cp_is_symmetric(const void* address, const char* group) {

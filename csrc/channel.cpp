@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "probe.h"
 #include "reduce.h"
 #include "trace.h"
 
@@ -169,17 +170,17 @@ void Channel::run_one(const Command& c, const Reference* references, void* const
 void Channel::run(const Command* commands, int count, const Reference* references,
                   void* const* operands, uint32_t epoch, const char* what) {
   Recorder& recorder = Recorder::instance();
-  if (!recorder.on()) {
+  Probe& probe = Probe::instance();
+  if (!recorder.on() && !probe.on()) {
     for (const Command* c = commands; c != commands + count; ++c)
       run_one(*c, references, operands, epoch, what);
     return;
   }
-  int64_t start = Recorder::now();
   for (const Command* c = commands; c != commands + count; ++c) {
+    if (probe.on()) probe.step();
+    const int64_t start = Recorder::now();
     run_one(*c, references, operands, epoch, what);
-    const int64_t end = Recorder::now();
-    recorder.add(*c, start, end, epoch, what);
-    start = end;
+    if (recorder.on()) recorder.add(*c, start, Recorder::now(), epoch, what);
   }
 }
 

@@ -29,7 +29,7 @@ from torch.utils import cpp_extension
 
 from . import env
 
-_ABI = 3  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 4  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -263,6 +263,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_record": (None, [_INT]),
     "symm_cp_recorded": (ctypes.POINTER(TraceEvent), [ctypes.POINTER(_LONG)]),
     "symm_cp_recorded_free": (None, [ctypes.POINTER(TraceEvent)]),
+    "symm_cp_probe_begin": (None, [ctypes.c_uint64, _LONG, _LONG]),
+    "symm_cp_probe_end": (_LONG, []),
+    "symm_cp_probe_step": (None, []),
     "symm_cp_driver": (_LONG, [_TEXT]),
     "symm_cp_streams_open": (
         _VOID,

@@ -55,8 +55,8 @@ def _check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: t
     _check_dense(op, name, out)
 
 
-def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str) -> Collective:
-    mean = check_reduce_op(_ALL_REDUCE, reduce_op, input.dtype)
+def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str, op: str) -> Collective:
+    mean = check_reduce_op(op, reduce_op, input.dtype)
     nbytes = nbytes_of(input)
     given = (Extent.even(0, nbytes),)
     binding: Binding = {
@@ -67,26 +67,33 @@ def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str) -> Colle
     }
     reduction = Reduction(REDUCIBLE[real(input).dtype], mean)
     plain, in_place = lower_both(builders.one_shot_all_reduce, group, binding, reduction)
-    what = what_is(_ALL_REDUCE, input, detail=reduce_op)
+    what = what_is(op, input, detail=reduce_op)
     return Collective(plain, in_place, what, tuple(input.shape), nbytes)
+
+
+def _all_reduce(
+    op: str, input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    """In one shot, by the name of the op that was called."""
+    group = _group_of_one_host(op, group_name)
+    _check_out(op, "out", out, list(input.shape), input.dtype)
+    key = (op, "one shot", input.shape, input.dtype, reduce_op)
+    plan = group.plans.get(key)
+    if plan is None:
+        plan = group.remember(key, _plan_all_reduce(group, input, reduce_op, op))
+    plan.run(group, input, out)
+    return out
 
 
 def _one_shot_all_reduce_out_cpu(
     input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
 ) -> torch.Tensor:
-    group = _group_of_one_host(_ALL_REDUCE, group_name)
-    _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
-    key = (_ALL_REDUCE, input.shape, input.dtype, reduce_op)
-    plan = group.plans.get(key)
-    if plan is None:
-        plan = group.remember(key, _plan_all_reduce(group, input, reduce_op))
-    plan.run(group, input, out)
-    return out
+    return _all_reduce(_ALL_REDUCE, input, reduce_op, group_name, out)
 
 
 def _one_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     out = torch.empty_like(input, memory_format=torch.contiguous_format)
-    return _one_shot_all_reduce_out_cpu(input, reduce_op, group_name, out)
+    return _all_reduce(_ALL_REDUCE, input, reduce_op, group_name, out)
 
 
 def _plan_two_shot(group: Group, input: torch.Tensor, reduce_op: str) -> Collective:
@@ -115,7 +122,8 @@ def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
     group = _group_of_one_host(_TWO_SHOT, group_name)
     if not (input.is_contiguous() and is_symmetric(input, group)):
         # Nothing that peers could reach: go by way of the workspace.
-        return input.copy_(_one_shot_all_reduce_cpu(input, reduce_op, group_name))
+        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        return input.copy_(_all_reduce(_TWO_SHOT, input, reduce_op, group_name, out))
     key = (_TWO_SHOT, input.shape, input.dtype, reduce_op)
     plan = group.plans.get(key)
     if plan is None:

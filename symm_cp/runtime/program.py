@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from symm_cp import native
 from symm_cp.memory import FLAGS, Workspace
-from symm_cp.runtime import recorder
+from symm_cp.runtime import probe, recorder
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
 
 
@@ -99,6 +99,8 @@ class Program:
         for item, number in self.items:
             if isinstance(item, str):
                 assert kernels is not None
+                if probe.active:
+                    probe.step()
                 if recording is None:
                     kernels[item](number)
                 else:

@@ -1,0 +1,32 @@
+// What tests do to a rank between two steps of a schedule: let it dawdle, or die.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <mutex>
+#include <random>
+
+namespace symm_cp {
+
+class Probe {
+ public:
+  static Probe& instance();
+
+  bool on() const { return on_.load(std::memory_order_relaxed); }
+  // From now on, before every other step or so, sleeps for up to `delay_us` microseconds; kills
+  // the process before step number `fatal`, counted from 0 (-1: never).
+  void begin(uint64_t seed, int64_t delay_us, int64_t fatal);
+  // Returns how many steps there were.
+  int64_t end();
+  void step();
+
+ private:
+  std::atomic<bool> on_{false};
+  std::mutex mutex_;
+  std::mt19937_64 random_;
+  int64_t delay_us_ = 0;
+  int64_t fatal_ = -1;
+  int64_t steps_ = 0;
+};
+
+}  // namespace symm_cp

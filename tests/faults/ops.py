@@ -1,0 +1,108 @@
+"""Small calls of every op, for tests that disturb them; inputs follow from torch's generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import symm_cp
+from symm_cp import tuning
+
+OPS = torch.ops.symm_mem
+Results = list[torch.Tensor]
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def gather_matmul(group: dist.ProcessGroup) -> Results:
+    with tuning.forced("shards"):
+        return [symm_cp.all_gather_matmul(torch.randn(5, 6), torch.randn(6, 4), group=group)]
+
+
+def gather_matmul_whole(group: dist.ProcessGroup) -> Results:
+    with tuning.forced("whole"):
+        return [symm_cp.all_gather_matmul(torch.randn(5, 6), torch.randn(6, 4), group=group)]
+
+
+def matmul_scatter(group: dist.ProcessGroup) -> Results:
+    x = torch.randn(5 * group.size(), 6)
+    with tuning.forced("shards"):
+        return [symm_cp.matmul_reduce_scatter(x, torch.randn(6, 4), group=group)]
+
+
+def attention(group: dist.ProcessGroup) -> Results:
+    q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
+    return [symm_cp.all_gather_attention(q, k, v, group=group, is_causal=True)]
+
+
+def attention_backward(group: dist.ProcessGroup) -> Results:
+    leaves = [torch.randn(1, 2, 6, 8, requires_grad=True) for _ in range(3)]
+    out = symm_cp.all_gather_attention(*leaves, group=group)
+    return list(torch.autograd.grad(out, leaves, torch.ones_like(out)))
+
+
+def attention_ring(group: dist.ProcessGroup) -> Results:
+    symm_cp.set_rotate_method("alltoall")
+    try:
+        return attention_backward(group)
+    finally:
+        symm_cp.set_rotate_method("allgather")
+
+
+def low_contention(group: dist.ProcessGroup) -> Results:
+    name = group.group_name
+    # Large enough for the copy engine to be woken.
+    gathered = OPS._low_contention_all_gather(torch.randn(1 << 15), name)
+    scattered = OPS._low_contention_reduce_scatter(torch.randn(group.size() << 15), "sum", name)
+    return [_wait(scattered), _wait(gathered)]
+
+
+def one_shot(group: dist.ProcessGroup) -> Results:
+    return [OPS.one_shot_all_reduce(torch.randn(50), "sum", group.group_name)]
+
+
+def two_shot(group: dist.ProcessGroup) -> Results:
+    return [OPS.two_shot_all_reduce_(torch.randn(50), "sum", group.group_name)]
+
+
+def two_shot_in_place(group: dist.ProcessGroup) -> Results:
+    shared = _symmetric(group, torch.randn(50))
+    return [OPS.two_shot_all_reduce_(shared, "sum", group.group_name).clone()]
+
+
+def gather_in_place(group: dist.ProcessGroup) -> Results:
+    shared = _symmetric(group, torch.randn(5, 6))
+    with tuning.forced("shards"):
+        return [symm_cp.all_gather_matmul(shared, torch.randn(6, 4), group=group)]
+
+
+_shared: dict[tuple[str, torch.Size], torch.Tensor] = {}
+
+
+def _symmetric(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    """The same memory in all calls of a group."""
+    key = (str(group.group_name), values.shape)
+    if key not in _shared:
+        _shared[key] = symm_mem.empty(values.shape, device="cpu")
+        symm_mem.rendezvous(_shared[key], group)
+    return _shared[key].copy_(values)
+
+
+def scatter_out(group: dist.ProcessGroup) -> Results:
+    out = torch.empty(10)
+    return [OPS.reduce_scatter_out(torch.randn(10 * group.size()), group.group_name, False, out)]
+
+
+ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
+    run.__name__: run
+    for run in (
+        gather_matmul, gather_matmul_whole, matmul_scatter, attention, attention_backward,
+        attention_ring, low_contention, one_shot, two_shot, scatter_out, two_shot_in_place,
+        gather_in_place,
+    )
+}  # fmt: skip

@@ -1,0 +1,46 @@
+"""Ranks that dawdle between any two steps: the results are the same, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp.runtime.probe import probing
+from tests.faults.ops import ALL
+from tests.pool import Ranks
+
+#: Random sequences of ops, so many times as many where that is asked for: 5 times are 2,000.
+SEQUENCES = {2: 180, 3: 140, 4: 80}
+SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
+_OPS = 4
+_DELAY_US = 200
+
+
+def results(group: dist.ProcessGroup, names: list[str], seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(seed + group.rank())
+    return [result for name in names for result in ALL[name](group)]
+
+
+def fuzz(group: dist.ProcessGroup, count: int) -> int:
+    steps = 0
+    for _ in range(count):
+        names = random.choices(list(ALL), k=_OPS)
+        seed = random.randrange(1 << 30)
+        expected = results(group, names, seed)
+        with probing(seed=seed + group.rank(), delay_us=_DELAY_US) as probe:
+            found = results(group, names, seed)
+        steps += probe.count
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert torch.equal(one, other), (names, seed, number)
+    return steps
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_delays_change_nothing(ranks: Ranks, world_size: int) -> None:
+    count = SEQUENCES[world_size] * SCALE
+    for steps in ranks.run(world_size, fuzz, count, timeout=240):
+        assert steps > 10 * count  # the probe was there

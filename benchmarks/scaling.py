@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from symm_cp.bench import report
+from symm_cp.bench import plots, report
 from symm_cp.bench.jobs import IN_PLACE
 from symm_cp.bench.measure import FUSED
 from symm_cp.cli import main as symm_cp
@@ -58,11 +58,15 @@ def cliffs(rows: list[dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows, the machine and the date here")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write plots (PNG) there")
     given = parser.parse_args()
     by_size = [row for kind, shapes in SIZES.items() for row in bench(kind, shapes, "2", "1.5")]
     by_ranks = [row for kind, shapes in RANKS.items() for row in bench(kind, shapes, "1..16", "1")]
     found = list(cliffs(by_size))
     print("\n".join(found) or "no cliffs")
+    if given.plot is not None:
+        plots.draw(given.plot / "sizes", by_size)
+        plots.draw(given.plot / "ranks", by_ranks)
     if given.json is not None:
         head = report.heading(["python", *sys.argv], "cpu")
         report.write_json(given.json, {**head, "cliffs": found}, [*by_size, *by_ranks])

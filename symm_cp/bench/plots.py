@@ -65,7 +65,7 @@ def _scaling(pyplot: Any, path: Path, rows: Sequence[Written]) -> None:
         chosen = [row for row in rows if row["kind"] == kind]
         for name in _variants(chosen):
             points = {}
-            for row in sorted(chosen, key=lambda row: row["size"]):
+            for row in sorted(chosen, key=lambda row: (row["ranks"], row["size"])):
                 if name in row["ms"]:
                     points[row["ranks"]] = row["ratio"][name]
             ax.plot(list(points), list(points.values()), marker="o", label=name)

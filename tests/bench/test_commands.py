@@ -62,9 +62,9 @@ def test_calibrate_trace_and_tune(tmp_path: Path) -> None:
     found = machine(str(here))
     assert found.name == report.processor()
     assert {kind.split(".")[0] for kind in found.curves} == set(CURVES)
-    assert 1e8 < found.flops < 1e13
+    assert 1e7 < found.flops < 1e14
     for nbytes in (1e4, 1e7):
-        assert nbytes / 1e12 < found.copy(nbytes) < nbytes / 1e7
+        assert nbytes / 1e13 < found.copy(nbytes) < nbytes / 1e5
     assert found.matmul(2e9, "float32") > found.matmul(1e6, "float32") > 0
     assert all(0 < seconds < 1 for seconds in found.calls.values())
 

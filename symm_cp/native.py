@@ -105,6 +105,33 @@ def _run(command: list[str]) -> None:
         )
 
 
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _digest_path(library: Path) -> Path:
+    return library.with_suffix(".sha256")
+
+
+def _verify(library: Path) -> None:
+    """Raises `BuildError` unless the library is what was built, in a folder only its owner writes.
+
+    What is loaded runs as the user: whoever can write it, or put another folder in its place, could
+    run anything.
+    """
+    folder = library.parent
+    about = folder.stat()
+    package = Path(__file__).stat().st_uid  # who can write this could do anything anyway
+    if about.st_mode & 0o022 or about.st_uid not in (os.getuid(), package, 0):
+        raise BuildError(
+            f"the native part of symm_cp is not loaded from {folder}, which others can write "
+            f"(owner {about.st_uid}, mode {about.st_mode & 0o777:o}): make it yours alone "
+            "(chmod go-w), or set SYMM_CP_BUILD_DIR to another folder"
+        )
+    if _digest(library) != _digest_path(library).read_text():
+        raise BuildError(f"{library} is not what was built: delete {folder} to build it again")
+
+
 def _compile(target: Path) -> None:
     compiler = shlex.split(find_compiler())
     # Not named after the process: a killed build leaves its folder, and containers repeat numbers.
@@ -132,6 +159,8 @@ def _compile(target: Path) -> None:
         objects = [job[-1] for job in jobs]
         library = scratch / target.name
         _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
+        digest = _digest(library)
+        _digest_path(target).write_text(digest)
         library.replace(target)  # atomic: a reader sees the whole library or none
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -143,7 +172,7 @@ def build(verbose: bool = False) -> Path:
     Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
     """
     target = library_path()
-    if target.is_file():
+    if target.is_file() and _digest_path(target).is_file():
         if verbose:
             print(f"symm_cp: already built: {target}", file=sys.stderr)
         return target
@@ -156,7 +185,7 @@ def build(verbose: bool = False) -> Path:
             "set SYMM_CP_BUILD_DIR to a folder that can be written"
         ) from error
     with _lock(target.parent / "lock"):
-        if not target.is_file():
+        if not (target.is_file() and _digest_path(target).is_file()):
             print(
                 f"symm_cp: building the native part for torch {torch.__version__}, once "
                 "(10 to 40 seconds) ...",
@@ -280,9 +309,11 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 def load() -> ctypes.CDLL:
     """Returns the native library, building it if it was never built; raises `BuildError`.
 
-    Loading registers the CPU backend with torch's symmetric memory.
+    The library must be what was built, in a folder that only its owner can write. Loading registers
+    the CPU backend with torch's symmetric memory.
     """
     path = build()
+    _verify(path)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # a damaged file, or a file system that allows no execution

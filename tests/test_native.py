@@ -178,6 +178,31 @@ def test_a_damaged_library(compiler: Compiler) -> None:
         native.load.__wrapped__()
 
 
+def test_a_library_that_was_changed_is_not_loaded(compiler: Compiler) -> None:
+    with native.build().open("a") as file:
+        file.write("more")
+    with pytest.raises(native.BuildError, match=r"is not what was built: delete "):
+        native.load.__wrapped__()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_that_others_can_write_is_not_trusted(compiler: Compiler, mode: int) -> None:
+    folder = native.build().parent
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(mode)
+    with pytest.raises(native.BuildError, match=rf"others can write .*mode {mode:o}"):
+        native.load.__wrapped__()
+
+
+def test_a_library_without_its_hash_is_built_again(compiler: Compiler) -> None:
+    library = native.build()
+    calls = len(compiler.calls())
+    library.with_suffix(".sha256").unlink()
+    assert native.build() == library
+    assert len(compiler.calls()) == 2 * calls
+    native._verify(library)
+
+
 def change_source(folder: Path) -> None:
     with (folder / "reduce.cpp").open("a") as file:
         file.write("// changed\n")

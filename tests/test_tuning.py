@@ -42,14 +42,15 @@ def test_few_rows_for_a_large_weight_go_whole(make, ranks: int) -> None:  # type
     assert faster(make(0, 16, 16), ranks) in tuning.WAYS
 
 
-def test_sums_in_16_bits_go_whole() -> None:
-    def weight_gradient(dtype: torch.dtype) -> Question:
-        products = ((4096, 128, 4096),)
-        size = 4096 * 4096 * dtype.itemsize
-        return Question("weight_grad", dtype, products, 128 * 4096 * dtype.itemsize, 0, size)
+def test_results_that_are_added_to_are_read_again() -> None:
+    def weight_gradient(dtype: torch.dtype, rows: int, size: int) -> Question:
+        item = dtype.itemsize
+        products, shard = ((size, rows, size),), rows * size * item
+        return Question("weight_grad", dtype, products, shard, accumulated=size * size * item)
 
-    assert faster(weight_gradient(BF16)) == "whole"
-    assert faster(weight_gradient(F32)) == "shards"
+    assert faster(weight_gradient(BF16, 128, 4096)) == "whole"
+    assert faster(weight_gradient(F32, 128, 4096)) == "whole"
+    assert faster(weight_gradient(F32, 4096, 256)) == "shards"
 
 
 def test_a_closed_form() -> None:

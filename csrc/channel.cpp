@@ -70,7 +70,7 @@ void Channel::signal(int peer, int flag, uint32_t epoch) {
 
 void Channel::wait(int peer, int flag, uint32_t epoch, const char* what) {
   Word* word = flag_word(mapping_->rank(), peer, flag);
-  // A difference, not a comparison, so that epochs may wrap around.
+  // Epochs stay below 2^31 (memory.py), so that the difference tells which is later.
   const auto arrived = [epoch](uint32_t seen) { return static_cast<int32_t>(seen - epoch) >= 0; };
   wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, timeout_, arrived,
              [&](bool expired) {

@@ -59,7 +59,6 @@ void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch) {
   }
   driver::Address mine = flag(rank_, command.peer, command.flag);
   if (!take_back_) {
-    // Compared as differences of 32-bit numbers, so the epoch may wrap around.
     uint32_t needed = epoch - static_cast<uint32_t>(command.lag);
     mem_ops_.push_back({driver::kWaitValue32, mine, needed, driver::kWaitGeq, 0, 0});
     return;

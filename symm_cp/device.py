@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
-from symm_cp.memory import FLAG_BYTES, Group, GroupLike, pages, resolve
+from symm_cp.memory import FLAG_BYTES, LAST_EPOCH, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
@@ -216,8 +216,13 @@ class DeviceWorkspace:
 
     def next_epoch(self) -> int:
         """Begins a call: every rank does so in the same order."""
-        self.epoch = (self.epoch + 1) & 0xFFFFFFFF
+        self.epoch += 1
         return self.epoch
+
+    def serves(self, slot_bytes: int) -> bool:
+        """Whether a call with a slot of so many bytes can be made."""
+        # In graphs flags are taken back, and no epoch counts.
+        return self.slot_bytes >= slot_bytes and (self.slots == 1 or self.epoch < LAST_EPOCH)
 
     def issue(
         self,
@@ -296,7 +301,7 @@ def _workspace(
 ) -> DeviceWorkspace:
     key = (device.device, channel, graph, device.signals_by_stream())
     known: DeviceWorkspace | None = group.device_workspaces.get(key)
-    if known is not None and known.slot_bytes >= slot_bytes:
+    if known is not None and known.serves(slot_bytes):
         return known
     if capturing:
         room = 0 if known is None else known.slot_bytes

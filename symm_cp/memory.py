@@ -10,7 +10,8 @@ in flight at once. The calls of a channel are numbered 1, 2, 3, ... alike on eve
 for a slot of `slot` bytes and W ranks: flags (a cache line for each name and writer), records (what
 each of the two calls under way is), then the two slots. The slot is as large as the largest call so
 far; a larger one replaces the workspace, which is collective but happens inside an op that is
-collective anyway, on sizes that all ranks know. Nothing is collective when memory is returned.
+collective anyway, on sizes that all ranks know. So does the call after `LAST_EPOCH`. Nothing is
+collective when memory is returned.
 """
 
 from __future__ import annotations
@@ -38,6 +39,10 @@ CHANNELS = ("sync", "async")
 
 #: A flag has a cache line of its own.
 FLAG_BYTES = 64
+
+#: The calls of a workspace. A wait compares 32-bit numbers by their difference: a flag that some ops
+#: never raise would, 2^31 calls later, look as if it had been (tests/model/protocol.pml, WRAP).
+LAST_EPOCH = (1 << 31) - 1
 
 _SLOTS = 2
 _RECORD_BYTES = 128
@@ -128,8 +133,12 @@ class Workspace:
 
     def next_epoch(self) -> int:
         """Begins a call: every rank does so in the same order."""
-        self.epoch = (self.epoch + 1) & 0xFFFFFFFF
+        self.epoch += 1
         return self.epoch
+
+    def serves(self, slot_bytes: int) -> bool:
+        """Whether a call with a slot of so many bytes can be made."""
+        return self.slot_bytes >= slot_bytes and self.epoch < LAST_EPOCH
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -193,7 +202,7 @@ class Group:
         Collective when it has to be made or to grow; every rank must ask for the same size.
         """
         known = self._workspaces.get(channel)
-        if known is not None and known.slot_bytes >= slot_bytes:
+        if known is not None and known.serves(slot_bytes):
             return known
         wanted = max(slot_bytes, self._reserved, known.slot_bytes if known is not None else 0)
         if known is not None:

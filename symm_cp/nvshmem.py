@@ -205,11 +205,6 @@ class NvshmemWorkspace(DeviceWorkspace):
         self.direct = all(bases)
         return heap.memory[offset : offset + nbytes], bases
 
-    def next_epoch(self) -> int:
-        """Begins a call. NVSHMEM compares 64-bit numbers, which never wrap around."""
-        self.epoch += 1
-        return self.epoch
-
     def _clear(self, group: Group, graph: bool) -> None:
         self.memory[: self._header].zero_()
         self.device.synchronize()

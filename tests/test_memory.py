@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
 from symm_cp import memory
+from symm_cp.runtime.probe import probing
+from tests.faults.ops import ALL, results
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -73,6 +75,29 @@ def stays_flat(group: dist.ProcessGroup, calls: int) -> None:
 
 def test_10000_calls(ranks: Ranks) -> None:
     ranks.run(2, stays_flat, 10_000)
+
+
+def outlives_its_epochs(group: dist.ProcessGroup) -> None:
+    own = dist.new_group(list(range(group.size())))
+    expected = results(own, list(ALL), 0)
+    state = memory.resolve(own)
+    worn = {channel: state.known(channel) for channel in memory.CHANNELS}
+    dist.barrier(own)
+    for space in worn.values():
+        space.epoch = memory.LAST_EPOCH - 3
+    for _ in range(3):
+        with probing(seed=group.rank(), delay_us=200):
+            found = results(own, list(ALL), 0)
+        assert all(map(torch.equal, found, expected))
+    for channel, space in worn.items():
+        assert space.epoch == memory.LAST_EPOCH
+        assert 0 < state.known(channel).epoch < 100
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, outlives_its_epochs)
 
 
 def goes_with_the_group(group: dist.ProcessGroup) -> None:

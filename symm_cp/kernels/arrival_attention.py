@@ -161,10 +161,9 @@ def _arrival_attention(
             k_s, v_s, chunks, 0, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
         )  # fmt: skip
         for shard in range(1, shards):
-            # Awaits the shard: its word is written behind the copy. Differences of 32-bit numbers,
-            # so that the epoch may wrap around.
+            # Awaits the shard: its word is written behind the copy.
             word = words + (shard - 1) * word_step
-            while tl.atomic_add(word, 0, sem="acquire", scope="sys") - epoch < 0:
+            while tl.atomic_add(word, 0, sem="acquire", scope="sys") < epoch:
                 pass
             offset = pulled_shard.to(tl.int64) * (shard - 1) + b * p_b + shared * p_h
             acc, top, total = _attend_shard(

@@ -47,7 +47,7 @@ def all_gather_and_poll(
 
     `shard` is one or more tensors, of equal shapes on all ranks. `pulled[i]` is (W - 1, *shape of
     shard[i]): the peers' in the order of `peers`. Peer number t is there once word t * `step` of
-    `words` (int32) is `epoch` or, as a difference of 32-bit numbers, a later one.
+    `words` (int32) is `epoch` or a later one.
     """
     ranks = group.world_size
     device = device_for(group, shard[0].device)
@@ -66,9 +66,7 @@ def all_gather_and_poll(
     with group.lock, device.guard():
         space = workspace(group, device, "sync", mine.room)
         epoch = space.next_epoch()
-        # As the kernel compares them: signed.
-        number = epoch - (1 << 32) if epoch >= 1 << 31 else epoch
         words, step = space.flags("arrived"), FLAG_BYTES // 4
-        kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, number)}
+        kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
         operands = [*mine.addresses(), staging.data_ptr()]
         launch.run(space, epoch, operands, kernels, capturing=False, what=b"all_gather_and_poll")

@@ -358,7 +358,7 @@ class Collective:
 
     def _workspace(self, group: Group, channel: str, tensor: torch.Tensor) -> Workspace:
         known = group.known(channel)
-        if known is not None and known.slot_bytes >= self._slot_bytes:
+        if known is not None and known.serves(self._slot_bytes):
             return known
         spared = not self._always and tensor.is_contiguous() and is_symmetric(tensor, group)
         return group.workspace(channel, 0 if spared else self._slot_bytes)

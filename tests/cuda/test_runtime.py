@@ -149,28 +149,24 @@ def test_mixes_of_ops(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> No
     ranks.run(world_size, mixes, 40, random.randrange(1 << 30), mode)
 
 
-def epoch_wraps(group: dist.ProcessGroup) -> None:
+def epochs_end(group: dist.ProcessGroup) -> None:
     with simulation() as made:
         state = memory.resolve(group)
         space = device.workspace(state, made, "sync", 1 << 12)
         dist.barrier(group)
-        made.synchronize()
-        space.epoch = (1 << 32) - 4
-        for name in ("ready", "reduced", "done"):
-            space.flags(name).fill_(-4)
-        dist.barrier(group)
+        space.epoch = memory.LAST_EPOCH - 4
         for _ in range(8):
             rows = stacked(group, 4, 4)
             out = symm_cp.all_gather_matmul(
                 rows[group.rank()], torch.eye(4), gather_dim=0, group=group
             )
             assert torch.equal(out, rows.flatten(0, 1))
-        assert space.epoch == 4
-        state.device_workspaces.clear()  # the next test begins with another
+        assert space.epoch == memory.LAST_EPOCH
+        assert device.workspace(state, made, "sync", 1 << 12).epoch == 4
 
 
-def test_the_epoch_wraps_around(ranks: Ranks) -> None:
-    ranks.run(3, epoch_wraps)
+def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks) -> None:
+    ranks.run(3, epochs_end)
 
 
 def capture_refuses(group: dist.ProcessGroup) -> None:

@@ -106,3 +106,9 @@ ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
         gather_in_place,
     )
 }  # fmt: skip
+
+
+def results(group: dist.ProcessGroup, names: list[str], seed: int) -> list[torch.Tensor]:
+    """What the ops return, one after the other."""
+    torch.manual_seed(seed + group.rank())
+    return [result for name in names for result in ALL[name](group)]

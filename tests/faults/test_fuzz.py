@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.runtime.probe import probing
-from tests.faults.ops import ALL
+from tests.faults.ops import ALL, results
 from tests.pool import Ranks
 
 #: Random sequences of ops, so many times as many where that is asked for: 5 times are 2,000.
@@ -18,11 +18,6 @@ SEQUENCES = {2: 180, 3: 140, 4: 80}
 SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
 _OPS = 4
 _DELAY_US = 200
-
-
-def results(group: dist.ProcessGroup, names: list[str], seed: int) -> list[torch.Tensor]:
-    torch.manual_seed(seed + group.rank())
-    return [result for name in names for result in ALL[name](group)]
 
 
 def fuzz(group: dist.ProcessGroup, count: int) -> int:

@@ -1,0 +1,87 @@
+"""Checks the models of this folder with spin: `python -m tests.model [more]`.
+
+Needs `spin` (https://spinroot.com) and a C compiler. `more` searches further, for minutes.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with its options, and whether spin must find it right."""
+
+    model: str
+    options: str = ""
+    right: bool = True
+
+
+CASES = [
+    Case("protocol", "-DRANKS=2 -DCALLS=7"),
+    Case("protocol", "-DRANKS=2 -DCALLS=4 -DDEATHS"),
+    Case("protocol", "-DRANKS=3 -DCALLS=4"),
+    Case("protocol", "-DRANKS=3 -DCALLS=2 -DDEATHS"),
+    Case("protocol", "-DRANKS=2 -DCALLS=7 -DWRAP", right=False),
+    Case("protocol", "-DRANKS=2 -DCALLS=20 -DWRAP -DDENSE"),
+    Case("protocol", "-DRANKS=2 -DHASTY", right=False),
+    Case("protocol", "-DRANKS=2 -DSINGLE", right=False),
+    Case("sleep", "-DRANKS=3"),
+    Case("sleep", "-DEARLY", right=False),
+    Case("sleep", "-DLATE", right=False),
+]
+MORE = [
+    Case("protocol", "-DRANKS=2 -DCALLS=9"),
+    Case("protocol", "-DRANKS=2 -DCALLS=7 -DDEATHS"),
+    Case("protocol", "-DRANKS=3 -DCALLS=6"),
+    Case("protocol", "-DRANKS=3 -DCALLS=3 -DDEATHS"),
+]
+
+
+def search(case: Case, folder: str) -> tuple[int, int]:
+    """Returns how many errors spin found, and how many states it has seen."""
+
+    def run(*command: str) -> str:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            sys.exit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
+        return done.stdout
+
+    run("spin", *case.options.split(), "-a", str(HERE / f"{case.model}.pml"))
+    run("cc", "-w", "-O2", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=8000", "pan.c", "-o", "pan")
+    said = run("./pan", "-m1000000")
+    if "Search not completed" in said and "errors: 0" in said:
+        sys.exit(f"{case}: not all was searched:\n{said}")
+    errors = re.search(r"errors: (\d+)", said)
+    states = re.search(r"([\d.e+]+) states, stored", said)
+    assert errors is not None, said
+    assert states is not None, said
+    return int(errors[1]), int(float(states[1]))
+
+
+def main() -> None:
+    """Checks all cases."""
+    if shutil.which("spin") is None:
+        sys.exit("spin is not installed: see https://spinroot.com")
+    wrong = 0
+    for case in CASES + (MORE if "more" in sys.argv[1:] else []):
+        with tempfile.TemporaryDirectory() as folder:
+            errors, states = search(case, folder)
+        as_it_should = (errors == 0) == case.right
+        wrong += not as_it_should
+        found = "right" if errors == 0 else "an error found"
+        note = "" if as_it_should else "  <-- must be otherwise"
+        print(f"{case.model:9} {case.options:32} {states:>11,} states  {found}{note}", flush=True)
+    sys.exit(wrong)
+
+
+if __name__ == "__main__":
+    main()

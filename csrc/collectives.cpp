@@ -44,8 +44,8 @@ class Transfer : public c10d::Work {
   c10::Storage output_;
 };
 
-// What a call works on: `plain` and `in_place` are handles of plans; the second is used when the
-// input is contiguous in symmetric memory of the group.
+// What a call works on: `plain` and `in_place` are handles of plans; the second, if it is another, is
+// used when the input is contiguous in symmetric memory of the group.
 struct Call {
   at::Tensor input;
   bool symmetric;
@@ -53,7 +53,7 @@ struct Call {
 
   Call(const Channel& channel, int64_t plain, int64_t in_place, const at::Tensor& given)
       : input(given.contiguous()),
-        symmetric(input.is_same(given) &&
+        symmetric(plain != in_place && input.is_same(given) &&
                   find_mapping(input.const_data_ptr(), *channel.mapping().peers()) != nullptr),
         plan(*reinterpret_cast<PlanHandle*>(symmetric ? in_place : plain)) {}
 

@@ -40,8 +40,8 @@ CHANNELS = ("sync", "async")
 #: A flag has a cache line of its own.
 FLAG_BYTES = 64
 
-#: The calls of a workspace. A wait compares 32-bit numbers by their difference: a flag that some ops
-#: never raise would, 2^31 calls later, look as if it had been (tests/model/protocol.pml, WRAP).
+#: The calls of a workspace. A wait compares 32-bit numbers by their difference: a flag that few ops
+#: raise would, 2^31 calls later, look as if it had been raised (tests/model/protocol.pml, WRAP).
 LAST_EPOCH = (1 << 31) - 1
 
 _SLOTS = 2

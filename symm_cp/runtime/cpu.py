@@ -22,7 +22,8 @@ from symm_cp.schedule.steps import Schedule
 # Parts of a shard begin on cache lines, so that scales behind float8 data stay aligned.
 _ALIGN = 64
 # Below this many bytes waking the engine costs more than the transfer, which then waits for
-# `wait_tensor`, or for the next transfer that wakes the engine.
+# `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is not
+# in place, where others wait until this rank has read.
 _WAKE_BYTES = 64 * 1024
 
 #: The element types that native reductions take, with torch's numbers for them.
@@ -355,12 +356,14 @@ class Collective:
         self._slot_bytes = slot_bytes
         self._always = always
         self._wake = slot_bytes > _WAKE_BYTES
+        self._background = self._handles if self._wake else (self._handles[0],) * 2
 
     def _workspace(self, group: Group, channel: str, tensor: torch.Tensor) -> Workspace:
         known = group.known(channel)
         if known is not None and known.serves(self._slot_bytes):
             return known
-        spared = not self._always and tensor.is_contiguous() and is_symmetric(tensor, group)
+        may_be_spared = not self._always and (channel == "sync" or self._wake)
+        spared = may_be_spared and tensor.is_contiguous() and is_symmetric(tensor, group)
         return group.workspace(channel, 0 if spared else self._slot_bytes)
 
     def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
@@ -383,7 +386,7 @@ class Collective:
                 try:
                     output = torch.ops.symm_cp.start_transfer.default(
                         workspace.handle,
-                        *self._handles,
+                        *self._background,
                         tensor,
                         self.output,
                         workspace.next_epoch(),

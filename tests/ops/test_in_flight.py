@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
 from tests.pool import Ranks
@@ -44,18 +45,45 @@ def test_low_contention_returns_at_once(ranks: Ranks, elements: int) -> None:
     ranks.run(2, returns_at_once, elements)
 
 
+def inputs(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
+    """Ones, plain and in symmetric memory."""
+    symmetric = symm_mem.empty(elements, device="cpu").fill_(1)
+    symm_mem.rendezvous(symmetric, group)
+    return [torch.ones(elements), symmetric]
+
+
 def never_waited_for(group: dist.ProcessGroup) -> None:
     name, W = group.group_name, group.size()
     for elements in (4, 50_000):
-        for _ in range(5):
-            OPS._low_contention_all_gather(torch.ones(elements), name)
-        gathered = wait(OPS._low_contention_all_gather(torch.ones(elements), name))
-        assert torch.equal(gathered, torch.ones(W * elements))
+        for shard in inputs(group, elements):
+            for number in range(6):
+                gathered = OPS._low_contention_all_gather(shard, name)
+                if group.rank() == number % W:
+                    assert torch.equal(wait(gathered), torch.ones(W * elements))
+            assert torch.equal(wait(gathered), torch.ones(W * elements))
 
 
 @WORLD_SIZES
 def test_outputs_that_nobody_waits_for(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, never_waited_for)
+
+
+def waited_for_at_other_times(group: dist.ProcessGroup) -> None:
+    """Waiting is a rank's own business: the peers may be in another op meanwhile."""
+    name, W = group.group_name, group.size()
+    for elements in (4 * W, 50_000 * W):
+        for shard in inputs(group, elements):
+            for early in range(W):
+                pending = OPS._low_contention_reduce_scatter(shard, "sum", name)
+                if group.rank() == early:
+                    wait(pending)
+                symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=group)
+                assert torch.equal(wait(pending), torch.full((elements // W,), float(W)))
+
+
+@WORLD_SIZES
+def test_ranks_may_wait_at_different_times(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, waited_for_at_other_times)
 
 
 def mix(group: dist.ProcessGroup, count: int, seed: int) -> list[float]:

@@ -1,0 +1,460 @@
+// Ranks as threads of one process, so that sanitizers see all that ranks do to each other's memory.
+//
+// Peers' memory is mapped where its owner has it (`mmap` is wrapped by the linker): a sanitizer
+// tells memory apart by address. It stands in for symmetric_memory.cpp, which needs torch.
+//
+//   ranks calls FILE [SKIP]   carries out what plans.py wrote; SKIP: without the waits
+//   ranks faults              ranks that give up, with work in flight, and strangers
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <functional>
+#include <map>
+#include <random>
+#include <thread>
+
+#include "../../csrc/error.h"
+#include "../../csrc/lane.h"
+#include "../../csrc/plan.h"
+#include "../../csrc/segment.h"
+
+extern "C" {
+void* __real_mmap(void*, size_t, int, int, int, off_t);
+int __real_munmap(void*, size_t);
+}
+
+namespace {
+
+using namespace symm_cp;
+
+void expect(bool holds, const std::string& what) {
+  if (holds) return;
+  std::fprintf(stderr, "ranks: %s\n", what.c_str());
+  std::abort();
+}
+
+// --- one address for each segment ----------------------------------------------------------------
+
+struct Placed {
+  void* address;
+  int users;
+};
+std::mutex places_mutex;
+std::map<ino_t, Placed> places;
+
+// --- what symmetric_memory.cpp knows -------------------------------------------------------------
+
+struct Known {
+  const char* begin;
+  size_t bytes;
+  std::shared_ptr<Mapping> mapping;
+};
+std::mutex known_mutex;
+std::map<const Peers*, std::vector<Known>> known;
+
+class Meeting : public Bootstrap {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    values_[key] = value;
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto it = values_.find(key);
+    return it == values_.end() ? std::nullopt : std::optional(it->second);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> values_;
+};
+
+// --- a rank --------------------------------------------------------------------------------------
+
+constexpr size_t kSlotBytes = 1 << 16;
+constexpr size_t kSharedBytes = 1 << 16;
+constexpr int kFlags = 4;
+
+struct Space {
+  std::shared_ptr<Channel> channel;
+  std::unique_ptr<Lane> lane;
+  Segment segment;
+  uint32_t epoch = 0;
+};
+
+class Rank {
+ public:
+  Rank(Meeting& meeting, int rank, int world_size, std::chrono::milliseconds timeout)
+      : rank_(rank),
+        world_size_(world_size),
+        peers_(std::make_shared<Peers>(meeting, "threads", rank, world_size, timeout)) {
+    shared = Segment::create(kSharedBytes, "shared");
+    map(shared, sequence_++);
+    for (Space& space : spaces) {
+      const int64_t flags = int64_t{kFlags} * 64 * world_size;
+      const Layout layout{0, kFlags, flags, 8192, kSlotBytes, 2};
+      space.segment = Segment::create(8192 + 2 * kSlotBytes, "workspace");
+      space.channel = std::make_shared<Channel>(map(space.segment, sequence_++), layout, timeout);
+      space.lane = std::make_unique<Lane>(space.channel);
+    }
+  }
+
+  ~Rank() {
+    for (Space& space : spaces) space.lane.reset();
+    std::lock_guard<std::mutex> lock(known_mutex);
+    known.erase(peers_.get());
+  }
+
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  Segment shared;
+  Space spaces[2];
+
+ private:
+  std::shared_ptr<Mapping> map(const Segment& segment, int64_t sequence) {
+    auto mapping = std::make_shared<Mapping>(peers_, segment, segment.size(), 4096, sequence);
+    std::lock_guard<std::mutex> lock(known_mutex);
+    known[peers_.get()].push_back({segment.data(), segment.size(), mapping});
+    return mapping;
+  }
+
+  int rank_;
+  int world_size_;
+  std::shared_ptr<Peers> peers_;
+  int64_t sequence_ = 0;
+};
+
+void on_all_ranks(int world_size, std::chrono::milliseconds timeout,
+                  const std::function<void(Rank&)>& body) {
+  Meeting meeting;
+  std::vector<std::thread> threads;
+  for (int r = 0; r < world_size; ++r)
+    threads.emplace_back([&, r] {
+      Rank rank(meeting, r, world_size, timeout);
+      body(rank);
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+
+// --- calls ---------------------------------------------------------------------------------------
+
+enum Role : int64_t { kInput = 0, kSymmetric, kScratch, kGathered, kSum };
+
+struct Operand {
+  Role role;
+  int64_t bytes;
+};
+
+struct Part {  // of a rank
+  std::vector<Command> commands;
+  std::vector<Reference> references;
+  std::vector<Operand> operands;
+};
+
+struct Call {
+  int64_t background;
+  char name[40];
+  std::vector<Part> parts;
+};
+
+template <class T>
+void read(std::istream& file, T* to, size_t count = 1) {
+  file.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(count * sizeof(T)));
+  expect(file.good(), "the file is too short");
+}
+
+std::vector<Call> read_calls(const char* path, int64_t* world_size) {
+  std::ifstream file(path, std::ios::binary);
+  int64_t count = 0;
+  read(file, world_size);
+  read(file, &count);
+  std::vector<Call> calls(static_cast<size_t>(count));
+  for (Call& call : calls) {
+    read(file, &call.background);
+    read(file, call.name, sizeof(call.name));
+    call.parts.resize(static_cast<size_t>(*world_size));
+    for (Part& part : call.parts) {
+      int64_t sizes[3];
+      read(file, sizes, 3);
+      part.commands.resize(static_cast<size_t>(sizes[0]));
+      part.references.resize(static_cast<size_t>(sizes[1]));
+      part.operands.resize(static_cast<size_t>(sizes[2]));
+      read(file, part.commands.data(), part.commands.size());
+      read(file, part.references.data(), part.references.size());
+      read(file, part.operands.data(), part.operands.size());
+    }
+  }
+  return calls;
+}
+
+float value_of(int rank, size_t number) {
+  return static_cast<float>(static_cast<size_t>(rank + 1) * 100 + number % 50);
+}
+
+// A call under way: its operands must stay.
+struct Running {
+  size_t number;
+  std::vector<std::vector<float>> memory;
+  std::vector<void*> addresses;
+  int64_t ticket = 0;
+};
+
+Running begin(Rank& rank, const Part& part, size_t number) {
+  Running running{number, {}, {}, 0};
+  for (const Operand& operand : part.operands) {
+    const auto elements = static_cast<size_t>(operand.bytes) / sizeof(float);
+    const float value = operand.role == kInput ? value_of(rank.rank(), number) : -1.0F;
+    running.memory.emplace_back(elements, value);
+    void* at = running.memory.back().data();
+    if (operand.role == kSymmetric) {
+      at = rank.shared.data();  // the caller overwrites it as soon as the call before is over
+      std::fill_n(static_cast<float*>(at), elements, value_of(rank.rank(), number));
+    }
+    running.addresses.push_back(at);
+  }
+  return running;
+}
+
+void check_results(const Rank& rank, const Call& call, const Running& running) {
+  const Part& part = call.parts[static_cast<size_t>(rank.rank())];
+  for (size_t i = 0; i < part.operands.size(); ++i) {
+    const std::vector<float>& found = running.memory[i];
+    const auto chunk = found.size() / static_cast<size_t>(rank.world_size());
+    float sum = 0;
+    for (int r = 0; r < rank.world_size(); ++r) sum += value_of(r, running.number);
+    for (size_t at = 0; at < found.size(); ++at) {
+      const int source = static_cast<int>(at / (chunk == 0 ? 1 : chunk));
+      const Role role = part.operands[i].role;
+      if (role == kGathered)
+        expect(found[at] == value_of(source, running.number), std::string("wrong: ") + call.name);
+      if (role == kSum) expect(found[at] == sum, std::string("wrong: ") + call.name);
+    }
+  }
+}
+
+// One command at a time, so that ranks meet in all sorts of ways.
+void run_steps(Space& space, const Part& part, const Running& running, const char* name, bool skip,
+               std::mt19937& random) {
+  for (const Command& command : part.commands) {
+    if (random() % 4 == 0) std::this_thread::yield();
+    if (random() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+    if (skip && command.kind == Kind::kWait) continue;
+    space.channel->run(&command, 1, part.references.data(), running.addresses.data(), space.epoch,
+                       name);
+  }
+}
+
+void run_calls(Rank& rank, const std::vector<Call>& calls, bool skip) {
+  std::mt19937 random(static_cast<unsigned>(rank.rank()));
+  std::deque<std::pair<const Call*, Running>> in_flight;
+  Space& background = rank.spaces[1];
+  const auto finish_one = [&] {
+    const auto& [call, running] = in_flight.front();
+    background.lane->wait(running.ticket);
+    check_results(rank, *call, running);
+    in_flight.pop_front();
+  };
+  for (size_t number = 0; number < calls.size(); ++number) {
+    const Call& call = calls[number];
+    const Part& part = call.parts[static_cast<size_t>(rank.rank())];
+    const bool in_place = std::any_of(part.operands.begin(), part.operands.end(),
+                                      [](const Operand& o) { return o.role == kSymmetric; });
+    // The one symmetric tensor is the caller's again once the transfers on it are over.
+    while (!in_flight.empty() && (in_place || in_flight.size() > random() % 4)) finish_one();
+    Running running = begin(rank, part, number);
+    Space& space = rank.spaces[call.background];
+    ++space.epoch;
+    if (call.background == 0) {
+      run_steps(space, part, running, call.name, skip, random);
+      if (!skip) check_results(rank, call, running);
+      continue;
+    }
+    auto plan = std::make_shared<Plan>();
+    plan->whole = part.commands;
+    plan->references = part.references;
+    plan->what = call.name;
+    running.ticket =
+        space.lane->submit({plan, true, running.addresses, space.epoch}, random() % 2 == 0);
+    in_flight.emplace_back(&call, std::move(running));
+    if (in_place) finish_one();
+  }
+  while (!in_flight.empty()) finish_one();
+}
+
+// --- faults --------------------------------------------------------------------------------------
+
+std::string failure_of(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "";
+}
+
+void expect_failure(const std::function<void()>& body, const std::string& part) {
+  const std::string message = failure_of(body);
+  expect(message.find(part) != std::string::npos, "'" + part + "' is not in '" + message + "'");
+}
+
+// The last rank gives up, by two threads at once; the others hear why.
+void give_up(Rank& rank) {
+  const int last = rank.world_size() - 1;
+  Channel& channel = *rank.spaces[0].channel;
+  if (rank.rank() == last) {
+    std::thread other([&] { channel.abort("no luck"); });
+    channel.abort("no luck");
+    other.join();
+    return;
+  }
+  expect_failure([&] { channel.wait(last, 0, 1, "op"); },
+                 "rank " + std::to_string(last) + " gave up: no luck");
+}
+
+// Transfers that will never end: their engine and who waits for them do.
+void close_in_flight(Rank& rank) {
+  auto plan = std::make_shared<Plan>();
+  plan->whole.resize(1);
+  plan->whole[0].kind = Kind::kWait;
+  plan->whole[0].peer = (rank.rank() + 1) % rank.world_size();
+  plan->what = "op";
+  Lane& lane = *rank.spaces[1].lane;
+  const int64_t ticket = lane.submit({plan, true, {}, 1}, true);
+  lane.submit({plan, true, {}, 2}, rank.rank() == 0);
+  if (rank.rank() == 0) return;  // closes: that is told to all
+  expect_failure([&] { lane.wait(ticket + 1); }, "gave up");
+  expect(lane.failed() && lane.finished(ticket), "a lane that failed says so");
+}
+
+void time_is_over(Rank& rank) {
+  const int peer = (rank.rank() + 1) % rank.world_size();
+  expect_failure([&] { rank.spaces[0].channel->wait(peer, 1, 1, "op"); }, "op: rank ");
+}
+
+void segments() {
+  expect_failure([] { Segment::map(Descriptor(memfd_create("open", MFD_ALLOW_SEALING)), 4096); },
+                 "needs 4096 sealed bytes, got 0");
+  const Segment made = Segment::create(8192, "made");
+  expect_failure([&] { Segment::map(Descriptor(dup(made.fd())), 4096); }, "got 8192");
+  expect(ftruncate(made.fd(), 4096) != 0, "sealed memory cannot shrink");
+  expect_failure([] { Segment::map(Descriptor(open("/dev/zero", O_RDWR)), 4096); }, "sealed");
+  expect_failure([] { Segment::create(size_t{1} << 50, "huge"); }, "1125899906842624 bytes");
+}
+
+// Someone who found the socket without the token is no rank; the ranks meet all the same.
+void strangers() {
+  Meeting meeting;
+  std::atomic<bool> over{false};
+  int refused = 0;
+  std::thread stranger([&] {
+    while (!over) {
+      const auto token = meeting.get("symm_cp/peer/0");
+      if (!token) continue;
+      sockaddr_un address{};
+      address.sun_family = AF_UNIX;
+      const std::string name = "symm_cp-" + token->substr(0, 32);
+      std::memcpy(address.sun_path + 1, name.data(), name.size());
+      const auto length = static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
+      const Descriptor fd(socket(AF_UNIX, SOCK_SEQPACKET, 0));
+      if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) continue;
+      // The layout of a greeting: magic, rank, world size, token.
+      struct {
+        uint32_t magic = 0x53434d31;
+        int32_t rank = 1, world_size = 2;
+        char token[32] = "not the token";
+      } hello;
+      char answer = 0;
+      send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
+      refused += recv(fd.get(), &answer, 1, 0) <= 0;  // the other end was closed
+    }
+  });
+  std::thread first([&] { Rank rank(meeting, 0, 2, std::chrono::seconds(30)); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(300));
+  std::thread second([&] { Rank rank(meeting, 1, 2, std::chrono::seconds(30)); });
+  first.join();
+  second.join();
+  over = true;
+  stranger.join();
+  expect(refused > 0, "the stranger was not heard at all");
+}
+
+void faults() {
+  const std::chrono::seconds long_time(30);
+  for (int world_size = 2; world_size <= 4; ++world_size) {
+    on_all_ranks(world_size, long_time, give_up);
+    on_all_ranks(world_size, long_time, close_in_flight);
+    on_all_ranks(world_size, std::chrono::milliseconds(120), time_is_over);
+  }
+  segments();
+  strangers();
+  expect(places.empty(), "segments are still mapped");
+}
+
+}  // namespace
+
+extern "C" void* __wrap_mmap(void* at, size_t size, int prot, int flags, int fd, off_t offset) {
+  struct stat about{};
+  if (fd < 0 || fstat(fd, &about) != 0) return __real_mmap(at, size, prot, flags, fd, offset);
+  std::lock_guard<std::mutex> lock(places_mutex);
+  const auto it = places.find(about.st_ino);
+  if (it != places.end()) {
+    ++it->second.users;
+    return it->second.address;
+  }
+  void* address = __real_mmap(at, size, prot, flags, fd, offset);
+  if (address != MAP_FAILED) places[about.st_ino] = {address, 1};
+  return address;
+}
+
+extern "C" int __wrap_munmap(void* address, size_t size) {
+  std::lock_guard<std::mutex> lock(places_mutex);
+  for (auto it = places.begin(); it != places.end(); ++it) {
+    if (it->second.address != address) continue;
+    if (--it->second.users > 0) return 0;
+    places.erase(it);
+    break;
+  }
+  return __real_munmap(address, size);
+}
+
+namespace symm_cp {
+
+std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers) {
+  std::lock_guard<std::mutex> lock(known_mutex);
+  const char* at = static_cast<const char*>(address);
+  for (const Known& one : known[&peers])
+    if (at >= one.begin && at < one.begin + one.bytes) return one.mapping;
+  return nullptr;
+}
+
+std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
+  std::lock_guard<std::mutex> lock(known_mutex);
+  for (const Known& one : known[&peers])
+    if (one.mapping->sequence() == sequence) return one.mapping;
+  return nullptr;
+}
+
+}  // namespace symm_cp
+
+int main(int argc, char** argv) {
+  if (argc == 2 && std::string(argv[1]) == "faults") {
+    faults();
+  } else {
+    expect(argc >= 3, "see the head of ranks.cpp");
+    int64_t world_size = 0;
+    const auto calls = read_calls(argv[2], &world_size);
+    on_all_ranks(static_cast<int>(world_size), std::chrono::seconds(60),
+                 [&](Rank& rank) { run_calls(rank, calls, argc > 3); });
+  }
+  std::puts("ok");
+}

@@ -56,7 +56,8 @@ Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t bloc
 
 void Mapping::abort(const std::string& reason) {
   ControlPage& own = control(rank());
-  if (own.aborted.load() != 0) return;
+  uint32_t untold = 0;
+  if (!own.aborted.compare_exchange_strong(untold, 2)) return;
   const size_t length = std::min(reason.size(), sizeof(own.reason) - 1);
   std::memcpy(own.reason, reason.data(), length);
   own.reason[length] = 0;
@@ -65,10 +66,10 @@ void Mapping::abort(const std::string& reason) {
 
 void Mapping::check_hope(int peer, bool expired, milliseconds timeout,
                          const std::string& what) const {
-  if (control(rank()).aborted.load() != 0)
+  if (control(rank()).aborted.load() == 1)
     throw PeerError(what + ": this workspace was given up: " + control(rank()).reason);
   const ControlPage& page = control(peer);
-  if (page.aborted.load() != 0)
+  if (page.aborted.load() == 1)
     throw PeerError(what + ": rank " + text(peer) + " gave up: " + page.reason);
   if (peers_->dead(peer)) throw PeerError(what + ": rank " + text(peer) + " died");
   if (expired) throw PeerError(what + ": timed out after " + text(timeout.count()) + " ms");

@@ -16,7 +16,7 @@ namespace symm_cp {
 struct ControlPage {
   static constexpr size_t kBytes = 4096;
   Word sleepers;  // processes asleep on a word that this rank owns
-  Word aborted;   // 1: this rank gave up; `reason` says why
+  Word aborted;   // 1: this rank gave up; `reason` says why. 2: is about to say it
   char reason[512];
 };
 static_assert(sizeof(ControlPage) <= ControlPage::kBytes);

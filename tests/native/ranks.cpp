@@ -3,7 +3,7 @@
 // Peers' memory is mapped where its owner has it (`mmap` is wrapped by the linker): a sanitizer
 // tells memory apart by address. It stands in for symmetric_memory.cpp, which needs torch.
 //
-//   ranks calls FILE [SKIP]   carries out what plans.py wrote; SKIP: without the waits
+//   ranks calls FILE [FLAG]   carries out what plans.py wrote, without the waits for that flag
 //   ranks faults              ranks that give up, with work in flight, and strangers
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -242,19 +242,32 @@ void check_results(const Rank& rank, const Call& call, const Running& running) {
   }
 }
 
+std::shared_ptr<const Plan> plan_of(const Part& part, const char* name) {
+  const auto signals = [](const Command& command) { return command.kind == Kind::kSignal; };
+  auto first = std::find_if(part.commands.begin(), part.commands.end(), signals);
+  first = std::find_if_not(first, part.commands.end(), signals);
+  auto plan = std::make_shared<Plan>();
+  plan->publish.assign(part.commands.begin(), first);
+  plan->rest.assign(first, part.commands.end());
+  plan->whole = part.commands;
+  plan->references = part.references;
+  plan->what = name;
+  return plan;
+}
+
 // One command at a time, so that ranks meet in all sorts of ways.
-void run_steps(Space& space, const Part& part, const Running& running, const char* name, bool skip,
+void run_steps(Space& space, const Part& part, const Running& running, const char* name, int skip,
                std::mt19937& random) {
   for (const Command& command : part.commands) {
     if (random() % 4 == 0) std::this_thread::yield();
     if (random() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    if (skip && command.kind == Kind::kWait) continue;
+    if (command.kind == Kind::kWait && command.flag == skip) continue;
     space.channel->run(&command, 1, part.references.data(), running.addresses.data(), space.epoch,
                        name);
   }
 }
 
-void run_calls(Rank& rank, const std::vector<Call>& calls, bool skip) {
+void run_calls(Rank& rank, const std::vector<Call>& calls, int skip) {
   std::mt19937 random(static_cast<unsigned>(rank.rank()));
   std::deque<std::pair<const Call*, Running>> in_flight;
   Space& background = rank.spaces[1];
@@ -276,15 +289,17 @@ void run_calls(Rank& rank, const std::vector<Call>& calls, bool skip) {
     ++space.epoch;
     if (call.background == 0) {
       run_steps(space, part, running, call.name, skip, random);
-      if (!skip) check_results(rank, call, running);
+      if (skip < 0) check_results(rank, call, running);
       continue;
     }
-    auto plan = std::make_shared<Plan>();
-    plan->whole = part.commands;
-    plan->references = part.references;
-    plan->what = call.name;
-    running.ticket =
-        space.lane->submit({plan, true, running.addresses, space.epoch}, random() % 2 == 0);
+    // As collectives.cpp does: on an idle lane the caller publishes.
+    const bool idle = space.lane->idle();
+    const auto plan = plan_of(part, call.name);
+    if (idle)
+      space.channel->run(plan->publish.data(), static_cast<int>(plan->publish.size()),
+                         plan->references.data(), running.addresses.data(), space.epoch, call.name);
+    running.ticket = space.lane->submit({plan, !idle, running.addresses, space.epoch},
+                                        !idle || in_place || random() % 2 == 0);
     in_flight.emplace_back(&call, std::move(running));
     if (in_place) finish_one();
   }
@@ -358,6 +373,7 @@ void strangers() {
   int refused = 0;
   std::thread stranger([&] {
     while (!over) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
       const auto token = meeting.get("symm_cp/peer/0");
       if (!token) continue;
       sockaddr_un address{};
@@ -454,7 +470,7 @@ int main(int argc, char** argv) {
     int64_t world_size = 0;
     const auto calls = read_calls(argv[2], &world_size);
     on_all_ranks(static_cast<int>(world_size), std::chrono::seconds(60),
-                 [&](Rank& rank) { run_calls(rank, calls, argc > 3); });
+                 [&](Rank& rank) { run_calls(rank, calls, argc > 3 ? std::atoi(argv[3]) : -1); });
   }
   std::puts("ok");
 }

@@ -1,0 +1,143 @@
+"""Runs csrc/ under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer.
+
+`python -m tests.native`: once with ranks as threads of a process (`ranks.cpp`), where a sanitizer
+sees what ranks do to each other's memory; and once as the library in Python, with its own tests.
+Needs the sanitizers' libraries of the C++ compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from symm_cp import native
+from tests.native import plans
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+#: Each with what must be loaded before Python: its runtime, and what that finds exceptions in.
+SANITIZERS = {
+    "thread": ("libtsan.so", "libstdc++.so"),
+    "address,undefined": ("libasan.so", "libstdc++.so"),
+}
+CALLS = 400
+#: Waits without which ranks race, by the flags' numbers in csrc/channel.cpp.
+NEEDED = {"reduced": 1, "done": 3}
+TESTS = (
+    "tests/test_symmetric_memory.py",
+    "tests/ops/test_in_flight.py",
+    "tests/ops/test_attention_kernels.py",
+    "tests/test_trace.py",
+)
+OPTIONS = {
+    # Races within gloo, which was not built for this sanitizer, are its own.
+    "TSAN_OPTIONS": f"suppressions={HERE / 'tsan.supp'}:halt_on_error=0:exitcode=66",
+    "UBSAN_OPTIONS": "print_stacktrace=1:halt_on_error=1",
+}
+# Python itself keeps memory to the end, and OpenMP's threads meet unseen.
+IN_PYTHON = {"ASAN_OPTIONS": "detect_leaks=0"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+def _run(
+    command: Sequence[str], environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    full = {**os.environ, **OPTIONS, **(environment or {})}
+    return subprocess.run(
+        command, cwd=ROOT, env=full, text=True, stdout=-1, stderr=subprocess.STDOUT, check=False
+    )
+
+
+def _expect(done: subprocess.CompletedProcess[str], holds: bool) -> None:
+    if not holds:
+        sys.exit(f"{shlex.join(map(str, done.args))}: exit status {done.returncode}\n{done.stdout}")
+
+
+def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
+    """Compiles `ranks.cpp` with all of csrc/ that does without torch and CUDA."""
+    torch_or_cuda = {"symmetric_memory", "collectives", "attention", "c_api", "driver", "streams"}
+    sources = [p for p in native.source_dir().glob("*.cpp") if p.stem not in torch_or_cuda]
+    flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
+    objects = [folder / f"{source.stem}.o" for source in (*sources, HERE / "ranks.cpp")]
+
+    def compile_one(source: Path, target: Path) -> None:
+        done = _run([*compiler, *flags, "-c", str(source), "-o", str(target)])
+        _expect(done, done.returncode == 0)
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(compile_one, (*sources, HERE / "ranks.cpp"), objects))
+    program = str(folder / "ranks")
+    wrapped = "-Wl,--wrap=mmap,--wrap=munmap"
+    done = _run([*compiler, *flags, wrapped, *map(str, objects), "-pthread", "-o", program])
+    _expect(done, done.returncode == 0)
+    return program
+
+
+def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
+    """All patterns in random order on 1 to 4 ranks, faults, and waits left out, which must show."""
+    program = [*prefix, build_ranks(compiler, sanitizer, folder)]
+    seed = random.randrange(1 << 30)
+    print(f"  ranks as threads: {CALLS} calls each, seed {seed}", flush=True)
+    for world_size in (1, 2, 3, 4):
+        file = folder / f"calls {world_size}"
+        file.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
+        done = _run([*program, "calls", str(file)])
+        _expect(done, done.returncode == 0 and done.stdout == "ok\n")
+    done = _run([*program, "faults"])
+    _expect(done, done.returncode == 0 and done.stdout == "ok\n")
+    for number in NEEDED.values() if sanitizer == "thread" else ():
+        done = _run([*program, "calls", str(folder / "calls 3"), str(number)])
+        _expect(done, "ThreadSanitizer: data race" in done.stdout)
+
+
+def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
+    """The library's own tests, in Python."""
+    print(f"  the library: {' '.join(TESTS)}", flush=True)
+    environment = {
+        "CXX": shlex.join([*compiler, f"-fsanitize={sanitizer}", "-g1"]),
+        "SYMM_CP_BUILD_DIR": str(folder),
+    }
+    # Without the sanitizer's runtime it cannot be loaded, but it is built.
+    done = _run([sys.executable, "-c", "from symm_cp import native; native.build()"], environment)
+    _expect(done, len(list(folder.glob("*/*.so"))) == 1)
+    runtimes = [
+        _run([*compiler, f"-print-file-name={name}"]).stdout.strip()
+        for name in SANITIZERS[sanitizer]
+    ]
+    log = folder / "log"
+    options = {name: f"{value}:log_path={log}" for name, value in {**OPTIONS, **IN_PYTHON}.items()}
+    command = [*prefix, sys.executable, "-m", "pytest", "-q", "-x", *TESTS]
+    done = _run(command, {**environment, **options, **ONE_THREAD, "LD_PRELOAD": ":".join(runtimes)})
+    for path in folder.glob("log*"):
+        print(path.read_text())
+    _expect(done, done.returncode == 0 and not list(folder.glob("log*")))
+
+
+def main() -> None:
+    """Runs everything with each sanitizer."""
+    compiler = shlex.split(native.find_compiler())
+    # ThreadSanitizer needs addresses where it expects them.
+    without_chance = ["setarch", "-R"]
+    possible = shutil.which("setarch") and _run([*without_chance, "true"]).returncode == 0
+    for sanitizer in SANITIZERS:
+        start = time.monotonic()
+        print(f"-fsanitize={sanitizer}", flush=True)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            prefix = without_chance if possible else []
+            run_ranks(compiler, sanitizer, prefix, folder)
+            run_library(compiler, sanitizer, prefix, folder)
+        print(f"  nothing found, {time.monotonic() - start:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

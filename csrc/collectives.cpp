@@ -44,8 +44,8 @@ class Transfer : public c10d::Work {
   c10::Storage output_;
 };
 
-// What a call works on: `plain` and `in_place` are handles of plans; the second, if it is another, is
-// used when the input is contiguous in symmetric memory of the group.
+// What a call works on: `plain` and `in_place` are handles of plans; the second, if it is another,
+// is used when the input is contiguous in symmetric memory of the group.
 struct Call {
   at::Tensor input;
   bool symmetric;

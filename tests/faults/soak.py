@@ -1,0 +1,213 @@
+"""Many ops of all kinds and sizes, in groups that come and go: nothing may grow, or slow down.
+
+`python -m tests.faults.soak --ops 200000 --json benchmarks/results/soak.json`
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+import symm_cp
+from tests.launch import launch
+
+OPS = torch.ops.symm_mem
+#: A sample of what a rank holds is taken this many times.
+SAMPLES = 20
+#: The groups come and go this many times between two samples.
+GENERATIONS = 8
+#: Elements of an op's input: from a cache line to memory that the copy engine is woken for.
+SMALLEST, LARGEST = 16, 1 << 17
+#: One op in so many is always the same, and timed.
+TIMED = 10
+
+
+@dataclass
+class Footprint:
+    """What a rank holds, once all groups but the first are gone."""
+
+    ops: int
+    descriptors: int
+    threads: int
+    mappings: int  # of symmetric memory
+    named_segments: int  # in /dev/shm
+    resident_mib: float
+
+
+def footprint(ops: int) -> Footprint:
+    """Looks at this process."""
+    with open("/proc/self/maps") as maps:
+        mappings = sum("symm_cp" in line for line in maps)
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+    return Footprint(
+        ops,
+        len(os.listdir("/proc/self/fd")),
+        len(os.listdir("/proc/self/task")),
+        mappings,
+        len(os.listdir("/dev/shm")),
+        pages * os.sysconf("SC_PAGESIZE") / 2**20,
+    )
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def _gather_matmul(group: dist.ProcessGroup, rows: int) -> None:
+    x, weight = torch.ones(rows, 16, requires_grad=True), torch.ones(16, 8, requires_grad=True)
+    out = symm_cp.all_gather_matmul(x, weight, group=group)
+    assert out[0, 0] == 16
+    out.sum().backward()
+
+
+def _matmul_scatter(group: dist.ProcessGroup, rows: int) -> None:
+    x = torch.ones(rows * group.size(), 16, requires_grad=True)
+    out = symm_cp.matmul_reduce_scatter(x, torch.ones(16, 4), group=group)
+    assert out[-1, -1] == 16 * group.size()
+    out.sum().backward()
+
+
+def _attention(group: dist.ProcessGroup, rows: int) -> None:
+    leaves = [torch.ones(1, 2, min(rows, 128), 8, requires_grad=True) for _ in range(3)]
+    out = symm_cp.all_gather_attention(*leaves, group=group, is_causal=rows % 2 == 0)
+    assert torch.allclose(out, torch.ones(()))
+    out.sum().backward()
+
+
+def _collectives(group: dist.ProcessGroup, rows: int) -> None:
+    name, W, x = group.group_name, group.size(), torch.ones(rows * 16 * group.size())
+    pending = [
+        OPS._low_contention_all_gather(x, name),
+        OPS._low_contention_reduce_scatter(x, "sum", name),
+        OPS._low_contention_all_gather(x[:16], name),
+    ]
+    # torch keeps what is never waited for.
+    assert _wait(pending[1])[-1] == W
+    assert _wait(pending[0]).numel() == _wait(pending[2]).numel() * rows * group.size()
+
+
+def _all_reduce(group: dist.ProcessGroup, rows: int) -> None:
+    shared = symm_mem.empty(rows * 16, device="cpu").fill_(1)
+    symm_mem.rendezvous(shared, group)
+    assert OPS.one_shot_all_reduce(shared, "sum", group.group_name)[0] == group.size()
+    assert OPS.two_shot_all_reduce_(shared, "sum", group.group_name)[-1] == group.size()
+
+
+KINDS: tuple[tuple[Callable[[dist.ProcessGroup, int], None], int], ...] = (
+    (_gather_matmul, 2), (_matmul_scatter, 2), (_attention, 2), (_collectives, 3), (_all_reduce, 2),
+)  # fmt: skip
+
+
+def _new_groups(choose: random.Random) -> list[dist.ProcessGroup]:
+    """The world, all ranks again, and pairs of ranks: those that this rank is in."""
+    world = dist.group.WORLD
+    assert world is not None
+    everyone = list(range(world.size()))
+    choose.shuffle(everyone)
+    half = max(1, len(everyone) // 2)
+    made = [dist.new_group(ranks) for ranks in (everyone, everyone[:half], everyone[half:])]
+    return [world, made[0], made[1] if world.rank() in everyone[:half] else made[2]]
+
+
+def soak(world: dist.ProcessGroup, say: Callable[[object], None], ops: int, seed: int) -> None:
+    """Runs so many ops, and says what it held and how long ops took, as JSON."""
+    everywhere = random.Random(seed)  # the same choices on all ranks
+    samples, latencies, done = [], [], 0
+    torch.manual_seed(seed)
+    timed = torch.ones(64, 64)
+    for sample in range(SAMPLES):
+        for generation in range(GENERATIONS):
+            groups = _new_groups(everywhere)
+            until = ops * (sample * GENERATIONS + generation + 1) // (SAMPLES * GENERATIONS)
+            while done < until:
+                which, kind = everywhere.randrange(3), everywhere.randrange(len(KINDS))
+                scale = everywhere.uniform(math.log2(SMALLEST), math.log2(LARGEST))
+                run, count = KINDS[kind]
+                run(groups[which], max(1, int(2**scale) // 64))
+                done += count
+                if everywhere.random() < 1 / TIMED:
+                    start = time.perf_counter()
+                    symm_cp.all_gather_matmul(timed, timed, group=world)
+                    latencies.append((done, (time.perf_counter() - start) * 1e6))
+                    done += 1
+            for group in groups[1:]:
+                dist.barrier(group)
+                dist.destroy_process_group(group)
+            del groups, group
+        gc.collect()
+        samples.append(asdict(footprint(done)))
+        if world.rank() == 0:
+            say(json.dumps({"ops": done}))
+    say(json.dumps({"samples": samples, "latencies": latencies}))
+
+
+def percentiles(latencies: list[tuple[int, float]]) -> dict[str, float]:
+    """The median, and what 90% and 99% stay below, in microseconds."""
+    ordered = sorted(us for _, us in latencies)
+    return {f"p{p}": round(ordered[len(ordered) * p // 100], 1) for p in (50, 90, 99)}
+
+
+def run(ranks: int, ops: int, seed: int, *, progress: bool) -> dict[str, Any]:
+    """Soaks so many new ranks; returns each rank's samples, and latencies early and late."""
+    limit = datetime.timedelta(minutes=5)
+    start = time.monotonic()
+    with launch(ranks, soak, ops, seed, timeout=limit) as launched:
+        for _ in range(SAMPLES):
+            said = launched.hear(0, timeout=3600)
+            if progress:
+                print(f"\r{json.loads(said)['ops']:>9,} ops", end="", file=sys.stderr, flush=True)
+        found = [json.loads(launched.hear(rank)) for rank in range(ranks)]
+    latencies = found[0]["latencies"]
+    fifth = len(latencies) // 5
+    return {
+        "command": f"python -m tests.faults.soak --ranks {ranks} --ops {ops} --seed {seed}",
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+        "seconds": round(time.monotonic() - start, 1),
+        "ops": found[0]["samples"][-1]["ops"],
+        # The first tenth warms up.
+        "us_in_the_second_fifth": percentiles(latencies[fifth : 2 * fifth]),
+        "us_in_the_last_fifth": percentiles(latencies[-fifth:]),
+        "samples_by_rank": [one["samples"] for one in found],
+    }
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ops", type=int, default=200_000)
+    parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
+    parser.add_argument("--json", type=Path)
+    given = parser.parse_args()
+    report = run(given.ranks, given.ops, given.seed, progress=True)
+    print(file=sys.stderr)
+    for rank, samples in enumerate(report["samples_by_rank"]):
+        for sample in (samples[1], samples[len(samples) // 2], samples[-1]):
+            print(f"rank {rank}: {sample}")
+    print({key: value for key, value in report.items() if key != "samples_by_rank"})
+    if given.json is not None:
+        given.json.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    # By its name: the ranks import what they are to run.
+    from tests.faults import soak as named
+
+    named.main()

@@ -73,7 +73,7 @@ void merge_attention(const at::Tensor& out, const at::Tensor& lse, const at::Ten
                      const at::Tensor& part_lse) {
   TORCH_CHECK(out.sizes() == part.sizes() && lse.sizes() == part_lse.sizes(),
               "merge_attention: ", out.sizes(), " and ", part.sizes());
-  TORCH_CHECK(out.stride(3) == 1 && part.stride(3) == 1,
+  TORCH_CHECK(part.size(3) == 1 || (out.stride(3) == 1 && part.stride(3) == 1),
               "merge_attention: rows are not contiguous");
   switch (part.scalar_type()) {
     case at::kFloat: return merge_typed<float, float, float>(out, lse, part, part_lse);

@@ -3,7 +3,8 @@
 Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, features contiguous.
 `mask` is an additive one, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
 
-    CPU    torch's flash kernels: every dtype and mask, any number of features.
+    CPU    torch's flash kernels: every dtype and mask, any number of features; plain matmuls for a
+           few keys, of which the flash kernels overlook what is no number.
     CUDA   what torch would choose for the same attention, so that `sdpa_kernel` and the like hold:
            cuDNN, flash or memory-efficient; and plain matmuls for what none of them takes.
 """
@@ -26,6 +27,8 @@ _efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.def
 
 # torch's numbers of its kernels (`torch.nn.attention.SDPBackend`).
 _KINDS = {1: "flash", 2: "efficient", 3: "cudnn"}
+# With fewer keys torch's kernel takes a row whose scores are NaN for one that sees no key.
+_CPU_KEYS = 16
 # The efficient kernel wants rows of a mask to begin at multiples of 16 elements.
 _MASK_ALIGN = 16
 
@@ -35,7 +38,7 @@ def kind_of(
 ) -> str:
     """Returns which kernel takes a tile: "cpu", "cudnn", "flash", "efficient" or "matmul"."""
     if query.device.type == "cpu":
-        return "cpu"
+        return "cpu" if key.shape[2] >= _CPU_KEYS else "matmul"
     if mask is not None:
         # Only the efficient kernel has a mask and a log-sum-exp that can be merged.
         times = query.shape[1] // key.shape[1]

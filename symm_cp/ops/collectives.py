@@ -20,6 +20,7 @@ from symm_cp.ops.common import (
     nbytes_of,
     real,
     what_is,
+    world_size_of,
 )
 from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
 from symm_cp.runtime.program import Binding, Extent, Reduction, lower
@@ -56,7 +57,7 @@ def _check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: t
 
 
 def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str, op: str) -> Collective:
-    mean = check_reduce_op(op, reduce_op, input.dtype)
+    mean = check_reduce_op(op, "input", input.dtype, reduce_op)
     nbytes = nbytes_of(input)
     given = (Extent.even(0, nbytes),)
     binding: Binding = {
@@ -97,7 +98,7 @@ def _one_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
 
 
 def _plan_two_shot(group: Group, input: torch.Tensor, reduce_op: str) -> Collective:
-    mean = check_reduce_op(_TWO_SHOT, reduce_op, input.dtype)
+    mean = check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
     numbers = real(input)
     elements, itemsize, world_size = numbers.numel(), numbers.element_size(), group.world_size
     chunk = -(-elements // world_size)
@@ -132,15 +133,21 @@ def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
     return input
 
 
-def _plan_scatter_out(group: Group, input: torch.Tensor, split_last_dim: bool) -> Collective:
+def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> tuple[int, list[int]]:
+    """The dimension that `reduce_scatter_out` divides, and the shape that comes of it."""
     if input.dim() == 0:
         raise ValueError(f"{_SCATTER_OUT}: input must have at least 1 dimension, has none")
-    world_size = group.world_size
     dim = input.dim() - 1 if split_last_dim else 0
     check_divisible(_SCATTER_OUT, "dim", dim, input.shape[dim], world_size)
-    check_reduce_op(_SCATTER_OUT, "sum", input.dtype)
+    check_reduce_op(_SCATTER_OUT, "input", input.dtype)
     shape = list(input.shape)
     shape[dim] //= world_size
+    return dim, shape
+
+
+def _plan_scatter_out(group: Group, input: torch.Tensor, split_last_dim: bool) -> Collective:
+    world_size = group.world_size
+    _, shape = _scattered(input, split_last_dim, world_size)
     # Column blocks of all rows, or consecutive chunks (one row).
     rows = max(1, input.shape[:-1].numel()) if split_last_dim else 1
     nbytes = nbytes_of(input)
@@ -192,6 +199,40 @@ _KERNELS: dict[str, Any] = {
 }
 
 
+def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    check_reduce_op(_ALL_REDUCE, "input", input.dtype, reduce_op)
+    return torch.empty_like(input, memory_format=torch.contiguous_format)
+
+
+def _one_shot_all_reduce_out_fake(
+    input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    check_reduce_op(_ALL_REDUCE, "input", input.dtype, reduce_op)
+    _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
+    return out
+
+
+def _two_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
+    return input
+
+
+def _reduce_scatter_out_fake(
+    input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
+) -> torch.Tensor:
+    _, shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
+    return output
+
+
+_FAKES = {
+    _ALL_REDUCE: _one_shot_all_reduce_fake,
+    "one_shot_all_reduce_out": _one_shot_all_reduce_out_fake,
+    _TWO_SHOT: _two_shot_all_reduce_fake,
+    _SCATTER_OUT: _reduce_scatter_out_fake,
+}
+
+
 def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, ctx.reduce_op, ctx.group_name = inputs
 
@@ -206,9 +247,8 @@ def register() -> None:
     """Adds the CPU kernels, the gradient of the functional op, and fake kernels torch lacks."""
     for name, kernel in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
-    lib.impl(_TWO_SHOT, lambda input, reduce_op, group_name: input, "Meta")
-    lib.impl("one_shot_all_reduce_out", lambda input, reduce_op, group_name, out: out, "Meta")
-    lib.impl(_SCATTER_OUT, lambda input, group_name, split_last_dim, output: output, "Meta")
+    for name, fake in _FAKES.items():
+        lib.impl(name, fake, "Meta")
     torch.library.register_autograd(
         f"symm_mem::{_ALL_REDUCE}",
         _all_reduce_backward,

@@ -75,7 +75,7 @@ def _scatter_kernel(
     group = group_of(group_name)
     dim = _check(grad_key, grad_value, seq_dim)
     check_divisible(_SCATTER, "seq_dim", dim, grad_key.shape[dim], group.world_size)
-    check_reduce_op(_SCATTER, "sum", grad_key.dtype)
+    check_reduce_op(_SCATTER, "grad_key", grad_key.dtype)
     size = grad_key.shape[dim] // group.world_size
     grads = (grad_key, grad_value)
     shapes = [_longer(grad.narrow(dim, 0, size), dim, 1) for grad in grads]

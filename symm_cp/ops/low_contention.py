@@ -71,7 +71,7 @@ def _check_scatter(tensor: torch.Tensor, reduce_op: str, world_size: int) -> boo
     if tensor.dim() == 0:
         raise ValueError(f"{_SCATTER}: tensor must have at least 1 dimension, has none")
     check_divisible(_SCATTER, "dim", 0, tensor.shape[0], world_size)
-    return check_reduce_op(_SCATTER, reduce_op, tensor.dtype)
+    return check_reduce_op(_SCATTER, "tensor", tensor.dtype, reduce_op)
 
 
 def _plan_scatter(group: Group, tensor: torch.Tensor, reduce_op: str) -> Collective:

@@ -30,6 +30,7 @@ from symm_cp.ops.common import (
     lib,
     nbytes_of,
     new_result,
+    real,
     rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
@@ -207,7 +208,7 @@ def _all_gather_matmul_backward(
     used = [g for g, _ in pairs]
     A_grad, B_grads = None, [None] * len(Bs)
     if ctx.needs_input_grad[0]:
-        weights = [B.t() for _, B in pairs]
+        weights = [B.mH for _, B in pairs]
         A_grad = torch.ops.symm_mem._fused_matmuls_reduce_scatter(
             used, weights, grad_A, "sum", ctx.dim, ctx.group_name
         )
@@ -233,7 +234,7 @@ def _check_matmul_reduce_scatter(
     for left, right in zip(As, Bs, strict=True):
         check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
     dim = check_dim(op, "scatter_dim", scatter_dim, A.dim())
-    mean = check_reduce_op(op, reduce_op, A.dtype)
+    mean = check_reduce_op(op, "A", A.dtype, reduce_op)
     size = B.shape[1] if dim == A.dim() - 1 else A.shape[dim]
     check_divisible(op, "scatter_dim", dim, size, world_size)
     return dim, mean
@@ -269,7 +270,8 @@ def _multiply_and_reduce_scatter(
     whole = not columns and choose(group, out.device, question) == "whole"
     products_summed: list[torch.Tensor] = []
 
-    def produce(rank: int, partial: torch.Tensor) -> None:
+    def produce(rank: int, numbers: torch.Tensor) -> None:
+        partial = torch.view_as_complex(numbers) if out.is_complex() else numbers
         if whole:
             if not products_summed:
                 # Here rather than before: a failure is then told to the peers.
@@ -289,7 +291,7 @@ def _multiply_and_reduce_scatter(
 
     detail = f"N={Bs[0].shape[1]} scatter_dim={dim} {reduce_op}" + " whole" * whole
     what = what_is(op, As[0], detail=detail)
-    runtime.of(out, group).produce_and_reduce_scatter(group, produce, out, what, mean=mean)
+    runtime.of(out, group).produce_and_reduce_scatter(group, produce, real(out), what, mean=mean)
     return out if columns else out.movedim(0, dim).contiguous()
 
 

@@ -50,7 +50,7 @@ def _weight_grad_kernel(
     A_full = new_result(A_shard, front_shape(A_shard, gather_dim, W)) if whole else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        left = shards[0].flatten(0, -2).t()
+        left = shards[0].flatten(0, -2).mH
         for index, g in enumerate(grads):
             if columns:
                 torch.mm(left, g.flatten(0, -2), out=outs[index].narrow(0, rank * k, k))
@@ -60,7 +60,7 @@ def _weight_grad_kernel(
     def multiply() -> None:
         assert A_full is not None
         for out, g in zip(outs, grads, strict=True):
-            torch.mm(A_full.flatten(0, -2).t(), rows_of(g, gather_dim, 0, 1), out=out)
+            torch.mm(A_full.flatten(0, -2).mH, rows_of(g, gather_dim, 0, 1), out=out)
 
     detail = f"gather_dim={gather_dim}" + " whole" * whole
     what = what_is("_fused_all_gather_weight_grad", A_shard, detail=detail)
@@ -116,21 +116,21 @@ def _matmul_reduce_scatter_backward_kernel(
         g = shards[0].flatten(0, -2)
         if A_rows is not None:  # the columns of C were scattered
             if A_sum is not None:
-                A_sum.add_product(g, B.narrow(1, rank * n, n).t())
+                A_sum.add_product(g, B.narrow(1, rank * n, n).mH)
             if need_b:
-                B_grad.narrow(1, rank * n, n).copy_(torch.mm(A_rows.t(), g))
+                B_grad.narrow(1, rank * n, n).copy_(torch.mm(A_rows.mH, g))
             return
         if need_a:
-            torch.mm(g, B.t(), out=A_grad.narrow(0, rank * rows, rows))
+            torch.mm(g, B.mH, out=A_grad.narrow(0, rank * rows, rows))
         if B_sum is not None:
-            B_sum.add_product(rows_of(A, scatter_dim, rank, W).t(), g)
+            B_sum.add_product(rows_of(A, scatter_dim, rank, W).mH, g)
 
     def multiply() -> None:
         assert full is not None
         if need_a:
-            torch.mm(full.flatten(0, -2), B.t(), out=A_grad)
+            torch.mm(full.flatten(0, -2), B.mH, out=A_grad)
         if need_b:
-            torch.mm(rows_of(A, scatter_dim, 0, 1).t(), full.flatten(0, -2), out=B_grad)
+            torch.mm(rows_of(A, scatter_dim, 0, 1).mH, full.flatten(0, -2), out=B_grad)
 
     detail = f"dim={scatter_dim}" + " whole" * whole
     what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=detail)

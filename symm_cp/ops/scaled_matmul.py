@@ -301,7 +301,7 @@ def _check_scatter(
     orig_dim = check_dim(_SCATTER, "orig_scatter_dim", orig_dim, len(full))
     check_dim(_SCATTER, "scatter_dim_after_maybe_reshape", dim, A.dim())
     check_divisible(_SCATTER, "orig_scatter_dim", orig_dim, full[orig_dim], world_size)
-    mean = check_reduce_op(_SCATTER, reduce_op, _partial_dtype(out_dtype))
+    mean = check_reduce_op(_SCATTER, "out_dtype", _partial_dtype(out_dtype), reduce_op)
     return full, orig_dim, dim % A.dim(), mean
 
 

@@ -87,7 +87,7 @@ def refuses(group: dist.ProcessGroup) -> None:
          lambda: OPS._low_contention_reduce_scatter(ones(3), "sum", name)),
         (TypeError, r"reduce_op='avg' of torch.int32 is not defined",
          lambda: OPS._low_contention_reduce_scatter(ones(4).int(), "avg", name)),
-        (TypeError, r"cannot reduce torch.float8_e4m3fn",
+        (TypeError, r"tensor is torch.float8_e4m3fn, which cannot be summed",
          lambda: OPS._low_contention_reduce_scatter(f8, "sum", name)),
         (ValueError, r"output is torch.float32 \[3\], needs torch.float32 \[2\]",
          lambda: OPS.reduce_scatter_out(ones(4), name, False, ones(3))),

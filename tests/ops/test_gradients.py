@@ -165,3 +165,35 @@ def low_precision(group: dist.ProcessGroup, way: str) -> None:
 @pytest.mark.parametrize("way", tuning.WAYS)
 def test_low_precision(ranks: Ranks, world_size: int, way: str) -> None:
     ranks.run(world_size, low_precision, way)
+
+
+def complex_gradients(group: dist.ProcessGroup, way: str) -> None:
+    """Of complex numbers, where a gradient is conjugate."""
+    W, rank = group.size(), group.rank()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.complex128)
+
+    A, Bs, probes = random(3 * W, 4), [random(4, 2) for _ in range(W)], random(W, 3 * W, 2)
+    leaves = [A, *Bs]
+    dense = [x.clone().requires_grad_() for x in leaves]
+    products = torch.stack([dense[0] @ B for B in dense[1:]])
+    ((products * probes).sum() + (products.sum(0) * probes[0]).sum()).abs().backward()
+    shard = A.chunk(W)[rank].clone().requires_grad_()
+    B = Bs[rank].clone().requires_grad_()
+    with tuning.forced(way):
+        gathered, out = symm_cp.all_gather_matmul(shard, B, group=group, return_gathered=True)
+        scattered = symm_cp.matmul_reduce_scatter(gathered, B, group=group)
+        own = (out * probes[rank]).sum() + (scattered * probes[0].chunk(W)[rank]).sum()
+        loss = own.detach().clone()
+        dist.all_reduce(torch.view_as_real(loss), group=group)
+        # The gradient of |z| of the sum z of all ranks' parts.
+        own.backward(loss / loss.abs())
+    torch.testing.assert_close(shard.grad, dense[0].grad.chunk(W)[rank])
+    torch.testing.assert_close(B.grad, dense[1 + rank].grad)
+
+
+@pytest.mark.parametrize("way", tuning.WAYS)
+@WORLD_SIZES
+def test_complex(ranks: Ranks, world_size: int, way: str) -> None:
+    ranks.run(world_size, complex_gradients, way)

@@ -1,0 +1,313 @@
+"""Calls of the ops that are right or nearly so, and what they should return.
+
+A case is plain data, so that hypothesis can shrink it and ranks can be given it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from hypothesis import strategies as st
+
+import symm_cp
+
+OPS = torch.ops.symm_mem
+Tensors = list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Given:
+    """A tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    strided: bool = False  # not contiguous
+    special: bool = False  # holds infinity and what is no number
+    device: str = "cpu"
+
+    def make(self, generator: torch.Generator) -> torch.Tensor:
+        """The tensor, with random elements."""
+        x = torch.randn(self.shape, generator=generator) * 3
+        if self.special and x.numel() > 0:
+            places = torch.randint(x.numel(), (2,), generator=generator)
+            x.view(-1)[places] = torch.tensor([float("inf"), float("nan")])
+            if not getattr(torch, self.dtype).is_floating_point:
+                x = x.nan_to_num(0, 0, 0)
+        x = x.to(getattr(torch, self.dtype))
+        if self.strided and x.dim() > 0:
+            x = torch.stack([x, x], -1)[..., 0]
+        return x.to(self.device)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call on all ranks."""
+
+    op: str
+    tensors: tuple[Given, ...]
+    dim: int = 0
+    reduce_op: Any = "sum"
+    flag: bool = False
+    group: str = "this"
+    differs: tuple[Given, ...] = ()  # what the last rank gives, if something else
+    seed: int = 0
+
+    def inputs(self, world_size: int) -> list[Tensors]:
+        """The tensors of all ranks: each rank can tell those of the others."""
+        made = []
+        for rank in range(world_size):
+            generator = torch.Generator().manual_seed(self.seed * 8 + rank)
+            last = rank == world_size - 1
+            made.append([t.make(generator) for t in (last and self.differs) or self.tensors])
+        return made
+
+
+@dataclass(frozen=True)
+class Kind:
+    """An op."""
+
+    name: str  # as errors call it
+    arguments: tuple[str, ...]
+    good: Callable[[int, int, int, int], tuple[tuple[int, ...], ...]]  # shapes, by W and sizes
+    call: Callable[[Tensors, Case, Any], Any]
+    expected: Callable[[list[Tensors], int, Case], Tensors]
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    """For references: in the highest precision of its kind."""
+    return x.to(torch.complex128) if x.is_complex() else x.double() if x.is_floating_point() else x
+
+
+def total(parts: Tensors, reduce_op: object) -> torch.Tensor:
+    """What a reduction gives."""
+    if reduce_op not in ("sum", "avg"):
+        raise ValueError(reduce_op)
+    summed = sum(parts[1:], parts[0])
+    assert isinstance(summed, torch.Tensor)
+    return summed / len(parts) if reduce_op == "avg" else summed.to(parts[0].dtype)
+
+
+def _part(x: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
+    if x.shape[dim] % ranks:
+        raise ValueError(f"{ranks} do not divide {list(x.shape)}")
+    return x.chunk(ranks, dim)[rank] if x.numel() else x.narrow(dim, 0, x.shape[dim] // ranks)
+
+
+def _gathered(ranks: list[Tensors], dim: int, index: int = 0) -> torch.Tensor:
+    if any(x[index].dim() == 0 for x in ranks):
+        raise ValueError("no dimension")
+    return torch.cat([x[index] for x in ranks], dim)
+
+
+def _gather_matmul(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    full = _gathered(ranks, case.dim)
+    if any(b.dtype != full.dtype for b in ranks[rank][1:]):
+        raise TypeError("dtypes")
+    return [full, *(wide(full) @ wide(b) for b in ranks[rank][1:])]
+
+
+def _matmul_scatter(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    if any(a.dtype != b.dtype for a, b in ranks):
+        raise TypeError("dtypes")
+    products = [wide(a) @ wide(b) for a, b in ranks]
+    return [_part(total(products, case.reduce_op), rank, len(ranks), case.dim)]
+
+
+def _scatter(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    parts = [_part(wide(x[0]), rank, len(ranks), 0) for x in ranks]
+    return [total(parts, case.reduce_op)]
+
+
+def _all_reduce(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    out = ranks[rank][-1]
+    if out.shape != ranks[rank][0].shape or out.dtype != ranks[rank][0].dtype:
+        raise ValueError("out")
+    return [total([wide(x[0]) for x in ranks], case.reduce_op)]
+
+
+def _scatter_out(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    dim = -1 if case.flag else 0
+    found = total([_part(wide(x[0]), rank, len(ranks), dim) for x in ranks], "sum")
+    out = ranks[rank][1]
+    if out.shape != found.shape or out.dtype != ranks[rank][0].dtype:
+        raise ValueError("out")
+    return [found]
+
+
+def _gather_kv(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    key, value = (_gathered(ranks, case.dim, index) for index in (0, 1))
+    lengths = {ranks[rank][index].shape[case.dim] for index in (0, 1)}
+    if key.dim() != value.dim() or key.dtype != value.dtype or len(lengths) > 1:
+        raise ValueError("key and value")
+    return [key, value]
+
+
+def _attention(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    q, k, v = wide(ranks[rank][0]), wide(_gathered(ranks, 2, 1)), wide(_gathered(ranks, 2, 2))
+    if len({t.dtype for t in ranks[rank]}) > 1 or len({t.dim() for t in (q, k, v)} | {4}) > 1:
+        raise ValueError("not alike")
+    mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool)
+    if case.flag:
+        mask = mask.tril(rank * q.shape[2])
+    return [torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)]
+
+
+def _wait(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+#: `good` takes the number of ranks and three small sizes.
+KINDS: dict[str, Kind] = {
+    "all_gather_matmul": Kind(
+        "fused_all_gather_matmul",
+        ("A", "B[0]", "B[1]", "gather_dim", "group"),
+        lambda W, r, k, n: ((r, k), (k, n), (k, 2)),
+        lambda t, case, group: (lambda found: [found[0], *found[1]])(
+            symm_cp.all_gather_matmul(
+                t[0], t[1:], gather_dim=case.dim, group=group, return_gathered=True
+            )
+        ),
+        _gather_matmul,
+    ),
+    "matmul_reduce_scatter": Kind(
+        "fused_matmul_reduce_scatter",
+        ("A", "B", "scatter_dim", "reduce_op", "group"),
+        lambda W, r, k, n: ((r * W, k), (k, n)),
+        lambda t, case, group: symm_cp.matmul_reduce_scatter(
+            t[0], t[1], scatter_dim=case.dim, reduce_op=case.reduce_op, group=group
+        ),
+        _matmul_scatter,
+    ),
+    "low_contention_all_gather": Kind(
+        "_low_contention_all_gather",
+        ("tensor", "group"),
+        lambda W, r, k, n: ((r, k),),
+        lambda t, case, group: _wait(symm_cp.low_contention_all_gather(t[0], group=group)),
+        lambda ranks, rank, case: [_gathered(ranks, 0)],
+    ),
+    "low_contention_reduce_scatter": Kind(
+        "_low_contention_reduce_scatter",
+        ("tensor", "dim", "reduce_op", "group"),
+        lambda W, r, k, n: ((r * W, k),),
+        lambda t, case, group: _wait(
+            symm_cp.low_contention_reduce_scatter(t[0], reduce_op=case.reduce_op, group=group)
+        ),
+        _scatter,
+    ),
+    "one_shot_all_reduce": Kind(
+        "one_shot_all_reduce",
+        ("input", "reduce_op", "group"),
+        lambda W, r, k, n: ((r, k),),
+        lambda t, case, group: OPS.one_shot_all_reduce(t[0], case.reduce_op, group),
+        _all_reduce,
+    ),
+    "one_shot_all_reduce_out": Kind(
+        "one_shot_all_reduce",
+        ("input", "reduce_op", "group", "out"),
+        lambda W, r, k, n: ((r, k), (r, k)),
+        lambda t, case, group: OPS.one_shot_all_reduce_out(t[0], case.reduce_op, group, t[1]),
+        _all_reduce,
+    ),
+    "two_shot_all_reduce_": Kind(
+        "two_shot_all_reduce_",
+        ("input", "reduce_op", "group"),
+        lambda W, r, k, n: ((r, k),),
+        lambda t, case, group: OPS.two_shot_all_reduce_(t[0], case.reduce_op, group),
+        _all_reduce,
+    ),
+    "reduce_scatter_out": Kind(
+        "reduce_scatter_out",
+        ("input", "group", "output", "dim"),
+        lambda W, r, k, n: ((r * W, k), (r, k)),
+        lambda t, case, group: OPS.reduce_scatter_out(t[0], group, case.flag, t[1]),
+        _scatter_out,
+    ),
+    "all_gather_kv": Kind(
+        "all_gather_kv",
+        ("key", "value", "seq_dim", "group"),
+        lambda W, r, k, n: ((1, r, k, n),) * 2,
+        lambda t, case, group: list(
+            symm_cp.all_gather_kv(t[0], t[1], group=group, seq_dim=case.dim)
+        ),
+        _gather_kv,
+    ),
+    "all_gather_attention": Kind(
+        "fused_all_gather_attention",
+        ("query", "key", "value", "is_causal", "group"),
+        lambda W, r, k, n: ((1, r, k, n),) * 3,
+        lambda t, case, group: symm_cp.all_gather_attention(
+            t[0], t[1], t[2], group=group, is_causal=case.flag
+        ),
+        _attention,
+    ),
+}
+
+_DTYPES = (
+    "float64", "bfloat16", "float16", "int64", "int32", "int8", "uint8", "bool", "complex64",
+    "float8_e4m3fn",
+)  # fmt: skip
+_CHANGES = (
+    "longer", "shorter", "fewer", "more", "dtype", "dtypes", "meta", "strided", "special", "dim",
+    "reduce_op", "group", "flag",
+)  # fmt: skip
+
+
+def _changed_tensor(draw: st.DrawFn, change: str, tensor: Given) -> Given:
+    shape = list(tensor.shape)
+    axis = draw(st.integers(0, max(0, len(shape) - 1)))
+    if change in ("longer", "shorter") and shape:
+        shape[axis] = max(0, shape[axis] + (1 if change == "longer" else -1))
+    if change == "fewer":
+        shape = shape[1:]
+    if change == "more":
+        shape.insert(axis, 2)
+    changed = replace(tensor, shape=tuple(shape))
+    if change == "dtype":
+        changed = replace(changed, dtype=draw(st.sampled_from(_DTYPES)))
+    if change == "meta":
+        changed = replace(changed, device="meta")
+    return replace(
+        changed,
+        strided=tensor.strided or change == "strided",
+        special=tensor.special or change == "special",
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, world_size: int) -> Case:
+    """A right call, changed up to twice; or one that is right on each rank, but not the same."""
+    op = draw(st.sampled_from(sorted(KINDS)))
+    sizes = [draw(st.integers(1, 4)) for _ in range(3)]
+    tensors = [Given(shape) for shape in KINDS[op].good(world_size, *sizes)]
+    case = Case(op, tuple(tensors), seed=draw(st.integers(0, 1 << 20)))
+    if world_size > 1 and draw(st.integers(0, 9)) == 0:
+        larger = KINDS[op].good(world_size, sizes[0] + 1, *sizes[1:])
+        if draw(st.booleans()):
+            return replace(case, differs=tuple(Given(shape) for shape in larger))
+        return replace(case, differs=tuple(replace(t, dtype="float64") for t in tensors))
+    for change in draw(st.lists(st.sampled_from(_CHANGES), max_size=2)):
+        index = draw(st.integers(0, len(tensors) - 1))
+        if change == "dim":
+            case = replace(case, dim=draw(st.integers(-4, 4)))
+        elif change == "reduce_op":
+            case = replace(case, reduce_op=draw(st.sampled_from(["avg", "max", "SUM", ""])))
+        elif change == "group":
+            case = replace(case, group=draw(st.sampled_from(["nobody", "none", "number"])))
+        elif change == "flag":
+            case = replace(case, flag=True)
+        elif change == "dtypes":
+            dtype = draw(st.sampled_from(_DTYPES))
+            tensors = [replace(tensor, dtype=dtype) for tensor in tensors]
+        else:
+            tensors[index] = _changed_tensor(draw, change, tensors[index])
+    return replace(case, tensors=tuple(tensors))
+
+
+def group_argument(case: Case, group: dist.ProcessGroup) -> Any:
+    """What is given as the group."""
+    this: Any = group if hasattr(symm_cp, case.op) else group.group_name
+    return {"this": this, "nobody": "nobody", "none": None, "number": 3}[case.group]

@@ -1,0 +1,116 @@
+"""Thousands of calls, most of them wrong: each an error that says what is wrong, or a right answer.
+
+And a good call after each, so that nothing of what was refused is left behind.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import Phase, given, settings
+
+from tests.faults.bad_input import KINDS, Case, cases, group_argument, wide
+from tests.ops.test_errors import works
+from tests.pool import Ranks
+
+SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
+#: Cases by the number of ranks; 5 times as many are 5,000.
+CASES = {1: 100, 2: 500, 3: 400}
+_TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
+Outcome = tuple[str, str]
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> str:
+    """What is wrong, if anything."""
+    if found.shape != expected.shape:
+        return f"shape {list(found.shape)}, not {list(expected.shape)}"
+    if "meta" in (found.device.type, expected.device.type):
+        return ""  # there are no elements
+    tolerance = _TOLERANCE.get(dtype, 1e-9 if dtype.is_floating_point else 0.0)
+    close = torch.allclose(
+        wide(found), wide(expected.to(wide(found).dtype)), tolerance, tolerance, equal_nan=True
+    )
+    return "" if close else f"{found}, not {expected}"
+
+
+def attempt(case: Case, group: dist.ProcessGroup) -> Outcome:
+    """What comes of a call on this rank."""
+    inputs = case.inputs(group.size())
+    kind = KINDS[case.op]
+    expected: list[torch.Tensor] | None = None
+    try:
+        if not case.differs and case.group == "this":
+            expected = kind.expected(inputs, group.rank(), case)
+    except (RuntimeError, ValueError, TypeError, IndexError, NotImplementedError):
+        pass
+    try:
+        found: Any = kind.call(inputs[group.rank()], case, group_argument(case, group))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    if expected is None:
+        return "wrong", "was not refused"
+    found = [found] if isinstance(found, torch.Tensor) else found
+    dtype = inputs[group.rank()][0].dtype
+    for one, other in zip(found, expected, strict=True):
+        if wrong := same(one, other, dtype):
+            return "wrong", wrong
+    return "right", ""
+
+
+def attempts(group: dist.ProcessGroup, several: list[Case]) -> list[Outcome]:
+    outcomes = []
+    for case in several:
+        outcomes.append(attempt(case, group))
+        works(group)
+    return outcomes
+
+
+def fault(case: Case, outcomes: list[Outcome]) -> str:
+    """What is wrong with what came of a call on all ranks."""
+    kinds, kind = {kind for kind, _ in outcomes}, KINDS[case.op]
+    if "wrong" in kinds:
+        return "a wrong answer"
+    if kinds == {"right"}:
+        return ""
+    if case.differs:
+        told = kinds == {"RuntimeError"} and any("ranks disagree" in text for _, text in outcomes)
+        return "" if told else "ranks differ, and are not told"
+    # What is no string is refused by torch, where the schema says so.
+    by_torch = {"RuntimeError"} if case.group in ("none", "number") else set()
+    if not kinds <= {"ValueError", "TypeError", "NotImplementedError"} | by_torch:
+        return "not an error of its type"
+    for _, text in outcomes:
+        if kind.name not in text and "group" not in text:
+            return "the error does not name the op"
+        if not any(name in text for name in kind.arguments):
+            return "the error does not name the argument"
+    return ""
+
+
+def drawn(world_size: int, count: int) -> list[Case]:
+    found: list[Case] = []
+
+    @settings(max_examples=count, deadline=None, database=None, phases=[Phase.generate])
+    @given(cases(world_size))
+    def draw(case: Case) -> None:
+        found.append(case)
+
+    draw()
+    return found
+
+
+@pytest.mark.parametrize("world_size", CASES)
+def test_each_call_is_refused_or_right(ranks: Ranks, world_size: int) -> None:
+    given = drawn(world_size, CASES[world_size] * SCALE)
+    assert len(given) > 0.9 * CASES[world_size] * SCALE
+    of_ranks = ranks.run(world_size, attempts, given, timeout=300)
+    faults = [
+        f"{what}: {case}: {outcomes}"
+        for case, *outcomes in zip(given, *of_ranks, strict=True)
+        if (what := fault(case, outcomes))
+    ]
+    assert not faults, f"{len(faults)} of {len(given)}:\n" + "\n".join(faults[:20])

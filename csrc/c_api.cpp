@@ -49,7 +49,7 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 4; }
+int symm_cp_abi() { return 5; }
 
 // `address` is the start of a rendezvoused symmetric tensor. Null on failure.
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
@@ -68,6 +68,13 @@ void* symm_cp_open(void* address, const char* group, const Layout* layout, int64
 void symm_cp_close(void* workspace) { delete static_cast<Workspace*>(workspace); }
 
 void symm_cp_release_groups() { release_groups(); }
+
+int64_t symm_cp_decline(const char* group, const char* reason) {
+  return guarded([&]() -> int64_t {
+    decline_rendezvous(group, reason);
+    return 0;
+  });
+}
 
 int64_t symm_cp_run(void* workspace, const Command* commands, int count,
                     const Reference* references, void* const* operands, uint32_t epoch,

@@ -12,11 +12,38 @@ namespace {
 
 using std::chrono::milliseconds;
 
-enum ParcelWord : size_t { kSequence, kBlockBytes, kPadBytes, kMappedBytes, kWords };
-const char* const kNames[kWords] = {"rendezvous number", "allocation size", "signal pad size",
+enum ParcelWord : size_t { kRefused, kSequence, kBlockBytes, kPadBytes, kMappedBytes, kWords };
+const char* const kNames[kWords] = {"", "rendezvous number", "allocation size", "signal pad size",
                                     "mapped size"};
+constexpr size_t kReasonWords = 28;
 
 std::string text(int64_t value) { return std::to_string(value); }
+
+// What a rank says that cannot go on: the reason follows the sequence number.
+Parcel refusal(int64_t sequence, const std::string& reason) {
+  Parcel parcel{std::vector<int64_t>(2 + kReasonWords), {}};
+  parcel.words[kRefused] = 1;
+  parcel.words[kSequence] = sequence;
+  const size_t room = kReasonWords * sizeof(int64_t) - 1;
+  std::memcpy(&parcel.words[2], reason.data(), std::min(reason.size(), room));
+  return parcel;
+}
+
+// Throws when the ranks are not in the same rendezvous, or one cannot go on.
+void check_parcels(const Peers& peers, const std::vector<Received>& received, int64_t sequence) {
+  for (int peer = 0; peer < peers.world_size(); ++peer) {
+    if (peer == peers.rank()) continue;
+    const std::vector<int64_t>& words = received[peer].words;
+    const std::string who = "rendezvous of group '" + peers.group() + "': rank " + text(peer);
+    if (words.size() < 2) throw PeerError(who + " speaks another version of the protocol");
+    if (words[kSequence] != sequence)
+      throw PeerError("rendezvous of group '" + peers.group() + "': ranks disagree on the " +
+                      kNames[kSequence] + ": rank " + text(peers.rank()) + " has " +
+                      text(sequence) + ", rank " + text(peer) + " has " + text(words[kSequence]));
+    if (words[kRefused] != 0 && words.size() == 2 + kReasonWords)
+      throw PeerError(who + " gave up: " + reinterpret_cast<const char*>(&words[2]));
+  }
+}
 
 }  // namespace
 
@@ -26,32 +53,58 @@ Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t bloc
       block_bytes_(block_bytes),
       pad_bytes_(pad_bytes),
       sequence_(sequence),
-      spins_(spin_rounds(peers_->world_size())),
-      control_(Segment::create(ControlPage::kBytes + pad_bytes, "symm_cp-control")) {
-  const std::vector<int64_t> own = {sequence, static_cast<int64_t>(block_bytes),
+      spins_(spin_rounds(peers_->world_size())) {
+  const auto unless_refused = [&](const auto& step) {
+    try {
+      step();
+    } catch (const std::exception& error) {
+      try {
+        decline(*peers_, sequence, error.what());
+      } catch (const PeerError&) {  // gone: what was met here says more
+      }
+      throw;
+    }
+  };
+  unless_refused(
+      [&] { control_ = Segment::create(ControlPage::kBytes + pad_bytes, "symm_cp-control"); });
+  const std::vector<int64_t> own = {0, sequence, static_cast<int64_t>(block_bytes),
                                     static_cast<int64_t>(pad_bytes),
                                     static_cast<int64_t>(block.size())};
   auto received = peers_->exchange({own, {block.fd(), control_.fd()}});
+  check_parcels(*peers_, received, sequence);
+  for (int peer = 0; peer < world_size(); ++peer) {
+    if (peer == rank()) continue;
+    const Received& parcel = received[peer];
+    if (parcel.words.size() != kWords || parcel.fds.size() != 2)
+      throw PeerError("rendezvous of group '" + peers_->group() + "': rank " + text(peer) +
+                      " speaks another version of the protocol");
+    for (size_t i = kBlockBytes; i < kWords; ++i)
+      if (parcel.words[i] != own[i])
+        throw PeerError("rendezvous of group '" + peers_->group() + "': ranks disagree on the " +
+                        kNames[i] + ": rank " + text(rank()) + " has " + text(own[i]) + ", rank " +
+                        text(peer) + " has " + text(parcel.words[i]));
+  }
+  unless_refused([&] { map_peers(block, received); });
+  // All ranks have mapped all memory, or none uses it.
+  check_parcels(*peers_, peers_->exchange({{0, sequence}, {}}), sequence);
+}
+
+void Mapping::map_peers(const Segment& block, std::vector<Received>& received) {
   for (int peer = 0; peer < world_size(); ++peer) {
     if (peer == rank()) {
       data_.push_back(block.data());
       pads_.push_back(control_.data() + ControlPage::kBytes);
       continue;
     }
-    Received& parcel = received[peer];
-    if (parcel.words.size() != kWords || parcel.fds.size() != 2)
-      throw PeerError("rendezvous of group '" + peers_->group() + "': rank " + text(peer) +
-                      " speaks another version of the protocol");
-    for (size_t i = 0; i < kWords; ++i)
-      if (parcel.words[i] != own[i])
-        throw PeerError("rendezvous of group '" + peers_->group() + "': ranks disagree on the " +
-                        kNames[i] + ": rank " + text(rank()) + " has " + text(own[i]) + ", rank " +
-                        text(peer) + " has " + text(parcel.words[i]));
-    remote_.push_back(Segment::map(std::move(parcel.fds[0]), block.size()));
+    remote_.push_back(Segment::map(std::move(received[peer].fds[0]), block.size()));
     data_.push_back(remote_.back().data());
-    remote_.push_back(Segment::map(std::move(parcel.fds[1]), control_.size()));
+    remote_.push_back(Segment::map(std::move(received[peer].fds[1]), control_.size()));
     pads_.push_back(remote_.back().data() + ControlPage::kBytes);
   }
+}
+
+void Mapping::decline(Peers& peers, int64_t sequence, const std::string& reason) {
+  peers.exchange(refusal(sequence, reason));
 }
 
 void Mapping::abort(const std::string& reason) {

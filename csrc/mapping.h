@@ -25,9 +25,12 @@ class Mapping {
  public:
   // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control
   // segment with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both
-  // values, when they disagree on sizes or on which rendezvous of the group this is.
+  // values, when they disagree on sizes or on which rendezvous of the group this is; and when one
+  // of them cannot have or map the memory, which then throws what it met.
   Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
           int64_t sequence);
+  // Takes part in a rendezvous without memory: all others throw, and say why.
+  static void decline(Peers& peers, int64_t sequence, const std::string& reason);
 
   int rank() const { return peers_->rank(); }
   int world_size() const { return peers_->world_size(); }
@@ -57,6 +60,7 @@ class Mapping {
   void barrier(int channel, int64_t timeout_ms);
 
  private:
+  void map_peers(const Segment& block, std::vector<Received>& received);
   Word* pad_word(int owner, int source, int channel, const char* op) const;
   std::chrono::milliseconds effective(int64_t timeout_ms) const;
 
@@ -81,5 +85,7 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
 
 // Forgets the groups that were destroyed; their sockets close when their last mapping goes.
 void release_groups();
+// Takes part in the next rendezvous of a group as one who could not allocate. Collective.
+void decline_rendezvous(const std::string& group, const std::string& reason);
 
 }  // namespace symm_cp

@@ -295,6 +295,17 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
   return nullptr;
 }
 
+void decline_rendezvous(const std::string& name, const std::string& reason) {
+  const WithoutGil others_may_run;
+  const auto group = group_of(name);
+  int64_t sequence;
+  {
+    std::lock_guard<std::mutex> lock(registry().mutex);
+    sequence = group->rendezvous_count++;
+  }
+  Mapping::decline(*group->peers, sequence, reason);
+}
+
 void release_groups() {
   std::vector<std::shared_ptr<Group>> ended;  // their sockets close after the lock is released
   std::lock_guard<std::mutex> lock(registry().mutex);

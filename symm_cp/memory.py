@@ -108,9 +108,15 @@ class Workspace:
         self.nbytes = workspace_bytes(group.world_size, slot_bytes)
         self.epoch = 0
         self._library = native.load()
-        self._memory = _SymmetricMemory.empty_strided_p2p(
-            (self.nbytes,), [1], torch.uint8, torch.device("cpu"), group.name
-        )
+        try:
+            self._memory = _SymmetricMemory.empty_strided_p2p(
+                (self.nbytes,), [1], torch.uint8, torch.device("cpu"), group.name
+            )
+        except RuntimeError as error:
+            # The others are on their way to the rendezvous.
+            if self._library.symm_cp_decline(group.name.encode(), str(error).encode()) < 0:
+                raise RuntimeError(native.error()) from error
+            raise
         _SymmetricMemory.rendezvous(self._memory, group.name)
         header = self.nbytes - _SLOTS * self.slot_bytes
         layout = native.Layout(

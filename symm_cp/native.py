@@ -29,7 +29,7 @@ from torch.utils import cpp_extension
 
 from . import env
 
-_ABI = 4  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 5  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -280,6 +280,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_open": (_VOID, [_VOID, _TEXT, ctypes.POINTER(Layout), _LONG]),
     "symm_cp_close": (None, [_VOID]),
     "symm_cp_release_groups": (None, []),
+    "symm_cp_decline": (_LONG, [_TEXT, _TEXT]),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _TEXT]),
     "symm_cp_plan": (_VOID, [_VOID, _INT, _INT, _VOID, _INT, _TEXT]),
     "symm_cp_plan_free": (None, [_VOID]),

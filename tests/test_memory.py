@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 
 import pytest
 import torch
@@ -98,6 +99,38 @@ def outlives_its_epochs(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, outlives_its_epochs)
+
+
+def without_memory(group: dist.ProcessGroup, victim: int) -> None:
+    own = dist.new_group(list(range(group.size())))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def sync(elements: int) -> torch.Tensor:
+        return torch.ops.symm_mem.one_shot_all_reduce(torch.ones(elements), "sum", own.group_name)
+
+    def background(elements: int) -> torch.Tensor:
+        return symm_cp.low_contention_all_gather(torch.ones(elements), group=own).sum()
+
+    for call in (sync, background):
+        small = call(4)
+        if own.rank() == victim:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            size = memory.workspace_bytes(own.size(), 4 << 20)
+            with pytest.raises(RuntimeError, match=rf"shared memory of {size} bytes") as caught:
+                call(1 << 20)
+            told = f"rank {victim} gave up: " in str(caught.value)
+            assert told == (own.rank() != victim)
+            assert torch.equal(call(4), small)  # in the workspace from before
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        call(1 << 20)
+    dist.destroy_process_group(own)
+
+
+@WORLD_SIZES
+def test_a_rank_without_shared_memory_is_an_error_on_all(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, without_memory, world_size - 1, timeout=30)
 
 
 def goes_with_the_group(group: dist.ProcessGroup) -> None:

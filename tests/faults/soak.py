@@ -27,9 +27,7 @@ import symm_cp
 from tests.launch import launch
 
 OPS = torch.ops.symm_mem
-#: A sample of what a rank holds is taken this many times.
-SAMPLES = 20
-#: The groups come and go this many times between two samples.
+#: Between two looks at what a rank holds, groups come and go so many times.
 GENERATIONS = 8
 #: Elements of an op's input: from a cache line to memory that the copy engine is woken for.
 SMALLEST, LARGEST = 16, 1 << 17
@@ -125,16 +123,18 @@ def _new_groups(choose: random.Random) -> list[dist.ProcessGroup]:
     return [world, made[0], made[1] if world.rank() in everyone[:half] else made[2]]
 
 
-def soak(world: dist.ProcessGroup, say: Callable[[object], None], ops: int, seed: int) -> None:
+def soak(
+    world: dist.ProcessGroup, say: Callable[[object], None], ops: int, seed: int, looks: int
+) -> None:
     """Runs so many ops, and says what it held and how long ops took, as JSON."""
     everywhere = random.Random(seed)  # the same choices on all ranks
     samples, latencies, done = [], [], 0
     torch.manual_seed(seed)
     timed = torch.ones(64, 64)
-    for sample in range(SAMPLES):
+    for look in range(looks):
         for generation in range(GENERATIONS):
             groups = _new_groups(everywhere)
-            until = ops * (sample * GENERATIONS + generation + 1) // (SAMPLES * GENERATIONS)
+            until = ops * (look * GENERATIONS + generation + 1) // (looks * GENERATIONS)
             while done < until:
                 which, kind = everywhere.randrange(3), everywhere.randrange(len(KINDS))
                 scale = everywhere.uniform(math.log2(SMALLEST), math.log2(LARGEST))
@@ -163,12 +163,14 @@ def percentiles(latencies: list[tuple[int, float]]) -> dict[str, float]:
     return {f"p{p}": round(ordered[len(ordered) * p // 100], 1) for p in (50, 90, 99)}
 
 
-def run(ranks: int, ops: int, seed: int, *, progress: bool) -> dict[str, Any]:
+def run(
+    ranks: int, ops: int, seed: int, *, looks: int = 20, progress: bool = False
+) -> dict[str, Any]:
     """Soaks so many new ranks; returns each rank's samples, and latencies early and late."""
     limit = datetime.timedelta(minutes=5)
     start = time.monotonic()
-    with launch(ranks, soak, ops, seed, timeout=limit) as launched:
-        for _ in range(SAMPLES):
+    with launch(ranks, soak, ops, seed, looks, timeout=limit) as launched:
+        for _ in range(looks):
             said = launched.hear(0, timeout=3600)
             if progress:
                 print(f"\r{json.loads(said)['ops']:>9,} ops", end="", file=sys.stderr, flush=True)
@@ -181,7 +183,7 @@ def run(ranks: int, ops: int, seed: int, *, progress: bool) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "seconds": round(time.monotonic() - start, 1),
         "ops": found[0]["samples"][-1]["ops"],
-        # The first tenth warms up.
+        # The first fifth warms up.
         "us_in_the_second_fifth": percentiles(latencies[fifth : 2 * fifth]),
         "us_in_the_last_fifth": percentiles(latencies[-fifth:]),
         "samples_by_rank": [one["samples"] for one in found],

@@ -51,6 +51,8 @@ struct Placed {
 };
 std::mutex places_mutex;
 std::map<ino_t, Placed> places;
+// So many more mappings of a thread succeed; -1: all do.
+thread_local int mappings_left = -1;
 
 // --- what symmetric_memory.cpp knows -------------------------------------------------------------
 
@@ -99,12 +101,12 @@ class Rank {
         world_size_(world_size),
         peers_(std::make_shared<Peers>(meeting, "threads", rank, world_size, timeout)) {
     shared = Segment::create(kSharedBytes, "shared");
-    map(shared, sequence_++);
+    map(shared);
     for (Space& space : spaces) {
       const int64_t flags = int64_t{kFlags} * 64 * world_size;
       const Layout layout{0, kFlags, flags, 8192, kSlotBytes, 2};
       space.segment = Segment::create(8192 + 2 * kSlotBytes, "workspace");
-      space.channel = std::make_shared<Channel>(map(space.segment, sequence_++), layout, timeout);
+      space.channel = std::make_shared<Channel>(map(space.segment), layout, timeout);
       space.lane = std::make_unique<Lane>(space.channel);
     }
   }
@@ -120,14 +122,14 @@ class Rank {
   Segment shared;
   Space spaces[2];
 
- private:
-  std::shared_ptr<Mapping> map(const Segment& segment, int64_t sequence) {
-    auto mapping = std::make_shared<Mapping>(peers_, segment, segment.size(), 4096, sequence);
+  std::shared_ptr<Mapping> map(const Segment& segment) {
+    auto mapping = std::make_shared<Mapping>(peers_, segment, segment.size(), 4096, sequence_++);
     std::lock_guard<std::mutex> lock(known_mutex);
     known[peers_.get()].push_back({segment.data(), segment.size(), mapping});
     return mapping;
   }
 
+ private:
   int rank_;
   int world_size_;
   std::shared_ptr<Peers> peers_;
@@ -351,6 +353,23 @@ void close_in_flight(Rank& rank) {
   expect(lane.failed() && lane.finished(ticket), "a lane that failed says so");
 }
 
+// One rank cannot map the first, second, ... of the segments: no rank has the memory then.
+void no_memory(Rank& rank) {
+  const int last = rank.world_size() - 1, mappings = 1 + 2 * last;
+  const std::string what =
+      rank.rank() == last ? "cannot map" : "rank " + std::to_string(last) + " gave up: cannot map";
+  const Segment more = Segment::create(4096, "more");
+  for (int allowed = 0; allowed <= mappings; ++allowed) {
+    mappings_left = rank.rank() == last ? allowed : -1;
+    const auto map = [&] { rank.map(more); };
+    if (allowed < mappings)
+      expect_failure(map, what);
+    else
+      expect(failure_of(map).empty(), "there is memory again");
+  }
+  mappings_left = -1;
+}
+
 void time_is_over(Rank& rank) {
   const int peer = (rank.rank() + 1) % rank.world_size();
   expect_failure([&] { rank.spaces[0].channel->wait(peer, 1, 1, "op"); }, "op: rank ");
@@ -409,6 +428,7 @@ void faults() {
   for (int world_size = 2; world_size <= 4; ++world_size) {
     on_all_ranks(world_size, long_time, give_up);
     on_all_ranks(world_size, long_time, close_in_flight);
+    on_all_ranks(world_size, long_time, no_memory);
     on_all_ranks(world_size, std::chrono::milliseconds(120), time_is_over);
   }
   segments();
@@ -421,6 +441,11 @@ void faults() {
 extern "C" void* __wrap_mmap(void* at, size_t size, int prot, int flags, int fd, off_t offset) {
   struct stat about{};
   if (fd < 0 || fstat(fd, &about) != 0) return __real_mmap(at, size, prot, flags, fd, offset);
+  if (mappings_left == 0) {
+    errno = ENOMEM;
+    return MAP_FAILED;
+  }
+  if (mappings_left > 0) --mappings_left;
   std::lock_guard<std::mutex> lock(places_mutex);
   const auto it = places.find(about.st_ino);
   if (it != places.end()) {

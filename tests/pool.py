@@ -82,10 +82,11 @@ class _Run:
 
 
 class Ranks:
-    """A pool of `SIZE` rank processes, started when first needed."""
+    """A pool of `size` rank processes, started when first needed."""
 
-    def __init__(self, session_seed: int) -> None:
+    def __init__(self, session_seed: int, size: int = SIZE) -> None:
         self.session_seed = session_seed
+        self.size = size
         self._runs = 0
         self._processes: list[_Process] = []
         self._store: dist.TCPStore | None = None
@@ -108,8 +109,8 @@ class Ranks:
         that follows from the session's seed, the test's name and the number of the call.
         """
         __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this frame
-        if not 1 <= world_size <= SIZE:
-            raise ValueError(f"{world_size=} is not in 1 to {SIZE}")
+        if not 1 <= world_size <= self.size:
+            raise ValueError(f"{world_size=} is not in 1 to {self.size}")
         seed = self._next_seed() if seed is None else seed
         self._runs += 1
         self.start()
@@ -132,8 +133,8 @@ class Ranks:
         self.close()
         # Hosted here and not by rank 0, so that it listens before the first rank looks for it.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes = [_spawn(rank, self._store.port) for rank in range(SIZE)]
-        run = self._collect(SIZE, START_LIMIT)
+        self._processes = [_spawn(rank, self.size, self._store.port) for rank in range(self.size)]
+        run = self._collect(self.size, START_LIMIT)
         if run.failures or run.pending():
             error = self._error("the rank processes did not start", run, START_LIMIT)
             self.close()
@@ -213,7 +214,7 @@ class Ranks:
         return {rank: self._processes[rank].new_output() for rank in pending}
 
 
-def _spawn(rank: int, port: int) -> _Process:
+def _spawn(rank: int, size: int, port: int) -> _Process:
     parent_end, child_end = Pipe()
     log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pool
     # One thread a rank: the tests run on small machines, and sums come out in one order.
@@ -221,7 +222,7 @@ def _spawn(rank: int, port: int) -> _Process:
     environment.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks share GPUs
     command = [sys.executable, "-u", "-m", "tests.rank_process"]
     popen = subprocess.Popen(
-        [*command, str(rank), str(SIZE), str(port), str(child_end.fileno()), str(os.getpid())],
+        [*command, str(rank), str(size), str(port), str(child_end.fileno()), str(os.getpid())],
         pass_fds=[child_end.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=log,

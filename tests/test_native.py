@@ -122,7 +122,7 @@ def test_build_says_once_what_it_does(
 def test_processes_that_build_at_once_build_once(compiler: Compiler) -> None:
     compiler.write(seconds=0.2)
     code = _BUILD_LATER.format(environment=compiler.environment())
-    processes = [python(code) for _ in range(3)]
+    processes = [python(code) for _ in range(2)]
     for process in processes:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

@@ -185,44 +185,6 @@ def test_freeing_is_not_collective(ranks: Ranks) -> None:
     ranks.run(2, no_collective_in_freeing)
 
 
-def wait_for_the_dead(group: dist.ProcessGroup, say: Say, op: str, victim: int) -> None:
-    tensor = symm_mem.empty(1024, device="cpu")
-    if op != "rendezvous":
-        handle = symm_mem.rendezvous(tensor, group)
-        handle.barrier()
-    else:
-        make(group)  # the mesh exists: only this rendezvous is unfinished
-    say("ready")
-    if group.rank() == victim:
-        time.sleep(1000)
-    try:
-        if op == "barrier":
-            handle.barrier()
-        elif op == "wait_signal":
-            handle.wait_signal(victim)
-        else:
-            symm_mem.rendezvous(tensor, group)
-    except RuntimeError as error:
-        say(f"{time.monotonic()} {error}")
-    else:
-        say("came back")
-    time.sleep(1000)  # alive, so that the others find the victim alone
-
-
-@pytest.mark.parametrize("op", ["barrier", "wait_signal", "rendezvous"])
-def test_a_killed_peer_is_noticed(op: str) -> None:
-    victim = 1
-    with launch(3, wait_for_the_dead, op, victim) as ranks:
-        ranks.hear_all()
-        time.sleep(0.3)  # the others wait, asleep, by now
-        killed = time.monotonic()
-        ranks.kill(victim)
-        for rank in (0, 2):
-            when, _, message = ranks.hear(rank, timeout=20).partition(" ")
-            assert re.search(rf"rank {victim} (died|left|is gone)", message), message
-            assert float(when) - killed < 1.0
-
-
 def hold_memory(group: dist.ProcessGroup, say: Say, size: int) -> None:
     tensor, handle = make(group, size)
     tensor.fill_(1)
@@ -324,8 +286,8 @@ def many_ranks(group: dist.ProcessGroup, say: Say, rounds: int) -> None:
 
 
 def test_more_ranks_than_processors() -> None:
-    with launch(8, many_ranks, 200) as ranks:
-        assert ranks.hear_all(timeout=120) == ["done"] * 8
+    with launch(5, many_ranks, 200) as ranks:
+        assert ranks.hear_all(timeout=120) == ["done"] * 5
 
 
 def test_rendezvous_before_init_names_the_group() -> None:

@@ -1,7 +1,8 @@
 """Ranks forked from one process that has imported everything: one that is killed costs no seconds.
 
-`python -m tests.faults.forked kill WORLD_SIZE [OP ...]` kills the last rank before each step of
-each op, `stop` stops it before an op; they print as JSON what the others had to say.
+`python -m tests.faults.forked CASE ...`: `kill:WORLD_SIZE:OP` kills the last rank before each step
+of an op, `stop:WORLD_SIZE:OP` stops it before the op, `asleep:WORLD_SIZE:WAIT` kills it while the
+others sleep. Prints as JSON what those had to say.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import native
 from symm_cp.runtime.probe import probing
@@ -167,20 +169,61 @@ def stop_before(world_size: int, op: str) -> dict[str, Any]:
     return {"op": op, "ranks": world_size, "survivors": survivors, "seconds": seconds}
 
 
+def _wait_for_rank(group: dist.ProcessGroup, kind: str, peer: int) -> None:
+    """Waits, in one of the ways that symmetric memory has."""
+    shared = symm_mem.empty(16, device="cpu")
+    handle = symm_mem.rendezvous(shared, group)
+    handle.barrier()
+    if group.rank() == peer:
+        time.sleep(0.3)  # the others are asleep by then
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "barrier":
+        handle.barrier()
+    elif kind == "wait_signal":
+        handle.wait_signal(peer)
+    else:
+        symm_mem.rendezvous(symm_mem.empty(16, device="cpu"), group)
+
+
+def kill_while_asleep(world_size: int, kind: str) -> dict[str, Any]:
+    """The last rank dies while the others sleep."""
+
+    def work(group: dist.ProcessGroup) -> dict[str, Any]:
+        try:
+            _wait_for_rank(group, kind, world_size - 1)
+        except RuntimeError as error:
+            said = {"at": time.monotonic(), "message": str(error)}
+            time.sleep(0.5)  # alive, so that the others find that one rank alone
+            return said
+        return {}
+
+    *survivors, killed = fork_ranks(world_size, work)
+    seconds = [said["at"] - killed["died at"] if "at" in said else None for said in survivors]
+    return {"op": kind, "ranks": world_size, "survivors": survivors, "seconds": seconds}
+
+
+def kill_everywhere(world_size: int, op: str) -> list[dict[str, Any]]:
+    """Kills before each step."""
+    return [kill_before(world_size, op, step) for step in range(count_steps(world_size, op))]
+
+
+CASES: dict[str, Callable[[int, str], Any]] = {
+    "kill": kill_everywhere,
+    "stop": stop_before,
+    "asleep": kill_while_asleep,
+}
+
+
 def main() -> None:
-    """Does so to the ops named, or to all."""
-    what, world_size, names = sys.argv[1], int(sys.argv[2]), sys.argv[3:] or list(ALL)
+    """Runs the cases that were named."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     native.load()
-    cases = []
-    for op in names:
-        if what == "stop":
-            cases.append(stop_before(world_size, op))
-        else:
-            steps = count_steps(world_size, op)
-            cases += [kill_before(world_size, op, step) for step in range(steps)]
-    print(json.dumps(cases))
+    found = {}
+    for case in sys.argv[1:]:
+        what, world_size, op = case.split(":")
+        found[case] = CASES[what](int(world_size), op)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

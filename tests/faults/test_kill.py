@@ -35,47 +35,55 @@ NAMES = {
 LIMIT = 2.0
 
 
-def run(what: str, world_size: int, *ops: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "tests.faults.forked", what, str(world_size), *ops]
+#: Schedules of all kinds; with SYMM_CP_TEST_SCALE above 1 all ops on 2, 3 and 4 ranks: 451 kills.
+KILLS = [
+    *(f"kill:2:{op}" for op in ("gather_in_place", "matmul_scatter", "low_contention")),
+    "kill:2:two_shot_in_place",
+    "kill:3:attention_ring",
+]
+if SCALE > 1:
+    KILLS = [f"kill:{world_size}:{op}" for world_size in (2, 3, 4) for op in ALL]
+ASLEEP = [f"asleep:3:{kind}" for kind in ("barrier", "wait_signal", "rendezvous")]
+STOPPED = "stop:3:gather_matmul"
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """What came of all cases, which one process carries out."""
+    command = [sys.executable, "-m", "tests.faults.forked", *KILLS, *ASLEEP, STOPPED]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def check(case: dict[str, Any]) -> None:
-    victim = case["ranks"] - 1
-    assert "died at" in case["killed"], case
-    assert case["left behind"] == [], case
-    for said, seconds in zip(case["survivors"], case["seconds"], strict=True):
-        assert "message" in said, case
-        assert NAMES[case["op"]] in said["message"], case
-        assert re.search(rf"rank {victim}\b.*(ended|died|gone|killed)", said["message"]), case
-        assert seconds <= LIMIT, case
-
-
-#: Schedules of all kinds; with SYMM_CP_TEST_SCALE above 1 all ops on 2, 3 and 4 ranks: 451 kills.
-CASES: list[tuple[int, tuple[str, ...]]] = [
-    (2, ("gather_in_place", "matmul_scatter", "low_contention", "two_shot_in_place")),
-    (3, ("attention_ring",)),
-]
-if SCALE > 1:
-    CASES = [(world_size, tuple(ALL)) for world_size in (2, 3, 4)]
-
-
-@pytest.mark.parametrize(("world_size", "ops"), CASES, ids=lambda value: str(value)[:7])
-def test_a_rank_that_is_killed(world_size: int, ops: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("case", KILLS)
+def test_a_rank_that_is_killed(outcomes: dict[str, Any], case: str) -> None:
     assert set(NAMES) == set(ALL)
-    cases = run("kill", world_size, *ops)
-    assert {case["op"] for case in cases} == set(ops)
-    for case in cases:
-        check(case)
+    assert outcomes[case]
+    for found in outcomes[case]:
+        victim = found["ranks"] - 1
+        assert "died at" in found["killed"], found
+        assert found["left behind"] == [], found
+        for said, seconds in zip(found["survivors"], found["seconds"], strict=True):
+            assert "message" in said, found
+            assert NAMES[found["op"]] in said["message"], found
+            assert re.search(rf"rank {victim}\b.*(ended|died|gone|killed)", said["message"]), found
+            assert seconds <= LIMIT, found
 
 
-def test_a_rank_that_is_stopped_is_no_dead_one() -> None:
+@pytest.mark.parametrize("case", ASLEEP)
+def test_a_rank_that_is_killed_while_the_others_sleep(outcomes: dict[str, Any], case: str) -> None:
+    found = outcomes[case]
+    for said, seconds in zip(found["survivors"], found["seconds"], strict=True):
+        assert re.search(r"rank 2 (died|left|is gone)", said["message"]), found
+        assert seconds < 1.0, found
+
+
+def test_a_rank_that_is_stopped_is_no_dead_one(outcomes: dict[str, Any]) -> None:
     """It may go on: the others' time is over, and their error says so."""
-    (case,) = run("stop", 3, "gather_matmul")
-    for said, seconds in zip(case["survivors"], case["seconds"], strict=True):
-        assert "fused_all_gather_matmul" in said["message"], case
-        assert "400 ms" in said["message"], case
-        assert "died" not in said["message"], case
-        assert 0.3 < seconds < LIMIT, case
+    found = outcomes[STOPPED]
+    for said, seconds in zip(found["survivors"], found["seconds"], strict=True):
+        assert "fused_all_gather_matmul" in said["message"], found
+        assert "400 ms" in said["message"], found
+        assert "died" not in said["message"], found
+        assert 0.3 < seconds < LIMIT, found

@@ -22,6 +22,7 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 
 def footprint() -> tuple[int, int, int]:
     """Descriptors, mappings of ours, threads."""
+    gc.collect()
     with open("/proc/self/maps") as maps:
         ours = sum("symm_cp" in line for line in maps)
     return len(os.listdir("/proc/self/fd")), ours, len(os.listdir("/proc/self/task"))
@@ -71,7 +72,8 @@ def stays_flat(group: dist.ProcessGroup, calls: int) -> None:
             symm_cp.low_contention_all_gather(x, group=group).sum()
         if index == 500:
             before = footprint()
-    assert footprint() == before
+    # What tests before this one have left may go meanwhile.
+    assert all(now <= then for now, then in zip(footprint(), before, strict=True))
 
 
 def test_10000_calls(ranks: Ranks) -> None:

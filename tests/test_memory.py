@@ -146,7 +146,6 @@ def goes_with_the_group(group: dist.ProcessGroup) -> None:
         dist.barrier(group)
         dist.destroy_process_group(own)
         del own
-        gc.collect()
         counts.append(footprint())
     assert counts[1] == counts[2] == counts[3]
 

@@ -21,7 +21,7 @@ import math
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
@@ -212,7 +212,9 @@ class Group:
             return known
         wanted = max(slot_bytes, self._reserved, known.slot_bytes if known is not None else 0)
         if known is not None:
-            self.drain(channel)
+            # A failure there was told to whom it concerned, and ends with that workspace.
+            with suppress(RuntimeError):
+                self.drain(channel)
         fresh = self._workspaces[channel] = Workspace(self, wanted)
         return fresh
 
@@ -284,6 +286,11 @@ def _forget(name: str, group: Group) -> None:
     group.close()
 
 
+def unknown_group(name: str) -> ValueError:
+    """The error for a name that no process group has."""
+    return ValueError(f"group: there is no process group named {name!r}")
+
+
 def resolve(group: GroupLike) -> Group:
     """Returns the `Group` of a process group, 1-D mesh or group name.
 
@@ -294,7 +301,7 @@ def resolve(group: GroupLike) -> Group:
     try:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"group: there is no process group named {name!r}") from error
+        raise unknown_group(name) from error
     # Names are used again after a group was destroyed, so the object decides.
     if known is not None and known[0]() is process_group:
         return known[1]

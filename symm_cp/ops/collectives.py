@@ -200,6 +200,7 @@ _KERNELS: dict[str, Any] = {
 
 
 def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    world_size_of(group_name)
     check_reduce_op(_ALL_REDUCE, "input", input.dtype, reduce_op)
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
@@ -207,12 +208,14 @@ def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: s
 def _one_shot_all_reduce_out_fake(
     input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
 ) -> torch.Tensor:
+    world_size_of(group_name)
     check_reduce_op(_ALL_REDUCE, "input", input.dtype, reduce_op)
     _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
     return out
 
 
 def _two_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    world_size_of(group_name)
     check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
     return input
 

@@ -9,7 +9,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import native
-from symm_cp.memory import Group, resolve
+from symm_cp.memory import Group, resolve, unknown_group
 from symm_cp.runtime.cpu import REDUCIBLE
 
 #: Joins the namespace that torch defines; what torch registered there stays.
@@ -115,7 +115,10 @@ def group_of(group_name: str) -> Group:
 
 def world_size_of(group_name: str) -> int:
     """Returns the size of a group; in fake kernels too, where nothing native may be needed."""
-    return torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
+    try:
+        return torch.distributed.distributed_c10d._get_group_size_by_name(group_name)
+    except (RuntimeError, ValueError) as error:
+        raise unknown_group(group_name) from error
 
 
 # Renamed in torch 2.13, where the old names warn.

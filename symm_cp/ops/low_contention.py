@@ -121,6 +121,11 @@ def _reduce_scatter_cpu(tensor: torch.Tensor, reduce_op: str, group_name: str) -
     return plan.start(group, tensor)
 
 
+def _all_gather_fake(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    _check_gather(tensor)
+    return tensor.new_empty((tensor.shape[0] * world_size_of(group_name), *tensor.shape[1:]))
+
+
 def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     world_size = world_size_of(group_name)
     _check_scatter(tensor, reduce_op, world_size)
@@ -153,12 +158,13 @@ CUDA_KERNELS = {_GATHER: _all_gather_cuda, _SCATTER: _reduce_scatter_cuda}
 
 
 def register() -> None:
-    """Adds CPU kernels, and a fake kernel (torch's averages, which integers lack).
+    """Adds CPU kernels, and fake kernels (torch's average, which integers lack, and check less).
 
     The gradients are registered by csrc/collectives.cpp.
     """
     lib.impl(_GATHER, _all_gather_cpu, "CPU")
     lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")
+    lib.impl(_GATHER, _all_gather_fake, "Meta", allow_override=True)
     lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
 
 

@@ -135,6 +135,10 @@ def disagrees(group: dist.ProcessGroup) -> None:
             call()
         works(group)
         dist.barrier(group)
+    # In the background, too, where the workspace of the failed call has to grow.
+    room = memory.resolve(group).known("async").slot_bytes
+    larger = symm_cp.low_contention_all_gather(torch.ones(room), group=group)
+    assert larger.sum() == room * group.size()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

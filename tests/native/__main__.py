@@ -62,6 +62,14 @@ def _expect(done: subprocess.CompletedProcess[str], holds: bool) -> None:
         sys.exit(f"{shlex.join(map(str, done.args))}: exit status {done.returncode}\n{done.stdout}")
 
 
+def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> str:
+    """Why a sanitizer cannot be used here: its library is not installed, or it may not run."""
+    source, program = folder / "empty.cpp", str(folder / "empty")
+    source.write_text("int main() {}\n")
+    built = _run([*compiler, f"-fsanitize={sanitizer}", str(source), "-o", program])
+    return built.stdout if built.returncode != 0 else _run([*prefix, program]).stdout
+
+
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     """Compiles `ranks.cpp` with all of csrc/ that does without torch and CUDA."""
     torch_or_cuda = {"symmetric_memory", "collectives", "attention", "c_api", "driver", "streams"}
@@ -134,6 +142,9 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             prefix = without_chance if possible else []
+            if reason := why_not(compiler, sanitizer, prefix, folder):
+                print(f"  it cannot be used here: {reason}")
+                continue
             run_ranks(compiler, sanitizer, prefix, folder)
             run_library(compiler, sanitizer, prefix, folder)
         print(f"  nothing found, {time.monotonic() - start:.0f} s", flush=True)

@@ -66,10 +66,10 @@ def all_gather_attention(
         query, key, value = (_local(t, name) for t in (query, key, value))
     elif isinstance(key, DTensor) or isinstance(value, DTensor):
         raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
-    features, value_features = query.shape[-1], value.shape[-1]
+    features, value_features = (t.shape[-1] if t.dim() > 0 else 0 for t in (query, value))
     if features != value_features:
         # The kernels take one size; zeros change neither scores nor the other features.
-        scale = features**-0.5 if scale is None else scale
+        scale = max(features, 1) ** -0.5 if scale is None else scale
         more = value_features - features
         if more > 0:
             query, key = F.pad(query, (0, more)), F.pad(key, (0, more))

@@ -6,6 +6,7 @@ And a good call after each, so that nothing of what was refused is left behind.
 from __future__ import annotations
 
 import os
+from math import nan
 from typing import Any
 
 import pytest
@@ -55,6 +56,9 @@ def attempt(case: Case, group: dist.ProcessGroup) -> Outcome:
         return "wrong", "was not refused"
     found = [found] if isinstance(found, torch.Tensor) else found
     dtype = inputs[group.rank()][0].dtype
+    if kind.name.endswith("attention"):
+        # A weight may be rounded to nothing, and nothing times infinity is no number.
+        found, expected = ([x.where(x.isfinite(), nan) for x in xs] for xs in (found, expected))
     for one, other in zip(found, expected, strict=True):
         if wrong := same(one, other, dtype):
             return "wrong", wrong

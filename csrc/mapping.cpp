@@ -29,19 +29,25 @@ Parcel refusal(int64_t sequence, const std::string& reason) {
   return parcel;
 }
 
-// Throws when the ranks are not in the same rendezvous, or one cannot go on.
-void check_parcels(const Peers& peers, const std::vector<Received>& received, int64_t sequence) {
+// Throws when a peer cannot go on, or has sent other words than this rank.
+void check_parcels(const Peers& peers, const std::vector<Received>& received, const Parcel& own) {
+  const std::string where = "rendezvous of group '" + peers.group() + "': ";
   for (int peer = 0; peer < peers.world_size(); ++peer) {
     if (peer == peers.rank()) continue;
     const std::vector<int64_t>& words = received[peer].words;
-    const std::string who = "rendezvous of group '" + peers.group() + "': rank " + text(peer);
-    if (words.size() < 2) throw PeerError(who + " speaks another version of the protocol");
-    if (words[kSequence] != sequence)
-      throw PeerError("rendezvous of group '" + peers.group() + "': ranks disagree on the " +
-                      kNames[kSequence] + ": rank " + text(peers.rank()) + " has " +
-                      text(sequence) + ", rank " + text(peer) + " has " + text(words[kSequence]));
-    if (words[kRefused] != 0 && words.size() == 2 + kReasonWords)
-      throw PeerError(who + " gave up: " + reinterpret_cast<const char*>(&words[2]));
+    const std::string who = "rank " + text(peer);
+    const bool refused = words.size() == 2 + kReasonWords && words[kRefused] != 0;
+    if (!refused &&
+        (words.size() != own.words.size() || received[peer].fds.size() != own.fds.size()))
+      throw PeerError(where + who + " speaks another version of the protocol");
+    const size_t shared = refused ? kBlockBytes : words.size();
+    for (size_t i = kSequence; i < shared; ++i)
+      if (words[i] != own.words[i])
+        throw PeerError(where + "ranks disagree on the " + kNames[i] + ": rank " +
+                        text(peers.rank()) + " has " + text(own.words[i]) + ", " + who + " has " +
+                        text(words[i]));
+    if (refused)
+      throw PeerError(where + who + " gave up: " + reinterpret_cast<const char*>(&words[2]));
   }
 }
 
@@ -67,26 +73,15 @@ Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t bloc
   };
   unless_refused(
       [&] { control_ = Segment::create(ControlPage::kBytes + pad_bytes, "symm_cp-control"); });
-  const std::vector<int64_t> own = {0, sequence, static_cast<int64_t>(block_bytes),
-                                    static_cast<int64_t>(pad_bytes),
-                                    static_cast<int64_t>(block.size())};
-  auto received = peers_->exchange({own, {block.fd(), control_.fd()}});
-  check_parcels(*peers_, received, sequence);
-  for (int peer = 0; peer < world_size(); ++peer) {
-    if (peer == rank()) continue;
-    const Received& parcel = received[peer];
-    if (parcel.words.size() != kWords || parcel.fds.size() != 2)
-      throw PeerError("rendezvous of group '" + peers_->group() + "': rank " + text(peer) +
-                      " speaks another version of the protocol");
-    for (size_t i = kBlockBytes; i < kWords; ++i)
-      if (parcel.words[i] != own[i])
-        throw PeerError("rendezvous of group '" + peers_->group() + "': ranks disagree on the " +
-                        kNames[i] + ": rank " + text(rank()) + " has " + text(own[i]) + ", rank " +
-                        text(peer) + " has " + text(parcel.words[i]));
-  }
+  const Parcel own{{0, sequence, static_cast<int64_t>(block_bytes), static_cast<int64_t>(pad_bytes),
+                    static_cast<int64_t>(block.size())},
+                   {block.fd(), control_.fd()}};
+  auto received = peers_->exchange(own);
+  check_parcels(*peers_, received, own);
   unless_refused([&] { map_peers(block, received); });
   // All ranks have mapped all memory, or none uses it.
-  check_parcels(*peers_, peers_->exchange({{0, sequence}, {}}), sequence);
+  const Parcel done{{0, sequence}, {}};
+  check_parcels(*peers_, peers_->exchange(done), done);
 }
 
 void Mapping::map_peers(const Segment& block, std::vector<Received>& received) {

@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
-from symm_cp.memory import FLAG_BYTES, LAST_EPOCH, Group, GroupLike, pages, resolve
+from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
@@ -152,7 +152,7 @@ def device_for(group: Group, device: torch.device) -> Device:
     return engine if engine is not None and device.type != "cpu" else device_of(device)
 
 
-class DeviceWorkspace:
+class DeviceWorkspace(Calls):
     """Symmetric memory of one channel of a group on a device. Not for several threads at once."""
 
     def __init__(
@@ -163,7 +163,6 @@ class DeviceWorkspace:
         self.slots = 1 if graph else _SLOTS
         self.slot_bytes = pages(slot_bytes)
         self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size)
-        self.epoch = 0
         self.last_stream: int | None = None
         self.memory, bases = self._allocate(group, self._header + self.slots * self.slot_bytes)
         self.handle = self._open(graph, bases)
@@ -213,16 +212,6 @@ class DeviceWorkspace:
                 if peer != self.rank:
                     self.torch_handle.put_signal(peer, done)
         self.device.synchronize()
-
-    def next_epoch(self) -> int:
-        """Begins a call: every rank does so in the same order."""
-        self.epoch += 1
-        return self.epoch
-
-    def serves(self, slot_bytes: int) -> bool:
-        """Whether a call with a slot of so many bytes can be made."""
-        # In graphs flags are taken back, and no epoch counts.
-        return self.slot_bytes >= slot_bytes and (self.slots == 1 or self.epoch < LAST_EPOCH)
 
     def issue(
         self,

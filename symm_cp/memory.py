@@ -21,7 +21,7 @@ import math
 import threading
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -95,7 +95,23 @@ def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.T
     return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
-class Workspace:
+class Calls:
+    """The calls of a workspace, one after the other, and the room that they have."""
+
+    slot_bytes: int
+    epoch = 0
+
+    def next_epoch(self) -> int:
+        """Begins a call: every rank does so in the same order."""
+        self.epoch += 1
+        return self.epoch
+
+    def serves(self, slot_bytes: int) -> bool:
+        """Whether a call with a slot of so many bytes can be made."""
+        return self.slot_bytes >= slot_bytes and self.epoch < LAST_EPOCH
+
+
+class Workspace(Calls):
     """Symmetric memory of one channel of a group, with two slots that its calls take in turn.
 
     Not for several threads at once: `Group.lock` serialises them.
@@ -106,7 +122,6 @@ class Workspace:
         self.world_size = group.world_size
         self.slot_bytes = pages(slot_bytes)
         self.nbytes = workspace_bytes(group.world_size, slot_bytes)
-        self.epoch = 0
         self._library = native.load()
         try:
             self._memory = _SymmetricMemory.empty_strided_p2p(
@@ -136,15 +151,6 @@ class Workspace:
         # own memory may be gone already and the kernel frees everything anyway.
         weakref.finalize(self, self._library.symm_cp_close, self.handle).atexit = False
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
-
-    def next_epoch(self) -> int:
-        """Begins a call: every rank does so in the same order."""
-        self.epoch += 1
-        return self.epoch
-
-    def serves(self, slot_bytes: int) -> bool:
-        """Whether a call with a slot of so many bytes can be made."""
-        return self.slot_bytes >= slot_bytes and self.epoch < LAST_EPOCH
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -212,9 +218,8 @@ class Group:
             return known
         wanted = max(slot_bytes, self._reserved, known.slot_bytes if known is not None else 0)
         if known is not None:
-            # A failure there was told to whom it concerned, and ends with that workspace.
-            with suppress(RuntimeError):
-                self.drain(channel)
+            # Whatever failed there was told to whom it concerned, and ends with that workspace.
+            native.load().symm_cp_lane_drain(known.handle)
         fresh = self._workspaces[channel] = Workspace(self, wanted)
         return fresh
 
@@ -228,12 +233,6 @@ class Group:
             self.plans.clear()
         self.plans[key] = plan
         return plan
-
-    def drain(self, channel: str) -> None:
-        """Returns when the programs submitted to the channel's copy engine have ended."""
-        known = self._workspaces.get(channel)
-        if known is not None and native.load().symm_cp_lane_drain(known.handle) < 0:
-            raise RuntimeError(native.error())
 
     def reserve(self, slot_bytes: int) -> None:
         """Sizes both workspaces for calls of up to `slot_bytes`. Collective."""

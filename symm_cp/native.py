@@ -113,6 +113,10 @@ def _digest_path(library: Path) -> Path:
     return library.with_suffix(".sha256")
 
 
+def _built(library: Path) -> bool:
+    return library.is_file() and _digest_path(library).is_file()
+
+
 def _verify(library: Path) -> None:
     """Raises `BuildError` unless the library is what was built, in a folder only its owner writes.
 
@@ -159,8 +163,7 @@ def _compile(target: Path) -> None:
         objects = [job[-1] for job in jobs]
         library = scratch / target.name
         _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
-        digest = _digest(library)
-        _digest_path(target).write_text(digest)
+        _digest_path(target).write_text(_digest(library))
         library.replace(target)  # atomic: a reader sees the whole library or none
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -172,7 +175,7 @@ def build(verbose: bool = False) -> Path:
     Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
     """
     target = library_path()
-    if target.is_file() and _digest_path(target).is_file():
+    if _built(target):
         if verbose:
             print(f"symm_cp: already built: {target}", file=sys.stderr)
         return target
@@ -185,7 +188,7 @@ def build(verbose: bool = False) -> Path:
             "set SYMM_CP_BUILD_DIR to a folder that can be written"
         ) from error
     with _lock(target.parent / "lock"):
-        if not (target.is_file() and _digest_path(target).is_file()):
+        if not _built(target):
             print(
                 f"symm_cp: building the native part for torch {torch.__version__}, once "
                 "(10 to 40 seconds) ...",

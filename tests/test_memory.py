@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import resource
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import symm_cp
 from symm_cp import memory
 from symm_cp.runtime.probe import probing
+from tests.faults import soak
 from tests.faults.ops import ALL, results
 from tests.pool import Ranks
 
@@ -23,9 +23,8 @@ WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def footprint() -> tuple[int, int, int]:
     """Descriptors, mappings of ours, threads."""
     gc.collect()
-    with open("/proc/self/maps") as maps:
-        ours = sum("symm_cp" in line for line in maps)
-    return len(os.listdir("/proc/self/fd")), ours, len(os.listdir("/proc/self/task"))
+    held = soak.footprint(0)
+    return held.descriptors, held.mappings, held.threads
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
     return input
 
 
-def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> tuple[int, list[int]]:
-    """The dimension that `reduce_scatter_out` divides, and the shape that comes of it."""
+def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> list[int]:
+    """The shape that comes of `reduce_scatter_out`."""
     if input.dim() == 0:
         raise ValueError(f"{_SCATTER_OUT}: input must have at least 1 dimension, has none")
     dim = input.dim() - 1 if split_last_dim else 0
@@ -142,12 +142,12 @@ def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> tu
     check_reduce_op(_SCATTER_OUT, "input", input.dtype)
     shape = list(input.shape)
     shape[dim] //= world_size
-    return dim, shape
+    return shape
 
 
 def _plan_scatter_out(group: Group, input: torch.Tensor, split_last_dim: bool) -> Collective:
     world_size = group.world_size
-    _, shape = _scattered(input, split_last_dim, world_size)
+    shape = _scattered(input, split_last_dim, world_size)
     # Column blocks of all rows, or consecutive chunks (one row).
     rows = max(1, input.shape[:-1].numel()) if split_last_dim else 1
     nbytes = nbytes_of(input)
@@ -199,31 +199,33 @@ _KERNELS: dict[str, Any] = {
 }
 
 
+def _check_fake(op: str, input: torch.Tensor, reduce_op: str, group_name: str) -> None:
+    world_size_of(group_name)  # there is such a group
+    check_reduce_op(op, "input", input.dtype, reduce_op)
+
+
 def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    world_size_of(group_name)
-    check_reduce_op(_ALL_REDUCE, "input", input.dtype, reduce_op)
+    _check_fake(_ALL_REDUCE, input, reduce_op, group_name)
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
 def _one_shot_all_reduce_out_fake(
     input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
 ) -> torch.Tensor:
-    world_size_of(group_name)
-    check_reduce_op(_ALL_REDUCE, "input", input.dtype, reduce_op)
+    _check_fake(_ALL_REDUCE, input, reduce_op, group_name)
     _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
     return out
 
 
 def _two_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    world_size_of(group_name)
-    check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
+    _check_fake(_TWO_SHOT, input, reduce_op, group_name)
     return input
 
 
 def _reduce_scatter_out_fake(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
-    _, shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    shape = _scattered(input, split_last_dim, world_size_of(group_name))
     _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
     return output
 

@@ -16,6 +16,7 @@ from symm_cp.runtime.cpu import REDUCIBLE
 lib = torch.library.Library("symm_mem", "FRAGMENT")
 
 _PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
+_SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_WHAT = 103  # csrc/channel.h: Record::what
 
 
@@ -61,16 +62,16 @@ def check_dim(op: str, name: str, dim: int, ndim: int) -> int:
     return dim % ndim
 
 
+def _summable(dtype: torch.dtype) -> bool:
+    return dtype.to_real() in REDUCIBLE
+
+
 def check_reduce_op(op: str, name: str, dtype: torch.dtype, reduce_op: str = "sum") -> bool:
     """Returns whether to average; raises for an op or element type that cannot be reduced."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"{op}: reduce_op={reduce_op!r} must be 'sum' or 'avg'")
-    real = torch.empty(0, dtype=dtype).real.dtype if dtype.is_complex else dtype
-    if real not in REDUCIBLE:
-        raise TypeError(
-            f"{op}: {name} is {dtype}, which cannot be summed: needs an integer, a complex or a "
-            "floating dtype of at least 16 bits"
-        )
+    if not _summable(dtype):
+        raise TypeError(f"{op}: {name} is {dtype}, which cannot be summed: needs {_SUMMABLE}")
     if reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op}: reduce_op='avg' of {dtype} is not defined: use a floating dtype")
     return reduce_op == "avg"
@@ -89,10 +90,9 @@ def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int)
     """Raises unless `a` is at least 2-D and every B a matrix of `inner` rows, of a's dtype."""
     if a.dim() < 2:
         raise ValueError(f"{op}: A must have at least 2 dimensions, has shape {list(a.shape)}")
-    if not (a.dtype in REDUCIBLE or a.dtype.is_complex):
+    if not _summable(a.dtype):
         raise TypeError(
-            f"{op}: A is {a.dtype}: needs an integer, a complex or a floating dtype of at least 16 "
-            "bits (for float8 there are the scaled ops)"
+            f"{op}: A is {a.dtype}: needs {_SUMMABLE} (for float8 there are the scaled ops)"
         )
     for index, b in enumerate(bs):
         if b.dim() != 2:

@@ -98,7 +98,7 @@ class Launch:
         kernels: Mapping[str, Kernel],
         *,
         capturing: bool,
-        what: bytes = b"",
+        what: bytes,
     ) -> None:
         """Hands the schedule out. Raises `RuntimeError` when the driver refuses something."""
         device = workspace.device

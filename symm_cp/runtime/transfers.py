@@ -69,6 +69,7 @@ def _start(
     target: torch.Tensor,
     result: torch.Tensor,
     kernels: dict[str, Kernel],
+    what: bytes,
 ) -> torch.Tensor:
     """Runs `launch(rank, ranks, nbytes, mode, in_place)` on the tensor and another operand."""
     device = device_for(group, tensor.device)
@@ -81,9 +82,7 @@ def _start(
         lowered: Launch = launch(group.rank, group.world_size, nbytes, mode, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
         capturing = mode.slots == 1
-        epoch = space.next_epoch()
-        what = b"_low_contention_reduce_scatter" if kernels else b"_low_contention_all_gather"
-        lowered.run(space, epoch, operands, kernels, capturing=capturing, what=what)
+        lowered.run(space, space.next_epoch(), operands, kernels, capturing=capturing, what=what)
         device.used_by_copies("async", source, target, result)
         _register_work(result, _Transfer(device))
     return result
@@ -93,7 +92,8 @@ def all_gather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
     """Starts an all-gather along the first dimension; `wait_tensor` completes the result."""
     output = tensor.new_empty((tensor.shape[0] * group.world_size, *tensor.shape[1:]))
     nbytes = tensor.numel() * tensor.element_size()
-    return _start(group, tensor, _gather_launch, nbytes, output, output, {})
+    what = b"_low_contention_all_gather"
+    return _start(group, tensor, _gather_launch, nbytes, output, output, {}, what)
 
 
 def reduce_scatter(group: Group, tensor: torch.Tensor, *, mean: bool) -> torch.Tensor:
@@ -103,4 +103,5 @@ def reduce_scatter(group: Group, tensor: torch.Tensor, *, mean: bool) -> torch.T
     partials = tensor.new_empty((ranks, *output.shape))
     kernels: dict[str, Kernel] = {"reduce": lambda _: add_rows(partials, output, mean=mean)}
     nbytes = output.numel() * output.element_size()
-    return _start(group, tensor, _scatter_launch, nbytes, partials, output, kernels)
+    what = b"_low_contention_reduce_scatter"
+    return _start(group, tensor, _scatter_launch, nbytes, partials, output, kernels, what)

@@ -1,6 +1,6 @@
 """Calls of the ops that are right or nearly so, and what they should return.
 
-A case is plain data, so that hypothesis can shrink it and ranks can be given it.
+A case is plain data, which hypothesis draws and ranks are given.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
+from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
 
@@ -165,8 +166,21 @@ def _attention(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     return [out]
 
 
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
+def _call_gather_matmul(t: Tensors, case: Case, group: Any) -> Tensors:
+    gathered, products = symm_cp.all_gather_matmul(
+        t[0], t[1:], gather_dim=case.dim, group=group, return_gathered=True
+    )
+    return [gathered, *products]
+
+
+def _all_reduce_kind(name: str) -> Kind:
+    return Kind(
+        name,
+        ("input", "reduce_op", "group"),
+        lambda W, r, k, n: ((r, k),),
+        lambda t, case, group: getattr(OPS, name)(t[0], case.reduce_op, group),
+        _all_reduce,
+    )
 
 
 #: `good` takes the number of ranks and three small sizes.
@@ -175,11 +189,7 @@ KINDS: dict[str, Kind] = {
         "fused_all_gather_matmul",
         ("A", "B[0]", "B[1]", "gather_dim", "group"),
         lambda W, r, k, n: ((r, k), (k, n), (k, 2)),
-        lambda t, case, group: (lambda found: [found[0], *found[1]])(
-            symm_cp.all_gather_matmul(
-                t[0], t[1:], gather_dim=case.dim, group=group, return_gathered=True
-            )
-        ),
+        _call_gather_matmul,
         _gather_matmul,
     ),
     "matmul_reduce_scatter": Kind(
@@ -195,25 +205,19 @@ KINDS: dict[str, Kind] = {
         "_low_contention_all_gather",
         ("tensor", "group"),
         lambda W, r, k, n: ((r, k),),
-        lambda t, case, group: _wait(symm_cp.low_contention_all_gather(t[0], group=group)),
+        lambda t, case, group: wait_tensor(symm_cp.low_contention_all_gather(t[0], group=group)),
         lambda ranks, rank, case: [_gathered(ranks, 0)],
     ),
     "low_contention_reduce_scatter": Kind(
         "_low_contention_reduce_scatter",
         ("tensor", "dim", "reduce_op", "group"),
         lambda W, r, k, n: ((r * W, k),),
-        lambda t, case, group: _wait(
+        lambda t, case, group: wait_tensor(
             symm_cp.low_contention_reduce_scatter(t[0], reduce_op=case.reduce_op, group=group)
         ),
         _scatter,
     ),
-    "one_shot_all_reduce": Kind(
-        "one_shot_all_reduce",
-        ("input", "reduce_op", "group"),
-        lambda W, r, k, n: ((r, k),),
-        lambda t, case, group: OPS.one_shot_all_reduce(t[0], case.reduce_op, group),
-        _all_reduce,
-    ),
+    "one_shot_all_reduce": _all_reduce_kind("one_shot_all_reduce"),
     "one_shot_all_reduce_out": Kind(
         "one_shot_all_reduce",
         ("input", "reduce_op", "group", "out"),
@@ -221,13 +225,7 @@ KINDS: dict[str, Kind] = {
         lambda t, case, group: OPS.one_shot_all_reduce_out(t[0], case.reduce_op, group, t[1]),
         _all_reduce,
     ),
-    "two_shot_all_reduce_": Kind(
-        "two_shot_all_reduce_",
-        ("input", "reduce_op", "group"),
-        lambda W, r, k, n: ((r, k),),
-        lambda t, case, group: OPS.two_shot_all_reduce_(t[0], case.reduce_op, group),
-        _all_reduce,
-    ),
+    "two_shot_all_reduce_": _all_reduce_kind("two_shot_all_reduce_"),
     "reduce_scatter_out": Kind(
         "reduce_scatter_out",
         ("input", "group", "output", "dim"),

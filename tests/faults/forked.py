@@ -104,6 +104,14 @@ def count_steps(world_size: int, op: str) -> int:
     return outcome
 
 
+def _seconds(survivors: list[Any], killed: Any) -> list[float | None]:
+    """From the death of a rank until each of the others was told."""
+    return [
+        said["at"] - killed["died at"] if "at" in said and "died at" in killed else None
+        for said in survivors
+    ]
+
+
 def kill_before(world_size: int, op: str, step: int) -> dict[str, Any]:
     """The last rank dies before a step of its call; the others go on until they are told."""
     victim = world_size - 1
@@ -130,17 +138,13 @@ def kill_before(world_size: int, op: str, step: int) -> dict[str, Any]:
 
     before = set(os.listdir("/dev/shm"))
     *survivors, killed = fork_ranks(world_size, work)
-    seconds = [
-        said["at"] - killed["died at"] if "at" in said and "died at" in killed else None
-        for said in survivors
-    ]
     return {
         "op": op,
         "ranks": world_size,
         "step": step,
         "killed": killed,
         "survivors": survivors,
-        "seconds": seconds,
+        "seconds": _seconds(survivors, killed),
         "left behind": sorted(set(os.listdir("/dev/shm")) - before),
     }
 
@@ -198,7 +202,7 @@ def kill_while_asleep(world_size: int, kind: str) -> dict[str, Any]:
         return {}
 
     *survivors, killed = fork_ranks(world_size, work)
-    seconds = [said["at"] - killed["died at"] if "at" in said else None for said in survivors]
+    seconds = _seconds(survivors, killed)
     return {"op": kind, "ranks": world_size, "survivors": survivors, "seconds": seconds}
 
 

@@ -7,16 +7,13 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
 from symm_cp import tuning
 
 OPS = torch.ops.symm_mem
 Results = list[torch.Tensor]
-
-
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def gather_matmul(group: dist.ProcessGroup) -> Results:
@@ -59,7 +56,7 @@ def low_contention(group: dist.ProcessGroup) -> Results:
     # Large enough for the copy engine to be woken.
     gathered = OPS._low_contention_all_gather(torch.randn(1 << 15), name)
     scattered = OPS._low_contention_reduce_scatter(torch.randn(group.size() << 15), "sum", name)
-    return [_wait(scattered), _wait(gathered)]
+    return [wait_tensor(scattered), wait_tensor(gathered)]
 
 
 def one_shot(group: dist.ProcessGroup) -> Results:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
 from tests.launch import launch
@@ -63,10 +64,6 @@ def footprint(ops: int) -> Footprint:
     )
 
 
-def _wait(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
-
-
 def _gather_matmul(group: dist.ProcessGroup, rows: int) -> None:
     x, weight = torch.ones(rows, 16, requires_grad=True), torch.ones(16, 8, requires_grad=True)
     out = symm_cp.all_gather_matmul(x, weight, group=group)
@@ -96,8 +93,8 @@ def _collectives(group: dist.ProcessGroup, rows: int) -> None:
         OPS._low_contention_all_gather(x[:16], name),
     ]
     # torch keeps what is never waited for.
-    assert _wait(pending[1])[-1] == W
-    assert _wait(pending[0]).numel() == _wait(pending[2]).numel() * rows * group.size()
+    assert wait_tensor(pending[1])[-1] == W
+    assert wait_tensor(pending[0]).numel() == wait_tensor(pending[2]).numel() * rows * group.size()
 
 
 def _all_reduce(group: dist.ProcessGroup, rows: int) -> None:

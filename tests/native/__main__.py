@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from symm_cp import native
+from symm_cp.memory import FLAGS
 from tests.native import plans
 
 HERE = Path(__file__).resolve().parent
@@ -30,8 +31,8 @@ SANITIZERS = {
     "address,undefined": ("libasan.so", "libstdc++.so"),
 }
 CALLS = 400
-#: Waits without which ranks race, by the flags' numbers in csrc/channel.cpp.
-NEEDED = {"reduced": 1, "done": 3}
+#: Flags: without waiting for them ranks race.
+NEEDED = ("reduced", "done")
 TESTS = (
     "tests/test_symmetric_memory.py",
     "tests/ops/test_in_flight.py",
@@ -53,7 +54,13 @@ def _run(
 ) -> subprocess.CompletedProcess[str]:
     full = {**os.environ, **OPTIONS, **(environment or {})}
     return subprocess.run(
-        command, cwd=ROOT, env=full, text=True, stdout=-1, stderr=subprocess.STDOUT, check=False
+        command,
+        cwd=ROOT,
+        env=full,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        check=False,
     )
 
 
@@ -102,8 +109,8 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         _expect(done, done.returncode == 0 and done.stdout == "ok\n")
     done = _run([*program, "faults"])
     _expect(done, done.returncode == 0 and done.stdout == "ok\n")
-    for number in NEEDED.values() if sanitizer == "thread" else ():
-        done = _run([*program, "calls", str(folder / "calls 3"), str(number)])
+    for flag in NEEDED if sanitizer == "thread" else ():
+        done = _run([*program, "calls", str(folder / "calls 3"), str(FLAGS.index(flag))])
         _expect(done, "ThreadSanitizer: data race" in done.stdout)
 
 
@@ -134,14 +141,14 @@ def main() -> None:
     """Runs everything with each sanitizer."""
     compiler = shlex.split(native.find_compiler())
     # ThreadSanitizer needs addresses where it expects them.
-    without_chance = ["setarch", "-R"]
-    possible = shutil.which("setarch") and _run([*without_chance, "true"]).returncode == 0
+    prefix = ["setarch", "-R"]
+    if shutil.which("setarch") is None or _run([*prefix, "true"]).returncode != 0:
+        prefix = []
     for sanitizer in SANITIZERS:
         start = time.monotonic()
         print(f"-fsanitize={sanitizer}", flush=True)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            prefix = without_chance if possible else []
             if reason := why_not(compiler, sanitizer, prefix, folder):
                 print(f"  it cannot be used here: {reason}")
                 continue

@@ -12,13 +12,15 @@ import random
 import struct
 from collections.abc import Sequence
 
+import torch
+
 from symm_cp import native
+from symm_cp.runtime.cpu import REDUCIBLE
 from symm_cp.runtime.program import Extent, Program, Reduction, lower
 from symm_cp.schedule import CHANNELS, Pattern
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Step, accesses
 
 CHUNK = 512
-_FLOAT32 = 6
 _REDUCTIONS = ("reduce", "add")
 #: What `ranks.cpp` does with an operand.
 INPUT, SYMMETRIC, SCRATCH, GATHERED, SUM = range(5)
@@ -77,14 +79,13 @@ def _lowered(pattern: Pattern, world_size: int) -> list[tuple[Program, list[tupl
         else:
             binding[name] = (Extent.even(next(numbers), CHUNK, parts),)
             operands.append((kinds.get(name, SCRATCH), CHUNK * parts))
-    reduction = Reduction(_FLOAT32, False)
+    reduction = Reduction(REDUCIBLE[torch.float32], False)
     return [(lower(s, binding, reduction=reduction), operands) for s in schedules]
 
 
 def _bytes(program: Program, operands: list[tuple[int, int]]) -> bytes:
-    items = [item for item, _ in program.items]
-    commands = b"".join(bytes(item) for item in items if isinstance(item, ctypes.Array))
-    assert all(isinstance(item, ctypes.Array) for item in items)
+    assert all(isinstance(item, ctypes.Array) for item, _ in program.items)
+    commands = b"".join(bytes(item) for item, _ in program.items)  # type: ignore[call-overload]
     references = bytes(program.references)  # type: ignore[call-overload]
     sizes = (
         len(commands) // ctypes.sizeof(native.Command),

@@ -10,16 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
 from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-
-
-def wait(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def returns_at_once(group: dist.ProcessGroup, elements: int) -> None:

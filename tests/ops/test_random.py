@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
 from symm_cp import tuning
@@ -19,10 +20,6 @@ from tests.pool import Ranks
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FLOAT8 = torch.float8_e4m3fn
 OPS = torch.ops.symm_mem
-
-
-def wait(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tensor:

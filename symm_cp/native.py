@@ -25,7 +25,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch.utils import cpp_extension
 
 from . import env
 
@@ -137,6 +136,9 @@ def _verify(library: Path) -> None:
 
 
 def _compile(target: Path) -> None:
+    # Here, because without a GPU CUDA builds of torch log a warning whenever it is imported.
+    from torch.utils import cpp_extension
+
     compiler = shlex.split(find_compiler())
     # Not named after the process: a killed build leaves its folder, and containers repeat numbers.
     scratch = Path(tempfile.mkdtemp(prefix="tmp", dir=target.parent))

@@ -489,7 +489,8 @@ def tells_of_unused_outputs(group: dist.ProcessGroup) -> None:
     q.sum().backward()
     shared.dense.wq(x).sum().backward()
     same(local(shared.module.wq.weight.grad), part(shared.dense.wq.weight.grad, group, 0))
-    assert shared.module.wk.weight.grad is None
+    grad = shared.module.wk.weight.grad
+    assert grad is None or not local(grad).any()  # DTensors of torch 2.11 make zeros of None
 
 
 def failing(m: Attention, x: torch.Tensor) -> None:

@@ -29,6 +29,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 
 _GATHER = "fused_all_gather_scaled_matmul"
 _SCATTER = "fused_scaled_matmul_reduce_scatter"
@@ -115,24 +116,6 @@ def _check_gather(
     return dim
 
 
-def _scaled_mm_out(
-    A: torch.Tensor,
-    B: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    out: torch.Tensor,
-    *,
-    bias: torch.Tensor | None = None,
-    scale_result: torch.Tensor | None = None,
-    fast: bool = False,
-) -> None:
-    if out.numel() == 0:
-        return
-    torch.ops.aten._scaled_mm.out(
-        A, B, scale_a, scale_b, bias, scale_result, out.dtype, fast, out=out
-    )
-
-
 def _all_gather_scaled_matmul_kernel(
     A: torch.Tensor,
     Bs: list[torch.Tensor],
@@ -184,7 +167,7 @@ def _all_gather_scaled_matmul_kernel(
             scale = A_scale
         for out, B, scale_b, extra in zip(outs, Bs, B_scales, options, strict=True):
             part = out.narrow(0, rank * rows, rows)
-            _scaled_mm_out(shards[0].view(rows, A.shape[-1]), B, scale, scale_b, part, **extra)
+            scaled_mm_out(shards[0].view(rows, A.shape[-1]), B, scale, scale_b, part, **extra)
 
     runtime.of(A, group).all_gather_and_consume(group, shard, consume, what, gathered=A_full)
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]
@@ -230,7 +213,7 @@ def _gathered_then_scaled(
     results = []
     for B, scale_b, dtype, extra in zip(Bs, B_scales, dtypes, options, strict=True):
         out = A.new_empty(lead.numel(), B.shape[1], dtype=dtype)
-        _scaled_mm_out(A_full.flatten(0, -2), B, scale, scale_b, out, **extra)
+        scaled_mm_out(A_full.flatten(0, -2), B, scale, scale_b, out, **extra)
         results.append(out.view(*lead, B.shape[1]))
     return A_full, results
 
@@ -310,23 +293,6 @@ def _partial_dtype(out_dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if out_dtype.itemsize == 1 else out_dtype
 
 
-def _finish(
-    total: torch.Tensor,
-    bias: torch.Tensor | None,
-    result_scale: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """Adds the bias once, not once a rank; then scales as `_scaled_mm` does for float8 results."""
-    if bias is not None:
-        total = total + bias
-    if result_scale is not None and dtype.itemsize == 1:
-        total = total / result_scale
-    if dtype.itemsize == 1:
-        limit = torch.finfo(dtype).max
-        total = total.float().clamp(-limit, limit)
-    return total.to(dtype)
-
-
 def _own_columns(
     bias: torch.Tensor | None, columns: bool, rank: int, world_size: int
 ) -> torch.Tensor | None:
@@ -374,7 +340,7 @@ def _scaled_matmul_reduce_scatter_kernel(
             right = B.narrow(1, rank * n, n)
             if B_scale.numel() == B.shape[1] != 1:
                 scale_b = B_scale.narrow(-1, rank * n, n).contiguous()
-        _scaled_mm_out(
+        scaled_mm_out(
             rows.contiguous(), right, scale_a, scale_b, into.flatten(0, -2), fast=use_fast_accum
         )
 
@@ -396,7 +362,8 @@ def _scaled_matmul_reduce_scatter_kernel(
         total = out
     if not columns:
         total = total.movedim(0, dim)
-    return _finish(total, bias, result_scale, dtype).contiguous()
+    # The bias is added to the sum: once, not once a rank.
+    return finish(total, bias, result_scale, dtype).contiguous()
 
 
 def _scaled_matmul_reduce_scatter_fake(

@@ -17,6 +17,7 @@ from symm_cp.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.kernels.merge_attention import merge_attention as merge
 from symm_cp.schedule.builders import peers
 from symm_cp.schedule.layout import Layout, head_tail, sequential
+from tests.cuda import interpreted
 
 
 def add_rows() -> int:
@@ -186,6 +187,7 @@ def late_arrivals() -> int:
 
 
 if __name__ == "__main__":
+    interpreted.mend()
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
     torch.manual_seed(seed)

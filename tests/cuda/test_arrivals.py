@@ -20,8 +20,10 @@ def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     from symm_cp.ops import arrival_attention
     from symm_cp.schedule.layout import head_tail, sequential
     from symm_cp.schedule.tiles import Mask
+    from tests.cuda import interpreted
     from tests.cuda.simulated import simulation
 
+    interpreted.mend()
     rank, W, choose = group.rank(), group.size(), random.Random(seed)
     torch.manual_seed(seed)
     plain = module.arrival_attention

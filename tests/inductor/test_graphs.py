@@ -158,7 +158,9 @@ def scatter_columns(g: Any, x: Any, w: Any) -> Any:
 
 
 def scatter_mean(g: Any, x: Any, w: Any) -> Any:
-    return scatter(x @ w, 1, g, "avg")
+    if torch.compiler.is_compiling():
+        return funcol.reduce_scatter_tensor(x @ w, "avg", 1, g)
+    return scatter(x @ w, 1, g) / g.size()  # torch 2.11's gloo only sums
 
 
 def scatter_bias(g: Any, x: Any, w: Any, b: Any) -> Any:
@@ -207,10 +209,13 @@ def eight_bits_by_row(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return (x / scale).to(FLOAT8), scale
 
 
-def scaled(a: Any, b: Any, scale_a: Any, scale_b: Any, **options: Any) -> Any:
-    return torch._scaled_mm(
-        a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, **options
-    )
+def scaled(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None) -> Any:
+    if torch.compiler.is_compiling():
+        return torch._scaled_mm(
+            a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, bias=bias
+        )
+    product = (a.float() * scale_a) @ (b.float() * scale_b)  # torch 2.11's CPU has no rows' scales
+    return (product if bias is None else product + bias).bfloat16()
 
 
 def gather_eight_bits(x: torch.Tensor, g: Any) -> torch.Tensor:

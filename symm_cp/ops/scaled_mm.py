@@ -1,0 +1,68 @@
+"""One product of float8 matrices with scales, on every device and every torch that we run on."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+
+@functools.cache
+def _torch_scales_rows_on_cpu() -> bool:
+    """Whether `torch._scaled_mm` takes a scale for each row on CPU, as it does from 2.12 on."""
+    matrix = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
+    rows, columns = torch.ones(16, 1), torch.ones(1, 16)
+    try:
+        torch._scaled_mm(matrix, matrix.t(), rows, columns, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def scaled_mm_out(
+    A: torch.Tensor,
+    B: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    scale_result: torch.Tensor | None = None,
+    fast: bool = False,
+) -> None:
+    """Writes `torch._scaled_mm(A, B, ...)` to `out`, in the dtype of `out`.
+
+    Unlike there, one of the operands may have one scale, and the other one for each row or column.
+    """
+    if out.numel() == 0:
+        return
+    by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
+    if by_rows:
+        scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a
+        scale_b = scale_b.reshape(1, 1).repeat(1, B.shape[1]) if scale_b.numel() == 1 else scale_b
+    if by_rows and A.device.type == "cpu" and not _torch_scales_rows_on_cpu():
+        one = scale_a.new_ones(())
+        product = torch._scaled_mm(A, B, one, one, out_dtype=torch.float32)
+        product.mul_(scale_a).mul_(scale_b)
+        out.copy_(finish(product, bias, scale_result, out.dtype))
+        return
+    torch.ops.aten._scaled_mm.out(
+        A, B, scale_a, scale_b, bias, scale_result, out.dtype, fast, out=out
+    )
+
+
+def finish(
+    product: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale_result: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Adds the bias, then rounds to `dtype`; float8 is scaled and clamped as `_scaled_mm` does."""
+    if bias is not None:
+        product = product + bias
+    if dtype.itemsize == 1:
+        if scale_result is not None:
+            product = product / scale_result
+        limit = torch.finfo(dtype).max
+        product = product.float().clamp(-limit, limit)
+    return product.to(dtype)

@@ -26,18 +26,76 @@ FEATURES = (64, 128)
 _LOG2_E = math.log2(math.e)
 
 
+@dataclass(frozen=True)
+class Tiling:
+    """How the kernel is cut up: queries and keys of a tile, warps, and loads in flight."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+# Two warpgroups of 64 queries each. tests/cuda/test_compiled.py shows that tiles of this size stay
+# in registers on Hopper.
+_TILINGS = {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 128, 8, 2)}
+
+
 @triton.jit
-def _attend(
+def _attend_tile(
     acc,
     top,
     total,
     q,
     q_at,
+    k_at,
+    v_at,
+    k_s,
+    v_s,
+    first,
+    length,
+    start,
+    scale,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Takes the keys from row `first` of a chunk on; MASKED unless every query sees all of them."""
+    j = first + tl.arange(0, KEYS)
+    there = j < length
+    k_at += first * k_s
+    v_at += first * v_s
+    k = tl.load(k_at, mask=there[None, :], other=0.0) if MASKED else tl.load(k_at)
+    score = tl.dot(q, k)
+    if MASKED:
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (q_at[:, None] >= start + j[None, :])
+        score = tl.where(seen, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    # Rows that have seen nothing yet: any finite number in the place of -inf.
+    anchor = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weight = tl.exp2(score * scale - anchor[:, None])
+    shrink = tl.exp2(top - anchor)
+    total = total * shrink + tl.sum(weight, 1)
+    v = tl.load(v_at, mask=there[:, None], other=0.0) if MASKED else tl.load(v_at)
+    acc = tl.dot(weight.to(v.dtype), v, acc * shrink[:, None])
+    return acc, new_top, total
+
+
+@triton.jit
+def _attend_chunk(
+    acc,
+    top,
+    total,
+    q,
+    q_at,
+    q_first,
+    q_last,
     keys,
     values,
     k_s,
     v_s,
-    begin,
     length,
     start,
     scale,
@@ -45,29 +103,27 @@ def _attend(
     KEYS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Takes a chunk of keys in: rows [begin, begin + length) of a shard, from position `start`."""
+    """Takes a chunk of keys in: `length` rows from position `start` on."""
     e = tl.arange(0, E)
-    # The keys that the last query of the block sees.
-    count = tl.minimum(length, tl.max(q_at) - start + 1) if CAUSAL else length
-    for first in range(0, count, KEYS):
-        j = first + tl.arange(0, KEYS)
-        there = j < length
-        row = (begin + j).to(tl.int64)
-        k = tl.load(keys + row[None, :] * k_s + e[:, None], mask=there[None, :], other=0.0)
-        score = tl.dot(q, k) * scale
-        seen = there[None, :]
-        if CAUSAL:
-            seen = seen & (q_at[:, None] >= start + j[None, :])
-        score = tl.where(seen, score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, 1))
-        # Rows that have seen nothing yet: any finite number in the place of -inf.
-        anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weight = tl.exp2(score - anchor[:, None])
-        shrink = tl.exp2(top - anchor)
-        total = total * shrink + tl.sum(weight, 1)
-        v = tl.load(values + row[:, None] * v_s + e[None, :], mask=there[:, None], other=0.0)
-        acc = acc * shrink[:, None] + tl.dot(weight.to(v.dtype), v)
-        top = new_top
+    j = tl.arange(0, KEYS)
+    k_at = keys + j[None, :] * k_s + e[:, None]
+    v_at = values + j[:, None] * v_s + e[None, :]
+    # Keys that the last query of the block sees; and whole tiles that all of its queries see.
+    count, whole = length, length
+    if CAUSAL:
+        count = tl.minimum(length, q_last - start + 1)
+        whole = tl.maximum(tl.minimum(length, q_first - start + 1), 0)
+    whole = whole // KEYS * KEYS
+    for first in range(0, whole, KEYS):
+        acc, top, total = _attend_tile(
+            acc, top, total, q, q_at, k_at, v_at, k_s, v_s, first, length, start, scale,
+            MASKED=False, CAUSAL=CAUSAL, KEYS=KEYS,
+        )  # fmt: skip
+    for first in range(whole, count, KEYS):
+        acc, top, total = _attend_tile(
+            acc, top, total, q, q_at, k_at, v_at, k_s, v_s, first, length, start, scale,
+            MASKED=True, CAUSAL=CAUSAL, KEYS=KEYS,
+        )  # fmt: skip
     return acc, top, total
 
 
@@ -78,6 +134,8 @@ def _attend_shard(
     total,
     q,
     q_at,
+    q_first,
+    q_last,
     keys,
     values,
     k_s,
@@ -92,10 +150,10 @@ def _attend_shard(
 ):
     for chunk in range(CHUNKS):
         at = chunks + (shard * CHUNKS + chunk) * 3
-        begin, length, start = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-        acc, top, total = _attend(
-            acc, top, total, q, q_at, keys, values, k_s, v_s, begin, length, start, scale,
-            CAUSAL=CAUSAL, KEYS=KEYS, E=E,
+        begin, length, start = tl.load(at).to(tl.int64), tl.load(at + 1), tl.load(at + 2)
+        acc, top, total = _attend_chunk(
+            acc, top, total, q, q_at, q_first, q_last, keys + begin * k_s, values + begin * v_s,
+            k_s, v_s, length, start, scale, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
         )  # fmt: skip
     return acc, top, total
 
@@ -151,14 +209,16 @@ def _arrival_attention(
         b, h, shared = b.to(tl.int64), h.to(tl.int64), (h // groups).to(tl.int64)
         inside = s < rows
         q_at = tl.load(q_positions + s, mask=inside, other=0)
+        q_first, q_last = tl.min(tl.where(inside, q_at, 2147483647)), tl.max(q_at)
         base = query + b * q_b + h * q_h
         q = tl.load(base + s.to(tl.int64)[:, None] * q_s + e[None, :], mask=inside[:, None])
         acc = tl.zeros([ROWS, E], dtype=tl.float32)
         top = tl.full([ROWS], float("-inf"), dtype=tl.float32)
         total = tl.zeros([ROWS], dtype=tl.float32)
         acc, top, total = _attend_shard(
-            acc, top, total, q, q_at, key + b * k_b + shared * k_h, value + b * v_b + shared * v_h,
-            k_s, v_s, chunks, 0, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
+            acc, top, total, q, q_at, q_first, q_last,
+            key + b * k_b + shared * k_h, value + b * v_b + shared * v_h, k_s, v_s,
+            chunks, 0, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
         )  # fmt: skip
         for shard in range(1, shards):
             # Awaits the shard: its word is written behind the copy.
@@ -167,8 +227,9 @@ def _arrival_attention(
                 pass
             offset = pulled_shard.to(tl.int64) * (shard - 1) + b * p_b + shared * p_h
             acc, top, total = _attend_shard(
-                acc, top, total, q, q_at, pulled_key + offset, pulled_value + offset,
-                p_s, p_s, chunks, shard, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
+                acc, top, total, q, q_at, q_first, q_last,
+                pulled_key + offset, pulled_value + offset, p_s, p_s,
+                chunks, shard, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
             )  # fmt: skip
         # The scores are in units of log 2.
         known = tl.where(total == 0.0, 1.0, total)
@@ -204,24 +265,27 @@ def arrival_attention(
     *,
     causal: bool,
     scale: float | None = None,
-    blocks: tuple[int, int] = (128, 64),
+    tiling: Tiling | None = None,
     programs: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention of `query` over all shards, and its log-sum-exp in float32.
 
     `query` is (B, H, S, E), `key` and `value` (B, G, S_k, E) for a divisor G of H; 16-bit, E of 64
-    or 128, features contiguous. `query_positions` (S,) and `chunks` are int32: for each shard, the
-    own one first, and each of its chunks (begin in the shard, length, position of its first key).
+    or 128, features contiguous; `scale` is positive. `query_positions` (S,) and `chunks` are int32:
+    for each shard, the own one first, and each of its chunks (begin in the shard, length, position
+    of its first key).
     """
     B, H, S, E = query.shape
     G, shards = key.shape[1], chunks.shape[0]
     out = torch.empty_like(query)
     lse = query.new_empty((B, H, S), dtype=torch.float32)
-    rows, keys = blocks
-    work = triton.cdiv(S, rows) * B * H
+    tiling = tiling or _TILINGS[E]
+    work = triton.cdiv(S, tiling.rows) * B * H
     if work == 0:
         return out, lse
     assert arrivals.keys.stride() == arrivals.values.stride()
+    # Offsets of rows are numbers of 32 bits.
+    assert max(t.shape[-2] * t.stride(-2) for t in (key, value, arrivals.keys)) < 1 << 31
     if programs is None:
         programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scale = E**-0.5 if scale is None else scale
@@ -251,10 +315,12 @@ def arrival_attention(
         scale * _LOG2_E,
         CHUNKS=chunks.shape[1],
         CAUSAL=causal,
-        ROWS=rows,
-        KEYS=keys,
+        ROWS=tiling.rows,
+        KEYS=tiling.keys,
         E=E,
-        num_warps=8 if E == 128 else 4,
+        num_warps=tiling.warps,
+        num_stages=tiling.stages,
+        enable_fp_fusion=True,
     )
     return out, lse
 

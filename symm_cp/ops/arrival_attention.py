@@ -19,16 +19,30 @@ _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
 
 
-def takes(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> bool:
+def takes(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    layout: Layout,
+    mask: Mask,
+    scale: float | None,
+) -> bool:
     """Tells whether a call is for this kernel: the user asked for it, and it can do it."""
     if query.device.type != "cuda" or env.attention() != "arrival":
         return False
     if hosts_of(group) is not None or device_of(query.device).capturing():
         return False
-    return fits(group, query, key, layout, mask)
+    return fits(group, query, key, layout, mask, scale)
 
 
-def fits(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> bool:
+def fits(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    layout: Layout,
+    mask: Mask,
+    scale: float | None = None,
+) -> bool:
     """Tells whether the kernel can do a call: 16 bits, equal shards, no mask but a causal one."""
     return (
         group.world_size > 1
@@ -37,6 +51,7 @@ def fits(group: Group, query: torch.Tensor, key: torch.Tensor, layout: Layout, m
         and len(set(layout.lengths)) == 1
         and mask in (Mask(), Mask(right=0))
         and min(query.shape[2], key.shape[2]) > 0
+        and (scale is None or scale > 0)
     )
 
 

@@ -236,12 +236,11 @@ def _attention_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     group = group_of(group_name)
     call = _Call(_FORWARD, query, key, value, group, options)
-    if arrival_attention.takes(group, query, key, call.layout, call.mask):
-        return arrival_attention.attend(
-            group, query, key, value, call.layout, call.mask, options.get("scale")
-        )
+    scale = options.get("scale")
+    if arrival_attention.takes(group, query, key, call.layout, call.mask, scale):
+        return arrival_attention.attend(group, query, key, value, call.layout, call.mask, scale)
     parts = sum(len(call.tiles(owner)) for owner in range(group.world_size))
-    forward = Forward(dense_features(query), options.get("scale"), parts)
+    forward = Forward(dense_features(query), scale, parts)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in call.tiles(owner):

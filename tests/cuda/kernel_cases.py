@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
-from symm_cp.kernels.arrival_attention import Arrivals, chunk_table
+from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.kernels.merge_attention import merge_attention as merge
 from symm_cp.schedule.builders import peers
 from symm_cp.schedule.layout import Layout, head_tail, sequential
 from tests.cuda import interpreted
+
+SMALL = Tiling(16, 16, 4, 1)
 
 
 def add_rows() -> int:
@@ -121,7 +123,7 @@ class Case:
         self.words[index * 16] = epoch
 
     def run(
-        self, epoch: int, blocks: tuple[int, int] = (16, 16), programs: int | None = 3
+        self, epoch: int, tiling: Tiling | None = SMALL, programs: int | None = 3
     ) -> tuple[torch.Tensor, torch.Tensor]:
         arrivals = Arrivals(self.keys, self.values, self.words, 16, epoch)
         return attention(
@@ -131,7 +133,7 @@ class Case:
             self.positions,
             self.chunks,
             causal=self.causal,
-            blocks=blocks,
+            tiling=tiling,
             programs=programs,
         )
 

@@ -29,7 +29,7 @@ def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     plain = module.arrival_attention
 
     def small(*args: Any, **options: Any) -> Any:
-        return plain(*args, **options, blocks=(16, 16), programs=2)
+        return plain(*args, **options, tiling=module.Tiling(16, 16, 4, 1), programs=2)
 
     module.arrival_attention = small
     state = memory.resolve(group)

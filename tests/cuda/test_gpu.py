@@ -108,7 +108,7 @@ def test_arrival_attention(dtype: torch.dtype, causal: bool, features: int) -> N
             case = kernel_cases.Case(layout, 0, causal=causal, H=4, G=2, E=features, dtype=dtype)
             for index in range(layout.world_size - 1):
                 case.arrive(index, 7)
-            case.check(*case.run(7, blocks=(128, 64), programs=None))
+            case.check(*case.run(7, tiling=None, programs=None))
 
 
 def test_override_can_be_undone() -> None:

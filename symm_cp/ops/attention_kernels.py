@@ -67,8 +67,10 @@ def forward(
         # Other kernels align a causal mask at the lower right unless the tile is square.
         assert query.shape[2] == key.shape[2]
     if kind == "flash":
-        out, lse, *_ = _flash(query, key, value, 0.0, causal, False, scale=scale)
-        return out, lse
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        tensors = map(_eights, (query, key, value))
+        out, lse, *_ = _flash(*tensors, 0.0, causal, False, scale=scale)
+        return out[..., : query.shape[-1]], lse
     if kind == "cudnn":
         out, lse, *_ = _cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
         return out, lse.reshape(query.shape[:3])
@@ -104,13 +106,16 @@ def backward(
         )
     if kind in ("flash", "cudnn"):
         # cuDNN wants the log-sum-exp as its own forward pass laid it out; flash takes any.
-        none = torch.empty(0, dtype=torch.uint64, device=query.device)
-        rows, keys = query.shape[2], key.shape[2]
-        # Cumulative lengths and random state: of nested tensors and dropout, which are not here.
-        return _flash_backward(
-            grad_out, query, key, value, out, lse.contiguous(), none, none, rows, keys,
-            0.0, causal, none, none, scale=scale,
-        )  # fmt: skip
+        none = torch.empty(0, dtype=torch.int64, device=query.device)
+        rows, keys, features = query.shape[2], key.shape[2], query.shape[3]
+        scale = features**-0.5 if scale is None else scale
+        tensors = map(_eights, (grad_out, query, key, value, out))
+        # Without cumulative lengths: any tensor, also an empty one, would stand for a nested batch.
+        # The last ones are the random state of dropout.
+        grads = _flash_backward(
+            *tensors, lse.contiguous(), None, None, rows, keys, 0.0, causal, none, none, scale=scale
+        )
+        return tuple(grad[..., :features] for grad in grads)
     times = query.shape[1] // key.shape[1]
     key, value = _repeated(key, times), _repeated(value, times)
     if kind == "efficient":
@@ -126,6 +131,12 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
     else:
         kernels.merge_attention(out, lse, part, part_lse)
+
+
+def _eights(tensor: torch.Tensor) -> torch.Tensor:
+    """Pads the features to a multiple of eight, which flash kernels need."""
+    more = -tensor.shape[-1] % 8
+    return F.pad(tensor, (0, more)) if more else tensor
 
 
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:

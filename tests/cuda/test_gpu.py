@@ -62,10 +62,12 @@ def test_merge_attention() -> None:
         assert kernel_cases.merge_attention() > 0
 
 
-def attend(kind: str, dtype: torch.dtype, *, causal: bool, groups: int) -> list[torch.Tensor]:
-    rows = keys = 130
-    q, grad = (torch.randn(2, 4, rows, 64, device="cuda", dtype=dtype) for _ in range(2))
-    k, v = (torch.randn(2, 4 // groups, keys, 64, device="cuda", dtype=dtype) for _ in range(2))
+def attend(
+    kind: str, dtype: torch.dtype, *, causal: bool, groups: int, features: int = 64
+) -> list[torch.Tensor]:
+    B, S, H, E = 2, 130, 4, features
+    q, grad = (torch.randn(B, H, S, E, device="cuda", dtype=dtype) for _ in range(2))
+    k, v = (torch.randn(B, H // groups, S, E, device="cuda", dtype=dtype) for _ in range(2))
     options: dict[str, Any] = {"causal": causal, "scale": None}
     results = []
     for chosen in (kind, "matmul"):
@@ -96,6 +98,10 @@ def attend(kind: str, dtype: torch.dtype, *, causal: bool, groups: int) -> list[
 )
 def test_attention_kernels(kind: str, dtype: torch.dtype, groups: int, causal: bool) -> None:
     attend(kind, dtype, causal=causal, groups=groups)
+
+
+def test_flash_with_any_number_of_features() -> None:
+    attend("flash", torch.float16, causal=True, groups=2, features=20)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
@@ -45,6 +46,18 @@ def attend_masked(
             "flex_attention with a score_mod"
         )
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if not _in_tiles(query.device):
+        full_key, full_value = _gathered(region, keys, key, value)
+        rows = queries.positions(resolve(region.group).rank).to(mask.device)
+        columns = keys.permutation().to(mask.device)
+        return F.scaled_dot_product_attention(
+            query,
+            full_key,
+            full_value,
+            attn_mask=mask[..., rows, :][..., columns],
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
     batch, heads = (size - 1 for size in mask.shape[:2])  # an index of 0 stands for all
 
     def entry(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
@@ -67,6 +80,30 @@ def attend_masked(
         enable_gqa=enable_gqa,
     )
     return out
+
+
+def _in_tiles(device: torch.device) -> bool:
+    """Whether keys are taken in as they come; elsewhere torch's own kernels get all of them."""
+    return device.type == "cpu"
+
+
+def _gathered(
+    region: Region, keys: LoadBalancer, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the keys and values of all ranks, in the order of the ranks."""
+    lengths = keys.lengths
+    longest = max(lengths)
+    more = longest - key.shape[2]
+    full_key, full_value = all_gather_kv(
+        *(F.pad(t, (0, 0, 0, more)) if more else t for t in (key, value)),
+        seq_dim=2,
+        group=region.group,
+    )
+    if len(set(lengths)) == 1:
+        return full_key, full_value
+    shards = (zip(t.split(longest, 2), lengths, strict=True) for t in (full_key, full_value))
+    full_key, full_value = (torch.cat([t[:, :, :n] for t, n in pairs], 2) for pairs in shards)
+    return full_key, full_value
 
 
 def _spread(
@@ -116,7 +153,7 @@ def attend(
             f"context_parallel it must be that of the whole sequence, {lengths}"
         )
     group = resolve(region.group)
-    if query.device.type == "cpu":
+    if _in_tiles(query.device):
         out, lse = flex_all_gather_attention(
             query,
             key,
@@ -135,7 +172,7 @@ def attend(
                 raise NotImplementedError(f"{_OP}: max_scores within context_parallel")
             return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
         return (out, lse) if return_lse else out
-    full_key, full_value = all_gather_kv(key, value, seq_dim=2, group=group.name)
+    full_key, full_value = _gathered(region, keys, key, value)
     if block_mask is not None:
         block_mask = local_block_mask(block_mask, balancer, group.rank, kv_load_balancer=keys)
     if score_mod is not None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import unittest.mock
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.attention import flex_attention as module
@@ -20,6 +22,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 import symm_cp
+from symm_cp.context_parallel import flex
 from tests.context_parallel.common import CLOSE, Tensors, assert_all_close, mesh_of, whole
 from tests.pool import Ranks
 
@@ -160,3 +163,44 @@ def styled(group: dist.ProcessGroup) -> None:
 @WORLD_SIZES
 def test_style(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, styled)
+
+
+# --- as on CUDA: torch's kernels over gathered keys ------------------------------------------
+
+
+def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None:
+    W = group.size()
+    given, mask = whole(seed, length), block_mask(length)
+    at = torch.arange(length)
+    visible = prefix(0, 0, at[:, None], at)
+    for balancer in (symm_cp.HeadTail(length, W), symm_cp.Sequential(length, W)):
+        rows = balancer.positions(group.rank())
+        parts = [t[:, :, rows].requires_grad_() for t in given[:3]]
+        with (
+            unittest.mock.patch.object(flex, "_in_tiles", return_value=False),
+            symm_cp.context_parallel(mesh_of(group), load_balancer=balancer),
+        ):
+            for scores in (False, True):
+                expected = [t[:, :, rows] for t in dense(given, scores=scores)]
+                # torch's function has no gradient on CPU.
+                q, k, v = (t.detach() for t in parts)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    found, lse = flex_attention(
+                        q, k, v, alibi if scores else None, mask, return_lse=True
+                    )
+                assert_all_close([found, lse], [expected[0], expected[4]])
+            bias = torch.zeros(length, length, dtype=torch.float64).masked_fill(
+                ~visible, -torch.inf
+            )
+            expected = [t[:, :, rows] for t in dense(given, scores=False)[:4]]
+            for attn_mask in (visible, bias, visible.expand(2, HEADS, -1, -1)):
+                out = F.scaled_dot_product_attention(*parts, attn_mask=attn_mask)
+                grads = torch.autograd.grad(out, parts, given[3][:, :, rows])
+                assert_all_close([out.detach(), *grads], expected)
+
+
+@WORLD_SIZES
+@pytest.mark.parametrize("length", [64, 75])
+def test_over_gathered_keys(ranks: Ranks, world_size: int, length: int) -> None:
+    ranks.run(world_size, over_gathered_keys, length, int(torch.randint(1 << 30, ())))

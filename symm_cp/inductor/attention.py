@@ -32,13 +32,20 @@ from symm_cp.inductor.trace import (
 )
 from symm_cp.schedule.layout import Layout, head_tail, sequential
 
-_FORWARD = aten._scaled_dot_product_flash_attention_for_cpu.default
-_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-#: Attention that has no fused op yet.
-_OTHERS = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
+_ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+#: Attention, with its backward pass: both take query, key and value, and give the output and the
+#: log-sum-exp, and their gradients, first.
+_BACKWARD = {
+    _ON_CPU: aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_flash_attention.default: (
+        aten._scaled_dot_product_flash_attention_backward.default
+    ),
+    aten._scaled_dot_product_cudnn_attention.default: (
+        aten._scaled_dot_product_cudnn_attention_backward.default
+    ),
+    aten._scaled_dot_product_efficient_attention.default: (
+        aten._scaled_dot_product_efficient_attention_backward.default
+    ),
 }
 _FUSED = torch.ops.symm_mem.fused_all_gather_attention.default
 _FUSED_BACKWARD = torch.ops.symm_mem.fused_all_gather_attention_backward.default
@@ -70,8 +77,8 @@ class _Grads:
 
 def fuse_attention(graph: Graph, options: Options) -> None:
     """Replaces what it can, and records what became of each gather that feeds attention."""
-    tracer = Tracer(graph, set(), items_of={_BACKWARD})
-    for node in [n for n in graph.nodes if n.target is _FORWARD or n.target in _OTHERS]:
+    tracer = Tracer(graph, set(), items_of=set(_BACKWARD.values()))
+    for node in [n for n in graph.nodes if n.target in _BACKWARD]:
         found = [tracer[operand] for operand in node.args[1:3]]
         gathers = [t for t in found if t is not None and t.ranks is not None]
         if not gathers:
@@ -88,8 +95,6 @@ def fuse_attention(graph: Graph, options: Options) -> None:
 
 def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) -> str:
     """Fuses one attention; returns why it could not."""
-    if node.target is not _FORWARD:
-        return f"{node.target} has no fused op yet"
     key, value_ = found
     if key is None or value_ is None or key.ranks is None or value_.ranks is None:
         return "keys and values are not both gathered"
@@ -114,11 +119,12 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) 
     if shards[0] is None or shards[1] is None:
         return "their shards cannot be arranged"
     query = node.args[0]
-    chosen = {**chosen, "scale": node.kwargs.get("scale"), "enable_gqa": True}
+    chosen = {**chosen, "scale": _argument(node, "scale"), "enable_gqa": True}
     fused = emitter.call(_FUSED, query, *shards, group, **chosen)
     results = [emitter.item(fused, index) for index in range(2)]
     for item in [user for user in node.users if is_item(user)]:
-        item.replace_all_uses_with(results[item.args[1]])  # type: ignore[index]
+        # What comes after these two goes into the backward pass, which is replaced as a whole.
+        item.replace_all_uses_with(results[min(item.args[1], 1)])  # type: ignore[type-var, index]
         graph.erase_node(item)
     if backward is not None:
         _replace_backward(graph, backward, query, shards, results, group, chosen)
@@ -128,23 +134,33 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) 
     return ""
 
 
+def _argument(node: Node, *names: str) -> Any:
+    """What a call gives for the argument of its op that has one of these names."""
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name in names:
+            given = node.args[index : index + 1]
+            return given[0] if given else node.kwargs.get(argument.name, argument.default_value)
+    return None
+
+
 def _mask_options(node: Node, key: Traced) -> dict[str, Any] | str:
     """The options of the fused op that stand for a mask, or why there are none."""
-    defaults = (None, None, None, 0.0, False)
-    dropout, causal = (*node.args, *defaults[len(node.args) :])[3:5]
     assert key.ranks is not None
-    if dropout != 0.0:
+    if _argument(node, "dropout_p") != 0.0:
         return "it has dropout"
-    if causal:
+    if _argument(node, "is_causal"):
         if key.ranks.size == 1:
             return {"is_causal": True}
         return "is_causal aligns this rank's queries with the first keys: use a mask or an offset"
-    mask = node.kwargs.get("attn_mask")
+    mask = _argument(node, "attn_mask", "attn_bias")
     if mask is None:
         return {}
     found = constant(mask)
     if found is None:
         return "its mask is not known when it is compiled"
+    for dim in range(found.dim() - 2):
+        if found.stride(dim) == 0:  # the same for all heads
+            found = found.narrow(dim, 0, 1)
     visible = found if found.dtype == torch.bool else found == 0
     if found.dtype != torch.bool and not bool((visible | (found == -torch.inf)).all()):
         return "its mask has other values than 0 and -inf"
@@ -185,7 +201,9 @@ def constant(node: Any) -> torch.Tensor | None:
             continue
         seen.add(found)
         shape = static_shape(found) if found.op == "call_function" else None
-        if shape is None or math.prod(shape) > _MOST_MASK or any(map(is_dynamic, shape)):
+        if shape is None or any(map(is_dynamic, shape)):
+            return None
+        if math.prod(shape) > _MOST_MASK and found.target is not aten.expand.default:
             return None
         if torch.Tag.nondeterministic_seeded in getattr(found.target, "tags", ()):
             return None
@@ -201,7 +219,12 @@ def constant(node: Any) -> torch.Tensor | None:
 def _backward_of(tracer: Tracer, node: Node) -> _Grads | str | None:
     """The backward pass of an attention, if there is one; or why it cannot be fused."""
     items = [user for user in node.users if is_item(user)]
-    found = {u for item in items for u in item.users if u.target is _BACKWARD}
+    target = _BACKWARD[node.target]  # type: ignore[index]
+    found = {u for item in items for u in item.users if u.target is target}
+    # On CUDA the log-sum-exp may be padded; the rest is random state.
+    kept = 1 if node.target is _ON_CPU else 0
+    if any(item.args[1] > kept and set(item.users) - found for item in items):  # type: ignore[operator]
+        return "more than its output is used"
     if not found:
         return None
     if len(found) > 1:
@@ -209,6 +232,8 @@ def _backward_of(tracer: Tracer, node: Node) -> _Grads | str | None:
     (backward,) = found
     if backward.args[1:4] != node.args[:3]:
         return "its backward pass takes other keys"
+    if any(user.args[1] > 2 for user in backward.users):  # type: ignore[operator]
+        return "its mask has a gradient"
     found_all: dict[Node, _Scattered] = {}
     for index in (1, 2):
         item = next((u for u in backward.users if u.args[1] == index), None)

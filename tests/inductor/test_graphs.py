@@ -309,6 +309,29 @@ def attend_window(g: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
 
 
+def attend_as(kernel: str, g: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+    """As `F.scaled_dot_product_attention` is traced on CUDA."""
+    full = gather(k, 2, g), gather(v, 2, g)
+    if not torch.compiler.is_compiling():
+        return F.scaled_dot_product_attention(q, *full, mask)
+    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    if kernel == "flash":
+        return op(q, *full)[0]
+    if mask is not None:
+        heads = (*q.shape[:3], full[0].shape[2])
+        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
+        mask = F.pad(bias, (0, -mask.shape[-1] % 16))[:, : mask.shape[-1]].expand(heads)
+    return op(q, *full, mask, True)[0]
+
+
+def attend_as_causal(kernel: str, g: Any, *tensors: Any) -> Any:
+    n = tensors[0].shape[2]
+    rows = torch.arange(n) + dist.get_rank(g) * n
+    return attend_as(
+        kernel, g, *tensors, mask=rows[:, None] >= torch.arange(n * dist.get_world_size(g))
+    )
+
+
 def attend_over_heads(g: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, gather(k, 1, g), gather(v, 1, g))
 
@@ -394,6 +417,18 @@ def graphs(W: int) -> dict[str, Graph]:
         "attention, stacked": Graph(attend_stacked, (HEADS,) * 3, (ATTENTION,), grad=True),
         "attention, joined": Graph(attend_joined, (HEADS,) * 3, (ATTENTION,), grad=True),
         "attention, causal": Graph(attend_causal, (HEADS,) * 3, (ATTENTION,), grad=True),
+        **{
+            f"attention, {kernel}": Graph(
+                functools.partial(attend_as, kernel), (HEADS,) * 3, (ATTENTION,), grad=True
+            )
+            for kernel in ("flash", "cudnn", "efficient")
+        },
+        "attention, flash, no grad": Graph(
+            functools.partial(attend_as, "flash"), (HEADS,) * 3, (ATTENTION,)
+        ),
+        "attention, efficient, causal": Graph(
+            functools.partial(attend_as_causal, "efficient"), (HEADS,) * 3, (ATTENTION,), grad=True
+        ),
         "attention, upper left": Graph(attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)),
         "attention, window": Graph(attend_window, (HEADS,) * 3, reasons=("no causal one",)),
         "attention, over heads": Graph(

@@ -8,6 +8,7 @@ its result once against a reference before it is timed. The first variant is the
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -25,6 +26,8 @@ import torch.nn.functional as F
 
 import symm_cp
 from benchmarks.harness import Case, main
+from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
+from symm_cp.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
 from symm_cp.ops import arrival_attention, low_contention, matmul
 from symm_cp.schedule.layout import sequential
 from symm_cp.schedule.tiles import Mask
@@ -35,6 +38,13 @@ SCALE = int(os.environ.get("SYMM_CP_SUITE_SCALE", "1"))
 DTYPE = torch.bfloat16
 #: (name, hidden size, feed-forward size) of models; a rank has 8192 rows over W.
 MODELS = (("Llama-3 8B", 4096, 14336), ("Llama-3 70B", 8192, 28672))
+#: Other tilings of the kernel that polls: rows, keys, warps, stages.
+TILINGS = (
+    Tiling(128, 64, 8, 3),
+    Tiling(128, 64, 4, 3),
+    Tiling(64, 64, 4, 3),
+    Tiling(128, 128, 8, 3),
+)
 
 gather_matmul = matmul.CUDA_KERNELS["fused_all_gather_matmul"]
 matmul_scatter = matmul.CUDA_KERNELS["fused_matmul_reduce_scatter"]
@@ -225,6 +235,50 @@ def contention(group: dist.ProcessGroup) -> Iterator[Case]:
     )
 
 
+def polling(group: dist.ProcessGroup) -> Iterator[Case]:
+    """The kernel that polls, over shards that are there, against flash attention on all keys."""
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    for features, causal, shards in itertools.product((64, 128), (False, True), (1, 4)):
+        length = 8192 // SCALE
+        part = length // shards
+        q, k, v = (normal(1, 32, length, features) for _ in range(3))
+        # Shard 0 is the own one, the others were pulled.
+        own = [t[:, :, :part].contiguous() for t in (k, v)]
+        pulled = [t.unflatten(2, (shards, part)).movedim(2, 0).contiguous() for t in (k, v)]
+        words = torch.ones(shards, dtype=torch.int32, device=DEVICE)
+        arrivals = Arrivals(*(t[-max(1, shards - 1) :] for t in pulled), words, 1, 1)
+        chunks = chunk_table([[(0, part, shard * part)] for shard in range(shards)]).to(DEVICE)
+        at = torch.arange(length, dtype=torch.int32, device=DEVICE)
+
+        def run(
+            tiling: Tiling | None,
+            given: Any = (q, *own, arrivals, at, chunks),
+            causal: bool = causal,
+        ) -> Any:
+            return arrival_attention_kernel(*given, causal=causal, tiling=tiling)
+
+        def check(
+            run: Any = run, q: Any = q, k: Any = k, v: Any = v, causal: bool = causal
+        ) -> None:
+            expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            for tiling in (None, *TILINGS):
+                close(run(tiling)[0], expected, f"the kernel that polls, {tiling}")
+
+        variants: dict[str, Callable[[], object]] = {
+            "flash": lambda q=q, k=k, v=v, causal=causal: flash(q, k, v, 0.0, causal),
+            "polling": lambda run=run: run(None),
+        }
+        for tiling in TILINGS:
+            label = f"polling, {tiling.rows}x{tiling.keys}, {tiling.warps}, {tiling.stages}"
+            variants[label] = lambda run=run, tiling=tiling: run(tiling)
+        mask = "causal" if causal else "full"
+        yield case(
+            f"{mask} attention of {length} tokens, 32 heads of {features}, {shards} shards there",
+            variants,
+            check=check,
+        )
+
+
 def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
     """Attention over shards against one call over gathered keys."""
     W, rank, name = group.size(), group.rank(), group.group_name
@@ -308,7 +362,7 @@ def graphs(group: dist.ProcessGroup) -> Iterator[Case]:
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     torch.cuda.set_device(group.rank() % torch.cuda.device_count())
-    for part in (latencies, launches, matmuls, contention, attentions, graphs):
+    for part in (latencies, launches, matmuls, contention, polling, attentions, graphs):
         yield from part(group)
 
 

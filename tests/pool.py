@@ -220,6 +220,7 @@ def _spawn(rank: int, size: int, port: int) -> _Process:
     # One thread a rank: the tests run on small machines, and sums come out in one order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks share GPUs
+    environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
     command = [sys.executable, "-u", "-m", "tests.rank_process"]
     popen = subprocess.Popen(
         [*command, str(rank), str(size), str(port), str(child_end.fileno()), str(os.getpid())],

@@ -105,9 +105,6 @@ def _reason(scatter: Node, traced: Traced, terms: list[Node], options: Options) 
             return reason
     tensor = value(terms[0])
     assert tensor is not None
-    biased = any(matmul.target is aten.addmm.default for matmul in terms)
-    if tensor.device.type != "cpu" and (biased or len(terms) > 1):
-        return "sums and biases have a fused op on CPU only"
     return options.too_small(tensor.device, sum(map(flops, terms)))
 
 

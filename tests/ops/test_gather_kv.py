@@ -7,13 +7,14 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
+from tests import device
 from tests.pool import Ranks
 from tests.reference import reduce_scatter
 
 
 def gathers(group: dist.ProcessGroup, seed: int) -> None:
     W, rank = group.size(), group.rank()
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device.name()).manual_seed(seed)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for dim in (2, 0, -1, -3):
             shapes = [[2, 3, 4, 5], [2, 3, 4, 5]]

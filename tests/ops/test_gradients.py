@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
+from tests import device
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -117,6 +118,8 @@ def collective_gradients(group: dist.ProcessGroup) -> None:
         out = symm_cp.low_contention_reduce_scatter(x, reduce_op=reduce_op, group=group)
         (out * parts[rank]).sum().backward()
         torch.testing.assert_close(x.grad, torch.cat(parts) / (W if reduce_op == "avg" else 1))
+        if device.name() == "cuda":
+            continue  # the other is torch's own there, and has no gradient
         y = rand(5).requires_grad_()
         weights = [rand(5) for _ in range(W)]
         reduced = torch.ops.symm_mem.one_shot_all_reduce(y, reduce_op, group.group_name)

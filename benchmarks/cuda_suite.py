@@ -196,6 +196,15 @@ def sm_copies(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], tor
     return run
 
 
+def kernels_of(run: Callable[[], object]) -> list[str]:
+    """The kernels that a function launches: what the profiler sees on the GPU but for copies."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        synchronize()
+    on_gpu = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return [name for name in on_gpu if not name.startswith(("Memcpy", "Memset"))]
+
+
 def contention(group: dist.ProcessGroup) -> Iterator[Case]:
     """What a large matmul loses beside an all-gather."""
     n = 8192 // SCALE
@@ -208,6 +217,8 @@ def contention(group: dist.ProcessGroup) -> Iterator[Case]:
         full = gathered(shard, group)
         assert torch.equal(wait(low_gather(shard, group.group_name)), full)
         assert torch.equal(by_kernels(), full)
+        ran = kernels_of(lambda: wait(low_gather(shard, group.group_name)))
+        assert not ran, f"a low-contention all-gather of symmetric memory launched {ran}"
 
     def beside(start: Callable[[], torch.Tensor], finish: Any) -> Callable[[], object]:
         def run() -> object:

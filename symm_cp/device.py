@@ -259,17 +259,26 @@ def addresses_of(handle: Any, tensor: torch.Tensor, rank: int) -> list[int]:
     return [base + offset for base in bases]
 
 
+def is_whole(device: Device, tensor: torch.Tensor, group: Group) -> bool:
+    """Whether a tensor is a whole allocation of symmetric memory, as far as this rank can tell.
+
+    Of a part of one nothing tells whether it lies at the same place on all ranks.
+    """
+    return (
+        tensor.is_contiguous()
+        and device.is_symmetric(tensor, group)
+        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    )
+
+
 def symmetric_addresses(
     device: Device, tensor: torch.Tensor, group: Group
 ) -> tuple[int, ...] | None:
-    """Returns where the peers' counterparts of a contiguous symmetric tensor are; None for others.
+    """Returns where the peers' counterparts of a whole symmetric tensor are; None for others.
 
-    And for parts of one: nothing tells whether they lie at the same place on all ranks, whereas a
-    whole allocation does. Collective when its memory was not rendezvoused with the group yet.
+    Collective when its memory was not rendezvoused with the group yet.
     """
-    if not tensor.is_contiguous() or not device.is_symmetric(tensor, group):
-        return None
-    if tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size():
+    if not is_whole(device, tensor, group):
         return None
     handle = _SymmetricMemory.rendezvous(tensor, group.name)
     return None if handle is None else tuple(addresses_of(handle, tensor, group.rank))

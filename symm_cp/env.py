@@ -6,6 +6,7 @@
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
 | `SYMM_CP_ATTENTION` | on CUDA: `pipeline` of kernels, or one that polls (`arrival`) | `pipeline` |
+| `SYMM_CP_DEBUG` | 1: on CUDA, ranks compare their calls first (always so on CPU) | 0 |
 | `SYMM_CP_WAY` | how fused matmuls go: by `shards`, or `whole` | by simulation |
 | `SYMM_CP_HOST` | what tells this host from others in a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
@@ -58,6 +59,14 @@ def way() -> str | None:
     if text not in (None, "shards", "whole"):
         raise ValueError(f"SYMM_CP_WAY={text!r} must be 'shards' or 'whole'")
     return text
+
+
+def debug() -> bool:
+    """Returns whether ranks compare their calls on devices before they make them."""
+    text = os.environ.get("SYMM_CP_DEBUG", "0")
+    if text not in ("0", "1"):
+        raise ValueError(f"SYMM_CP_DEBUG={text!r} must be 0 or 1")
+    return text == "1"
 
 
 def host() -> str | None:

@@ -106,7 +106,7 @@ def _local_group(
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
     # Longer than that of the links: a rank that has lost one says so to those that wait for it.
-    options._timeout = _timeout_of(process_group) * 1.5
+    options._timeout = timeout_of(process_group) * 1.5
     backend = dist.ProcessGroupGloo(store, place, size, options)
     local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
     local._set_group_name(name)
@@ -116,7 +116,8 @@ def _local_group(
     return local
 
 
-def _timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
+def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
+    """Returns how long a group waits for a peer."""
     for device in process_group._device_types:
         options = getattr(process_group._get_backend(device), "options", None)
         if options is not None:

@@ -207,6 +207,8 @@ class Group:
         #: Kept for hosts.py: how the group is spread over hosts, once that was found out.
         self.hosts: Any = None
         self.spread_known = False
+        #: Kept for runtime/agreement.py: how many calls the ranks have compared.
+        self.compared_calls = 0
 
     def workspace(self, channel: str, slot_bytes: int) -> Workspace:
         """Returns the workspace of a channel with slots of at least `slot_bytes`.

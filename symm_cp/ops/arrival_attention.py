@@ -80,6 +80,7 @@ def attend(
     layout: Layout,
     mask: Mask,
     scale: float | None,
+    what: bytes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the attention over all ranks' keys, and its log-sum-exp."""
     from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention
@@ -96,5 +97,5 @@ def attend(
             arrival_attention(query, key, value, arrivals, at, chunks, causal=causal, scale=scale)
         )
 
-    all_gather_and_poll(group, [key, value], kernel)
+    all_gather_and_poll(group, [key, value], kernel, what)
     return found[0]

@@ -238,7 +238,9 @@ def _attention_kernel(
     call = _Call(_FORWARD, query, key, value, group, options)
     scale = options.get("scale")
     if arrival_attention.takes(group, query, key, call.layout, call.mask, scale):
-        return arrival_attention.attend(group, query, key, value, call.layout, call.mask, scale)
+        return arrival_attention.attend(
+            group, query, key, value, call.layout, call.mask, scale, call.what
+        )
     parts = sum(len(call.tiles(owner)) for owner in range(group.world_size))
     forward = Forward(dense_features(query), scale, parts)
 

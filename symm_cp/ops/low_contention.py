@@ -139,7 +139,7 @@ def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     group = resolve(group_name)
     if hosts_of(group) is not None:
         return between_hosts_gather(tensor, group)
-    return transfers.all_gather(group, tensor)
+    return transfers.all_gather(group, tensor, what_is(_GATHER, tensor))
 
 
 def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
@@ -149,7 +149,8 @@ def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) 
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
     if hosts_of(group) is not None:
         return between_hosts_scatter(tensor, reduce_op, group)
-    scattered = transfers.reduce_scatter(group, real(tensor), mean=mean)
+    what = what_is(_SCATTER, tensor, detail=reduce_op)
+    scattered = transfers.reduce_scatter(group, real(tensor), what, mean=mean)
     return torch.view_as_complex(scattered) if tensor.is_complex() else scattered
 
 

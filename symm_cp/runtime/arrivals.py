@@ -9,6 +9,7 @@ import torch
 
 from symm_cp.device import device_for, workspace
 from symm_cp.memory import FLAG_BYTES, Group
+from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.cuda import Mode, Shard, Sizes
 from symm_cp.runtime.launch import Kernel, Launch, lower
 from symm_cp.runtime.program import Extent
@@ -42,6 +43,7 @@ def all_gather_and_poll(
     group: Group,
     shard: Sequence[torch.Tensor],
     kernel: Callable[[list[torch.Tensor], torch.Tensor, int, int], None],
+    what: bytes,
 ) -> None:
     """Calls `kernel(pulled, words, step, epoch)` once, while the peers' shards are being pulled.
 
@@ -49,6 +51,7 @@ def all_gather_and_poll(
     shard[i]): the peers' in the order of `peers`. Peer number t is there once word t * `step` of
     `words` (int32) is `epoch` or a later one.
     """
+    agree(group, what)
     ranks = group.world_size
     device = device_for(group, shard[0].device)
     mode = Mode.of(device)
@@ -69,4 +72,4 @@ def all_gather_and_poll(
         words, step = space.flags("arrived"), FLAG_BYTES // 4
         kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
         operands = [*mine.addresses(), staging.data_ptr()]
-        launch.run(space, epoch, operands, kernels, capturing=False, what=b"all_gather_and_poll")
+        launch.run(space, epoch, operands, kernels, capturing=False, what=what)

@@ -17,8 +17,16 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.device import Device, DeviceWorkspace, device_for, symmetric_addresses, workspace
+from symm_cp.device import (
+    Device,
+    DeviceWorkspace,
+    device_for,
+    is_whole,
+    symmetric_addresses,
+    workspace,
+)
 from symm_cp.memory import Group
+from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.cpu import Consume, Shapes, part_offsets
 from symm_cp.runtime.launch import Kernel, Launch, lower
 from symm_cp.runtime.program import Extent
@@ -124,12 +132,13 @@ def _call(group: Group, device: Device, slot_bytes: int) -> Iterator[tuple[Devic
         yield space, space.next_epoch()
 
 
-def _in_place(
-    group: Group, device: Device, shard: Sequence[torch.Tensor], mode: Mode
+def in_place(
+    group: Group, device: Device, shard: Sequence[torch.Tensor], mode: Mode, what: bytes
 ) -> tuple[int, ...] | None:
-    if len(shard) != 1 or mode.slots == 1:
-        return None
-    return symmetric_addresses(device, shard[0], group)
+    """Where the peers' shards are, if they can be read there; the first thing that a call does."""
+    may_be = len(shard) == 1 and mode.slots > 1 and is_whole(device, shard[0], group)
+    agree(group, what, in_place=may_be)
+    return symmetric_addresses(device, shard[0], group) if may_be else None
 
 
 @dataclass(frozen=True)
@@ -186,7 +195,7 @@ def all_gather_and_consume(
     ranks, rank = group.world_size, group.rank
     device = device_for(group, shard[0].device)
     mode = Mode.of(device)
-    addresses = _in_place(group, device, shard, mode)
+    addresses = in_place(group, device, shard, mode, what)
     mine = Shard(shard, shapes, ranks)
     kept = None if gathered is None else _Kept(shard[0].shape[0] if columns else 1, columns)
     even = len(set(mine.sizes.parts)) == 1
@@ -241,7 +250,7 @@ def all_gather_and_combine(
     ranks = group.world_size
     device = device_for(group, shard.device)
     mode = Mode.of(device)
-    addresses = _in_place(group, device, [shard], mode)
+    addresses = in_place(group, device, [shard], mode, what)
     mine = Shard([shard], None, ranks)
     launch = _combine_launch(group.rank, mine.sizes, mode, addresses is not None)
     staging = mine.staging(ranks)
@@ -282,6 +291,7 @@ def produce_and_reduce_scatter(
     As `cpu.produce_and_reduce_scatter`. The peers' partial sums are pulled while this rank still
     produces, and one kernel adds all of them in rank order.
     """
+    agree(group, what)
     rank, ranks = group.rank, group.world_size
     device = device_for(group, out.device)
     mode = Mode.of(device)
@@ -368,6 +378,7 @@ def consume_and_reduce_scatter(
     As `cpu.consume_and_reduce_scatter`. Without `ring` all shards and all partial sums for this
     rank have room here; with it two shards and one partial sum.
     """
+    agree(group, what)
     rank, ranks = group.rank, group.world_size
     device = device_for(group, out.device)
     mode = Mode.of(device)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
-from symm_cp.device import Device, device_for, symmetric_addresses, workspace
+from symm_cp.device import Device, device_for, workspace
 from symm_cp.memory import Group
-from symm_cp.runtime.cuda import Mode
+from symm_cp.runtime.cuda import Mode, in_place
 from symm_cp.runtime.launch import Kernel, Launch, lower
 from symm_cp.runtime.program import Extent
 from symm_cp.runtime.reduce import add_rows
@@ -76,7 +76,7 @@ def _start(
     mode = Mode.of(device)
     source = tensor.contiguous()
     with group.lock, device.guard():
-        addresses = None if mode.slots == 1 else symmetric_addresses(device, tensor, group)
+        addresses = in_place(group, device, [tensor], mode, what)
         room = 0 if addresses is not None else source.numel() * source.element_size()
         space = workspace(group, device, "async", room)
         lowered: Launch = launch(group.rank, group.world_size, nbytes, mode, addresses is not None)
@@ -88,20 +88,18 @@ def _start(
     return result
 
 
-def all_gather(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+def all_gather(group: Group, tensor: torch.Tensor, what: bytes) -> torch.Tensor:
     """Starts an all-gather along the first dimension; `wait_tensor` completes the result."""
     output = tensor.new_empty((tensor.shape[0] * group.world_size, *tensor.shape[1:]))
     nbytes = tensor.numel() * tensor.element_size()
-    what = b"_low_contention_all_gather"
     return _start(group, tensor, _gather_launch, nbytes, output, output, {}, what)
 
 
-def reduce_scatter(group: Group, tensor: torch.Tensor, *, mean: bool) -> torch.Tensor:
+def reduce_scatter(group: Group, tensor: torch.Tensor, what: bytes, *, mean: bool) -> torch.Tensor:
     """Starts a reduce-scatter along the first dimension; `wait_tensor` completes the result."""
     ranks = group.world_size
     output = tensor.new_empty((tensor.shape[0] // ranks, *tensor.shape[1:]))
     partials = tensor.new_empty((ranks, *output.shape))
     kernels: dict[str, Kernel] = {"reduce": lambda _: add_rows(partials, output, mean=mean)}
     nbytes = output.numel() * output.element_size()
-    what = b"_low_contention_reduce_scatter"
     return _start(group, tensor, _scatter_launch, nbytes, partials, output, kernels, what)

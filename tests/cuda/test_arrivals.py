@@ -42,7 +42,7 @@ def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
             at = torch.tensor(list(layout.positions(rank)))
             mine = [t[:, :, at].half() for t in (q, k, v)]
             assert arrival_attention.fits(state, mine[0], mine[1], layout, mask)
-            out, lse = arrival_attention.attend(state, *mine, layout, mask, None)
+            out, lse = arrival_attention.attend(state, *mine, layout, mask, None, b"")
             everywhere = torch.arange(layout.length)
             visible = at.unsqueeze(1) >= everywhere if mask else torch.ones(1, 1).bool()
             keys, values = (t.half().double().repeat_interleave(H // G, 1) for t in (k, v))

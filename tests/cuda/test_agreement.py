@@ -1,0 +1,114 @@
+"""`SYMM_CP_DEBUG=1`: ranks compare their calls on a device before they make them."""
+
+from __future__ import annotations
+
+import os
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+import symm_cp
+from symm_cp.ops import low_contention
+from tests.cuda.simulated import build, simulation
+from tests.pool import Ranks
+
+GATHER = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
+SCATTER = low_contention.CUDA_KERNELS["_low_contention_reduce_scatter"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    build()
+
+
+def debugging(**more: str) -> Any:
+    return unittest.mock.patch.dict(os.environ, {"SYMM_CP_DEBUG": "1", **more})
+
+
+def good(group: dist.ProcessGroup) -> None:
+    x = torch.full((4, 3), 1.0 + group.rank())
+    out = symm_cp.all_gather_matmul(x, torch.ones(3, 2), group=group)
+    assert out[:, 0].tolist() == [3.0 * (1 + r) for r in range(group.size()) for _ in range(4)]
+
+
+def differs(group: dist.ProcessGroup) -> None:
+    W, rank, name = group.size(), group.rank(), group.group_name
+    odd = rank == W - 1
+    x, w = torch.ones(4 * W, 6), torch.ones(6, 2)
+    q = torch.ones(1, 2, 4, 8)
+    calls = [
+        (lambda: symm_cp.all_gather_matmul(x[:, : 3 if odd else 6], w[: 3 if odd else 6],
+                                           group=group),
+         "fused_all_gather_matmul"),
+        (lambda: symm_cp.all_gather_matmul(x, w, group=group) if odd
+         else symm_cp.matmul_reduce_scatter(x, w, group=group),
+         "fused_matmul_reduce_scatter"),
+        (lambda: SCATTER(x, "avg" if odd else "sum", name),
+         "_low_contention_reduce_scatter"),
+        (lambda: GATHER(x if odd else x.double(), name),
+         "_low_contention_all_gather"),
+        (lambda: symm_cp.all_gather_attention(q, q, q, group=group, is_causal=odd),
+         "fused_all_gather_attention"),
+    ]  # fmt: skip
+    with simulation(delays_us=0), debugging():
+        for call, what in calls:
+            with pytest.raises(RuntimeError, match=rf"ranks disagree: rank 0 calls {what}.*rank"):
+                call()
+            good(group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_that_differ_are_told_what_each_calls(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, differs)
+
+
+def misses(group: dist.ProcessGroup) -> None:
+    with simulation(delays_us=0), debugging(SYMM_CP_TIMEOUT_MS="300"):
+        good(group)
+        if group.rank() > 0:
+            with pytest.raises(RuntimeError, match=r"rank 0 has not made its call .* 0\.3 s"):
+                good(group)
+
+
+def test_a_rank_that_makes_no_call_is_named(ranks: Ranks) -> None:
+    ranks.run(3, misses)
+
+
+def leaves_nothing(group: dist.ProcessGroup) -> None:
+    store = _get_process_group_store(group)
+    with simulation(delays_us=0), debugging():
+        good(group)
+        dist.barrier(group=group)
+        before = store.num_keys()
+        for _ in range(20):
+            good(group)
+        dist.barrier(group=group)
+        assert store.num_keys() <= before + 2 * group.size()  # barriers leave theirs
+
+
+def test_the_store_does_not_fill_up(ranks: Ranks) -> None:
+    ranks.run(2, leaves_nothing)
+
+
+def is_off(group: dist.ProcessGroup) -> None:
+    store = _get_process_group_store(group)
+    with simulation(delays_us=0), unittest.mock.patch.object(type(store), "set") as used:
+        good(group)
+        good(group)
+    assert not used.called
+
+
+def test_nothing_is_compared_without_it(ranks: Ranks) -> None:
+    ranks.run(2, is_off)
+
+
+def test_other_values_are_refused(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    from symm_cp import env
+
+    monkeypatch.setenv("SYMM_CP_DEBUG", "yes")
+    with pytest.raises(ValueError, match="SYMM_CP_DEBUG='yes' must be 0 or 1"):
+        env.debug()

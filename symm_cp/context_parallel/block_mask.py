@@ -81,6 +81,7 @@ def local_score_mod(
     rank: int,
     *,
     kv_load_balancer: LoadBalancer | None = None,
+    device: torch.device | str = "cpu",
 ) -> Modifier:
     """Returns a `score_mod` for a rank's queries and the gathered keys, from one of the whole.
 
@@ -89,11 +90,12 @@ def local_score_mod(
         lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h, q[q_idx], k[kv_idx])
 
     with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default of the
-    same balancer. Raises `ValueError` for a rank that there is not.
+    same balancer; both on `device`, where the indices are to be. Raises `ValueError` for a rank that
+    there is not.
     """
     _check_rank(load_balancer, rank)
     keys = load_balancer if kv_load_balancer is None else kv_load_balancer
-    q, k = _index(load_balancer.positions(rank)), _index(keys.permutation())
+    q, k = (_index(t.to(device)) for t in (load_balancer.positions(rank), keys.permutation()))
 
     def local(
         score: torch.Tensor,

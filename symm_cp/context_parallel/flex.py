@@ -176,7 +176,9 @@ def attend(
     if block_mask is not None:
         block_mask = local_block_mask(block_mask, balancer, group.rank, kv_load_balancer=keys)
     if score_mod is not None:
-        score_mod = local_score_mod(score_mod, balancer, group.rank, kv_load_balancer=keys)
+        score_mod = local_score_mod(
+            score_mod, balancer, group.rank, kv_load_balancer=keys, device=query.device
+        )
     return original(
         query,
         full_key,

@@ -185,9 +185,10 @@ def _mask_options(node: Node, key: Traced) -> dict[str, Any] | str:
 
 
 def _is_causal(visible: torch.Tensor, layout: Layout, rank: int) -> bool:
-    queries = torch.tensor(list(layout.positions(rank)))
-    order = torch.tensor([p for r in range(layout.world_size) for p in layout.positions(r)])
-    expected = queries[:, None] >= order
+    here = visible.device
+    queries = torch.tensor(list(layout.positions(rank)), device=here)
+    order = [p for r in range(layout.world_size) for p in layout.positions(r)]
+    expected = queries[:, None] >= torch.tensor(order, device=here)
     return bool(torch.equal(visible.reshape(visible.shape[-2:]).expand_as(expected), expected))
 
 

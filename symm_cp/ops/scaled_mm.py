@@ -10,8 +10,8 @@ import torch
 @functools.cache
 def _torch_scales_rows_on_cpu() -> bool:
     """Whether `torch._scaled_mm` takes a scale for each row on CPU, as it does from 2.12 on."""
-    matrix = torch.zeros(16, 16, dtype=torch.float8_e4m3fn)
-    rows, columns = torch.ones(16, 1), torch.ones(1, 16)
+    matrix = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
+    rows, columns = (torch.ones(shape, device="cpu") for shape in ((16, 1), (1, 16)))
     try:
         torch._scaled_mm(matrix, matrix.t(), rows, columns, out_dtype=torch.float32)
     except RuntimeError:

@@ -213,3 +213,11 @@ def test_errors() -> None:
     ]:
         with pytest.raises(ValueError, match=text):
             call()
+
+
+def test_positions_of_a_score_mod_are_where_its_indices_are() -> None:
+    local = local_score_mod(
+        lambda score, b, h, q, k: score + q - k, Sequential(64, 2), 1, device="meta"
+    )
+    index = torch.zeros((), dtype=torch.int64, device="meta")
+    assert local(torch.zeros((), device="meta"), *(index,) * 4).device.type == "meta"

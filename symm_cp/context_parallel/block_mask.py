@@ -90,8 +90,8 @@ def local_score_mod(
         lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h, q[q_idx], k[kv_idx])
 
     with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default of the
-    same balancer; both on `device`, where the indices are to be. Raises `ValueError` for a rank that
-    there is not.
+    same balancer; both on `device`, where the indices are to be. Raises `ValueError` for a rank
+    that there is not.
     """
     _check_rank(load_balancer, rank)
     keys = load_balancer if kv_load_balancer is None else kv_load_balancer

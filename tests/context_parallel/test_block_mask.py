@@ -219,5 +219,5 @@ def test_positions_of_a_score_mod_are_where_its_indices_are() -> None:
     local = local_score_mod(
         lambda score, b, h, q, k: score + q - k, Sequential(64, 2), 1, device="meta"
     )
-    index = torch.zeros((), dtype=torch.int64, device="meta")
+    index = torch.zeros(1, dtype=torch.int64, device="meta")
     assert local(torch.zeros((), device="meta"), *(index,) * 4).device.type == "meta"

@@ -271,15 +271,11 @@ def is_whole(device: Device, tensor: torch.Tensor, group: Group) -> bool:
     )
 
 
-def symmetric_addresses(
-    device: Device, tensor: torch.Tensor, group: Group
-) -> tuple[int, ...] | None:
-    """Returns where the peers' counterparts of a whole symmetric tensor are; None for others.
+def symmetric_addresses(tensor: torch.Tensor, group: Group) -> tuple[int, ...] | None:
+    """Returns where the peers' counterparts of a tensor that `is_whole` are; None when none are.
 
     Collective when its memory was not rendezvoused with the group yet.
     """
-    if not is_whole(device, tensor, group):
-        return None
     handle = _SymmetricMemory.rendezvous(tensor, group.name)
     return None if handle is None else tuple(addresses_of(handle, tensor, group.rank))
 

@@ -16,7 +16,7 @@ from symm_cp.hosts import timeout_of
 from symm_cp.memory import Group
 
 
-def agree(group: Group, what: bytes, *, in_place: bool = False) -> None:
+def agree(group: Group, what: bytes) -> None:
     """Raises `RuntimeError` on every rank unless all ranks make this call now; only in debug mode.
 
     Also when a rank makes no call within the time-out.
@@ -28,8 +28,7 @@ def agree(group: Group, what: bytes, *, in_place: bool = False) -> None:
     with group.lock:
         group.compared_calls += 1
         number = group.compared_calls
-    mine = what + b", symmetric input" * in_place
-    store.set(_key(number, group.rank), mine)
+    store.set(_key(number, group.rank), what)
     limit = (
         datetime.timedelta(milliseconds=env.timeout_ms())
         if env.timeout_ms()
@@ -41,7 +40,7 @@ def agree(group: Group, what: bytes, *, in_place: bool = False) -> None:
             store.wait([_key(number, rank)], limit)
         except RuntimeError as error:
             raise RuntimeError(
-                f"symm_cp: {mine.decode()}: rank {rank} has not made its call number {number} of "
+                f"symm_cp: {what.decode()}: rank {rank} has not made its call number {number} of "
                 f"group {group.name!r} within {limit.total_seconds():g} s"
             ) from error
         found.append(store.get(_key(number, rank)))

@@ -136,9 +136,12 @@ def in_place(
     group: Group, device: Device, shard: Sequence[torch.Tensor], mode: Mode, what: bytes
 ) -> tuple[int, ...] | None:
     """Where the peers' shards are, if they can be read there; the first thing that a call does."""
-    may_be = len(shard) == 1 and mode.slots > 1 and is_whole(device, shard[0], group)
-    agree(group, what, in_place=may_be)
-    return symmetric_addresses(device, shard[0], group) if may_be else None
+    agree(group, what)
+    addresses = None
+    if len(shard) == 1 and mode.slots > 1 and is_whole(device, shard[0], group):
+        addresses = symmetric_addresses(shard[0], group)
+    agree(group, what + (b" by way of a slot" if addresses is None else b" of symmetric memory"))
+    return addresses
 
 
 @dataclass(frozen=True)

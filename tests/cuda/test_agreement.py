@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import symm_cp
@@ -64,6 +65,20 @@ def differs(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_differ_are_told_what_each_calls(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, differs)
+
+
+def places_differ(group: dist.ProcessGroup) -> None:
+    symmetric = symm_mem.empty(4, 3, device="cpu").fill_(1.0)
+    symm_mem.rendezvous(symmetric, group)
+    x = symmetric if group.rank() else torch.ones(4, 3)
+    with simulation(delays_us=0), debugging():
+        with pytest.raises(RuntimeError, match=r"a slot, rank 1 calls .* of symmetric memory"):
+            symm_cp.all_gather_matmul(x, torch.ones(3, 2), group=group)
+        good(group)
+
+
+def test_ranks_with_inputs_of_other_kinds(ranks: Ranks) -> None:
+    ranks.run(2, places_differ)
 
 
 def misses(group: dist.ProcessGroup) -> None:

@@ -35,6 +35,16 @@ def backend() -> str:
 
 
 @contextlib.contextmanager
+def gpu(rank: int) -> Iterator[torch.device]:
+    """Inside, a rank's ops and new tensors are on its GPU, which others may share."""
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    with device, symm_cp.override_cuda_ops():
+        yield device
+        torch.cuda.synchronize()
+
+
+@contextlib.contextmanager
 def in_use(rank: int) -> Iterator[None]:
     """Inside, ops run on the chosen device, and new tensors are there."""
     if chosen() == "simulated":
@@ -43,10 +53,7 @@ def in_use(rank: int) -> Iterator[None]:
         with simulation():
             yield
     elif chosen() == "cuda":
-        device = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(device)
-        with device, symm_cp.override_cuda_ops():
+        with gpu(rank):
             yield
-            torch.cuda.synchronize()
     else:
         yield

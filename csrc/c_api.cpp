@@ -49,7 +49,7 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 5; }
+int symm_cp_abi() { return 6; }
 
 // `address` is the start of a rendezvoused symmetric tensor. Null on failure.
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
@@ -85,16 +85,12 @@ int64_t symm_cp_run(void* workspace, const Command* commands, int count,
   });
 }
 
-// A handle of a plan, for collectives.cpp; `publish` of the `count` commands come before the rest.
-void* symm_cp_plan(const Command* commands, int count, int publish, const Reference* references,
+// A handle of a plan, for collectives.cpp.
+void* symm_cp_plan(const Command* commands, int count, const Reference* references,
                    int reference_count, const char* what) {
-  auto plan = std::make_shared<Plan>();
-  plan->publish.assign(commands, commands + publish);
-  plan->rest.assign(commands + publish, commands + count);
-  plan->whole.assign(commands, commands + count);
-  plan->references.assign(references, references + reference_count);
-  plan->what = what;
-  return new std::shared_ptr<const Plan>(std::move(plan));
+  return new std::shared_ptr<const Plan>(std::make_shared<const Plan>(
+      std::vector<Command>(commands, commands + count),
+      std::vector<Reference>(references, references + reference_count), what));
 }
 
 void symm_cp_plan_free(void* plan) { delete static_cast<std::shared_ptr<const Plan>*>(plan); }

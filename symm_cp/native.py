@@ -28,7 +28,7 @@ import torch
 
 from . import env
 
-_ABI = 5  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 6  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -287,7 +287,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_release_groups": (None, []),
     "symm_cp_decline": (_LONG, [_TEXT, _TEXT]),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _TEXT]),
-    "symm_cp_plan": (_VOID, [_VOID, _INT, _INT, _VOID, _INT, _TEXT]),
+    "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
     "symm_cp_plan_free": (None, [_VOID]),
     "symm_cp_lane_drain": (_LONG, [_VOID]),
     "symm_cp_shard": (_VOID, [_VOID, _INT, _EPOCH, _TEXT]),

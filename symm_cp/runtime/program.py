@@ -112,15 +112,9 @@ class Program:
         """Makes the native plan of a program without Python kernels."""
         library = native.load()
         commands, count = self.items[0] if self.items else (None, 0)
-        kinds = [command.kind for command in commands] if isinstance(commands, ctypes.Array) else []
-        publish = count  # without signals (one rank) all of it comes first
-        if _Kind.SIGNAL in kinds:
-            publish = kinds.index(_Kind.SIGNAL)
-            while publish < count and kinds[publish] == _Kind.SIGNAL:
-                publish += 1
         assert isinstance(self.references, ctypes.Array)
         handle: int = library.symm_cp_plan(
-            commands, count, publish, self.references, len(self.references), what
+            commands, count, self.references, len(self.references), what
         )
         return Plan(handle)
 

@@ -245,16 +245,7 @@ void check_results(const Rank& rank, const Call& call, const Running& running) {
 }
 
 std::shared_ptr<const Plan> plan_of(const Part& part, const char* name) {
-  const auto signals = [](const Command& command) { return command.kind == Kind::kSignal; };
-  auto first = std::find_if(part.commands.begin(), part.commands.end(), signals);
-  first = std::find_if_not(first, part.commands.end(), signals);
-  auto plan = std::make_shared<Plan>();
-  plan->publish.assign(part.commands.begin(), first);
-  plan->rest.assign(first, part.commands.end());
-  plan->whole = part.commands;
-  plan->references = part.references;
-  plan->what = name;
-  return plan;
+  return std::make_shared<const Plan>(part.commands, part.references, name);
 }
 
 // One command at a time, so that ranks meet in all sorts of ways.
@@ -340,11 +331,11 @@ void give_up(Rank& rank) {
 
 // Transfers that will never end: their engine and who waits for them do.
 void close_in_flight(Rank& rank) {
-  auto plan = std::make_shared<Plan>();
-  plan->whole.resize(1);
-  plan->whole[0].kind = Kind::kWait;
-  plan->whole[0].peer = (rank.rank() + 1) % rank.world_size();
-  plan->what = "op";
+  Command await{};
+  await.kind = Kind::kWait;
+  await.peer = (rank.rank() + 1) % rank.world_size();
+  const auto plan =
+      std::make_shared<const Plan>(std::vector{await}, std::vector<Reference>{}, "op");
   Lane& lane = *rank.spaces[1].lane;
   const int64_t ticket = lane.submit({plan, true, {}, 1}, true);
   lane.submit({plan, true, {}, 2}, rank.rank() == 0);

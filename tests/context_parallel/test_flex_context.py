@@ -200,7 +200,6 @@ def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None
                 assert_all_close([out.detach(), *grads], expected)
 
 
-@WORLD_SIZES
-@pytest.mark.parametrize("length", [64, 75])
+@pytest.mark.parametrize(("world_size", "length"), [(1, 75), (2, 64), (3, 75), (4, 64)])
 def test_over_gathered_keys(ranks: Ranks, world_size: int, length: int) -> None:
     ranks.run(world_size, over_gathered_keys, length, int(torch.randint(1 << 30, ())))

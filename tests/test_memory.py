@@ -136,7 +136,7 @@ def test_a_rank_without_shared_memory_is_an_error_on_all(ranks: Ranks, world_siz
 
 def goes_with_the_group(group: dist.ProcessGroup) -> None:
     counts = []
-    for index in range(4):
+    for index in range(3):
         own = dist.new_group(list(range(group.size())))
         x = torch.full((300, 300), float(index))
         total = torch.ops.symm_mem.one_shot_all_reduce(x, "sum", own.group_name)
@@ -146,7 +146,7 @@ def goes_with_the_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(own)
         del own
         counts.append(footprint())
-    assert counts[1] == counts[2] == counts[3]
+    assert counts[1] == counts[2]
 
 
 @WORLD_SIZES

@@ -1,4 +1,4 @@
-"""What test_kernels.py runs in a process with Triton's interpreter: `python -m ... <case>`."""
+"""What test_kernels.py runs in a process with Triton's interpreter: `python -m ... CASES`."""
 
 from __future__ import annotations
 
@@ -196,6 +196,7 @@ if __name__ == "__main__":
     interpreted.mend()
     seed = random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}")
-    torch.manual_seed(seed)
-    random.seed(seed)
-    print(f"checked {globals()[sys.argv[1]]()} cases")
+    for name in sys.argv[1:]:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        print(f"{name}: {globals()[name]()} cases checked")

@@ -45,6 +45,11 @@ class CudaOverride:
         self.undo()
 
 
+def installed() -> bool:
+    """Returns whether our kernels are in the place of torch's."""
+    return _installed is not None
+
+
 def override_cuda_ops() -> CudaOverride:
     """Uses our kernels for those ops of `torch.ops.symm_mem` that torch has CUDA kernels for.
 

@@ -1,0 +1,62 @@
+"""Collectives that hide behind independent work: graphs of CUDA tensors, which need no GPU."""
+
+from __future__ import annotations
+
+import re
+import unittest.mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph
+
+from symm_cp.inductor.low_contention import sink_collectives
+from symm_cp.inductor.options import Options
+from symm_cp.inductor.report import recording
+from symm_cp.ops import override
+from tests.pool import Ranks
+
+
+def hides_on_cuda(group: dist.ProcessGroup) -> None:
+    def traced(size: int) -> Graph:
+        graph = Graph()
+        with FakeTensorMode(), torch.device("cuda"):
+            x = graph.placeholder("x")
+            x.meta["val"] = torch.empty(1024, 1024, dtype=torch.bfloat16)
+            a = graph.placeholder("a")
+            a.meta["val"] = torch.empty(size, size, dtype=torch.bfloat16)
+            calls = torch.ops._c10d_functional
+            gathered = graph.call_function(
+                calls.all_gather_into_tensor.default, (x, 2, group.group_name)
+            )
+            gathered.meta["val"] = torch.empty(2048, 1024, dtype=torch.bfloat16)
+            waited = graph.call_function(calls.wait_tensor.default, (gathered,))
+            waited.meta["val"] = gathered.meta["val"]
+            product = graph.call_function(torch.ops.aten.mm.default, (a, a))
+            product.meta["val"] = a.meta["val"]
+        graph.output((waited, product))
+        return graph
+
+    for size, overridden, reason in (
+        (8192, False, r"needs symm_cp\.override_cuda_ops"),
+        (8192, True, ""),
+        (512, True, "too little independent work"),
+    ):
+        graph = traced(size)
+        with (
+            recording() as report,
+            unittest.mock.patch.object(override, "_installed", overridden or None),
+        ):
+            sink_collectives(graph, Options(low_contention=True, min_bytes=1024))
+        (decision,) = report.decisions
+        order = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        if reason:
+            assert re.search(reason, decision.reason), decision
+            assert "wait_tensor" in order[1]
+        else:
+            assert order[0].startswith("symm_mem._low_contention_all_gather")
+            assert "mm" in order[1]
+
+
+def test_low_contention_on_cuda(ranks: Ranks) -> None:
+    ranks.run(2, hides_on_cuda)

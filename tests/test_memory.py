@@ -149,7 +149,7 @@ def goes_with_the_group(group: dist.ProcessGroup) -> None:
     assert counts[1] == counts[2]
 
 
-@WORLD_SIZES
+@pytest.mark.parametrize("world_size", [1, 4])
 def test_released_with_the_group(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, goes_with_the_group)
 

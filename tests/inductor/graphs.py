@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -16,6 +17,10 @@ from torch.distributed.tensor import DTensor
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import Pass, _run_joint, _run_post_grad
 from symm_cp.inductor.report import Report, recording
+
+
+def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
+    return funcol.all_gather_tensor_autograd(x, dim, group)
 
 
 @dataclass

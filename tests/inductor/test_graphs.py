@@ -20,7 +20,8 @@ from torch.utils.checkpoint import (
 )
 
 from symm_cp.inductor.options import Options
-from tests.inductor.graphs import run, through_passes
+from tests.inductor import attention_graphs
+from tests.inductor.graphs import gather, run, through_passes
 from tests.pool import Ranks
 
 AG, RS = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
@@ -39,10 +40,6 @@ class Graph:
     grad: bool = False
     dtype: torch.dtype = torch.float64
     options: Options = field(default_factory=Options)
-
-
-def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
-    return funcol.all_gather_tensor_autograd(x, dim, group)
 
 
 def scatter(x: torch.Tensor, dim: int, group: Any, op: str = "sum") -> torch.Tensor:
@@ -279,63 +276,6 @@ def block_selectively_recomputed(g: Any, x: Any, w: Any, u: Any) -> Any:
     return checkpoint(lambda *a: block(g, *a), x, w, u, use_reentrant=False, context_fn=contexts)
 
 
-def attend(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g))
-
-
-def attend_stacked(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, *gather(torch.stack([k, v]), 3, g).unbind(0))
-
-
-def attend_joined(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, *gather(torch.cat([k, v], -1), 2, g).chunk(2, -1))
-
-
-def attend_causal(g: Any, q: Any, k: Any, v: Any) -> Any:
-    n = q.shape[2]
-    rows = torch.arange(n) + dist.get_rank(g) * n
-    mask = rows[:, None] >= torch.arange(n * dist.get_world_size(g))
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
-
-
-def attend_upper_left(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), is_causal=True)
-
-
-def attend_window(g: Any, q: Any, k: Any, v: Any) -> Any:
-    n = q.shape[2]
-    offset = torch.arange(n * dist.get_world_size(g)) - torch.arange(n)[:, None]
-    mask = offset.abs() < 3
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
-
-
-def attend_as(kernel: str, g: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
-    """As `F.scaled_dot_product_attention` is traced on CUDA."""
-    full = gather(k, 2, g), gather(v, 2, g)
-    if not torch.compiler.is_compiling():
-        return F.scaled_dot_product_attention(q, *full, mask)
-    op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
-    if kernel == "flash":
-        return op(q, *full)[0]
-    if mask is not None:
-        heads = (*q.shape[:3], full[0].shape[2])
-        bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill(~mask, -torch.inf)
-        mask = F.pad(bias, (0, -mask.shape[-1] % 16))[:, : mask.shape[-1]].expand(heads)
-    return op(q, *full, mask, True)[0]
-
-
-def attend_as_causal(kernel: str, g: Any, *tensors: Any) -> Any:
-    n = tensors[0].shape[2]
-    rows = torch.arange(n) + dist.get_rank(g) * n
-    return attend_as(
-        kernel, g, *tensors, mask=rows[:, None] >= torch.arange(n * dist.get_world_size(g))
-    )
-
-
-def attend_over_heads(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 1, g), gather(v, 1, g))
-
-
 X3, W2 = (2, 4, 6), (6, 5)
 HEADS = (2, 3, 4, 8)
 small = Options(min_flops=1e6)
@@ -412,27 +352,45 @@ def graphs(W: int) -> dict[str, Graph]:
             block_selectively_recomputed, (X3, W2, (5, 6)), (AG, RS), grad=True
         ),
         "block, recomputed": Graph(block_recomputed, (X3, W2, (5, 6)), (AG, RS), grad=True),
-        "attention": Graph(attend, (HEADS,) * 3, (ATTENTION,), grad=True),
-        "attention, no grad": Graph(attend, (HEADS,) * 3, (ATTENTION,)),
-        "attention, stacked": Graph(attend_stacked, (HEADS,) * 3, (ATTENTION,), grad=True),
-        "attention, joined": Graph(attend_joined, (HEADS,) * 3, (ATTENTION,), grad=True),
-        "attention, causal": Graph(attend_causal, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention": Graph(attention_graphs.attend, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, no grad": Graph(attention_graphs.attend, (HEADS,) * 3, (ATTENTION,)),
+        "attention, stacked": Graph(
+            attention_graphs.attend_stacked, (HEADS,) * 3, (ATTENTION,), grad=True
+        ),
+        "attention, joined": Graph(
+            attention_graphs.attend_joined, (HEADS,) * 3, (ATTENTION,), grad=True
+        ),
+        "attention, causal": Graph(
+            attention_graphs.attend_causal, (HEADS,) * 3, (ATTENTION,), grad=True
+        ),
         **{
             f"attention, {kernel}": Graph(
-                functools.partial(attend_as, kernel), (HEADS,) * 3, (ATTENTION,), grad=True
+                functools.partial(attention_graphs.attend_as, kernel),
+                (HEADS,) * 3,
+                (ATTENTION,),
+                grad=True,
             )
             for kernel in ("flash", "cudnn", "efficient")
         },
         "attention, flash, no grad": Graph(
-            functools.partial(attend_as, "flash"), (HEADS,) * 3, (ATTENTION,)
+            functools.partial(attention_graphs.attend_as, "flash"), (HEADS,) * 3, (ATTENTION,)
         ),
         "attention, efficient, causal": Graph(
-            functools.partial(attend_as_causal, "efficient"), (HEADS,) * 3, (ATTENTION,), grad=True
+            functools.partial(attention_graphs.attend_as_causal, "efficient"),
+            (HEADS,) * 3,
+            (ATTENTION,),
+            grad=True,
         ),
-        "attention, upper left": Graph(attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)),
-        "attention, window": Graph(attend_window, (HEADS,) * 3, reasons=("no causal one",)),
+        "attention, upper left": Graph(
+            attention_graphs.attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)
+        ),
+        "attention, window": Graph(
+            attention_graphs.attend_window, (HEADS,) * 3, reasons=("no causal one",)
+        ),
         "attention, over heads": Graph(
-            attend_over_heads, ((2, 3 * W, 4, 8), HEADS, HEADS), reasons=("along the sequence",)
+            attention_graphs.attend_over_heads,
+            ((2, 3 * W, 4, 8), HEADS, HEADS),
+            reasons=("along the sequence",),
         ),
     }
 
@@ -482,7 +440,7 @@ def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
         return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
-        return attend(group, q, k, v)
+        return attention_graphs.attend(group, q, k, v)
 
     def feed_forward(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> Any:
         return block(group, x, w, u)

@@ -1,26 +1,18 @@
-"""`symm_cp.tensor_parallel`: the styles against dense linears, and what they promise besides.
-
-B, S, K, N: batch, sequence, input and output features; W ranks. Every rank draws the same dense
-tensors (the pool seeds all ranks alike) and compares its part with that of the dense result.
-"""
+"""The styles against dense linears, and what they promise besides."""
 
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import pickle
 import warnings
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -28,7 +20,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from symm_cp.tensor_parallel import (
@@ -38,59 +29,23 @@ from symm_cp.tensor_parallel import (
 )
 from tests import reference
 from tests.pool import Ranks
-
-WORLD_SIZES = range(1, 5)
-B, S, K, N = 3, 24, 36, 60  # S, K, N: multiples of 1 to 4
-
-
-def part(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    return x.tensor_split(group.size(), dim)[group.rank()]
-
-
-def leaf(x: torch.Tensor) -> torch.Tensor:
-    return x.detach().clone().requires_grad_()
-
-
-def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-
-
-def local(x: torch.Tensor | None) -> torch.Tensor:
-    assert isinstance(x, DTensor)
-    return x.to_local()
-
-
-def weight_grad(
-    grad: torch.Tensor, x: torch.Tensor, world_size: int, dim: int
-) -> reference.Expected:
-    """grad^T @ x over all rows; the products of the shards along `dim` may be rounded each."""
-    pairs = zip(grad.tensor_split(world_size, dim), x.tensor_split(world_size, dim), strict=True)
-    products = [reference.matmul(g.flatten(0, -2).t(), a.flatten(0, -2)) for g, a in pairs]
-    return reference.Expected(
-        torch.stack([p.value for p in products]).sum(0),
-        torch.stack([p.magnitude for p in products]).sum(0),
-        sum(p.terms for p in products),
-        torch.stack([p.value.abs() for p in products]).sum(0),
-    )
-
-
-class Recorder(TorchDispatchMode):
-    """Names the ops that run inside, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-    def communicating(self) -> list[str]:
-        namespaces = ("symm_mem::", "c10d::", "_c10d_functional", "c10d_functional")
-        return [name for name in self.names if name.startswith(namespaces)]
-
+from tests.tensor_parallel.common import (
+    WORLD_SIZES,
+    B,
+    Block,
+    K,
+    N,
+    Recorder,
+    S,
+    fused_block,
+    fused_plan,
+    leaf,
+    local,
+    mesh_of,
+    part,
+    same,
+    weight_grad,
+)
 
 # --- one linear ------------------------------------------------------------------------------
 
@@ -196,41 +151,6 @@ def test_one_linear(
 # --- whole blocks ----------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Gated feed-forward with biases and a norm, as a model author writes it."""
-
-    def __init__(self, dim: int = K, hidden: int = N) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(dim)
-        self.w1 = nn.Linear(dim, hidden)
-        self.w3 = nn.Linear(dim, hidden)
-        self.w2 = nn.Linear(hidden, dim)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.norm(x)
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
-
-
-def fused_plan(dim: int = 1) -> dict[str, Any]:
-    return {
-        "": FusedColwiseGroup(("w1", "w3"), sequence_dim=dim),
-        "w2": FusedRowwiseParallel(sequence_dim=dim),
-    }
-
-
-def fused_block(group: dist.ProcessGroup, dim: int = 1) -> tuple[Block, Block]:
-    """Returns a dense block in float64, and the same in parallel."""
-    dense = Block().double()
-    block = copy.deepcopy(dense)
-    return dense, parallelize_module(block, mesh_of(group), fused_plan(dim))
-
-
-def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    # Chains of sums of up to B * S terms in float64 err by some 1e-14; a missing or doubled term
-    # is off by 1e-3 and more.
-    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
-
-
 def block_trains(group: dist.ProcessGroup, dim: int) -> None:
     dense, block = fused_block(group, dim)
     names = [name for name, _ in dense.named_parameters()]
@@ -307,235 +227,6 @@ def test_only_fused_ops_communicate(ranks: Ranks) -> None:
     ranks.run(2, only_fused_ops)
 
 
-# --- sharing a gather ------------------------------------------------------------------------
-
-
-class Attention(nn.Module):
-    """Calls its projections as `how` says; (B, S, K) in, (B, S, N / W) out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wq = nn.Linear(K, N, bias=False)
-        self.wk = nn.Linear(K, N, bias=False)
-        self.wv = nn.Linear(K, N, bias=False)
-
-    def forward(self, x: torch.Tensor, how: Callable[..., Any]) -> Any:
-        return how(self, x)
-
-
-class Shared:
-    """A dense attention, its parallel copy, and what its gathers were."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
-        self.dense = Attention().double()
-        self.module = copy.deepcopy(self.dense)
-        style = FusedColwiseGroup(("wq", "wk", "wv"))
-        parallelize_module(self.module, mesh_of(group), style)
-
-    def input(self) -> tuple[torch.Tensor, torch.Tensor]:
-        x = torch.randn(B, S, K, dtype=torch.float64)
-        return x, part(x, self.group, 1).contiguous()
-
-    def check(self, name: str, actual: torch.Tensor, x: torch.Tensor) -> None:
-        expected = self.dense.get_submodule(name)(x)
-        same(actual, part(expected, self.group, -1))
-
-    @contextmanager
-    def gathers(self, count: int, warning: str | None) -> Iterator[None]:
-        """Expects so many gathers inside, and one warning or none."""
-        with warnings.catch_warnings(record=True) as caught, Recorder() as recorder:
-            warnings.simplefilter("always")
-            yield
-        assert recorder.communicating() == ["symm_mem::fused_all_gather_matmul"] * count
-        messages = [str(w.message) for w in caught if "symm_cp" in str(w.message)]
-        assert len(messages) == (warning is not None), messages
-        assert warning is None or warning in messages[0]
-
-
-def each(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    return [m.wv(x), m.wq(x), m.wk(x)]
-
-
-def shares(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    for _ in range(2):
-        x, x_shard = shared.input()
-        with shared.gathers(1, None):
-            outputs = shared.module(x_shard, each)
-        for name, output in zip(("wv", "wq", "wk"), outputs, strict=True):
-            shared.check(name, output, x)
-    with torch.no_grad(), shared.gathers(1, None):
-        shared.module(x_shard, each)
-
-
-def modified_input(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    first = m.wq(x)
-    x.mul_(2)
-    return [first, m.wk(x), m.wv(x)]
-
-
-def does_not_share_a_modified_input(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    with torch.no_grad(), shared.gathers(3, "'wk' was called again, with another input"):
-        q, k, v = shared.module(x_shard, modified_input)
-    shared.check("wq", q, x)
-    shared.check("wk", k, 2 * x)
-    shared.check("wv", v, 2 * x)
-
-
-def another_input(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    return [m.wq(x), m.wk(x + 1), m.wv(x)]
-
-
-def does_not_share_another_input(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    with shared.gathers(2, "'wk' was called again, with another input"):
-        q, k, v = shared.module(x_shard, another_input)
-    shared.check("wq", q, x)
-    shared.check("wk", k, x + 1)
-    shared.check("wv", v, x)
-
-
-def twice(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    first = m.wq(x)
-    second = m.wq(x)
-    first.zero_()
-    return [second, m.wk(x), m.wv(x)]
-
-
-def hands_an_output_out_once(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    with torch.no_grad(), shared.gathers(2, "'wq' was called again"):
-        outputs = shared.module(x_shard, twice)
-    for name, output in zip(("wq", "wk", "wv"), outputs, strict=True):
-        shared.check(name, output, x)
-
-
-def chunks(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    return [out for piece in (x, x + 1) for out in each(m, piece)]
-
-
-def shares_once_for_each_of_several_inputs(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    with shared.gathers(2, None):
-        outputs = shared.module(x_shard, chunks)
-    for name, output in zip(("wv", "wq", "wk"), outputs[3:], strict=True):
-        shared.check(name, output, x + 1)
-
-
-def changed_weight(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    first = m.wq(x)
-    with torch.no_grad():
-        m.wk.weight.to_local().mul_(3)
-        m.wv.weight.mul_(2)
-    return [first, m.wk(x), m.wv(x)]
-
-
-def does_not_share_changed_weights(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    q, k, v = shared.module(x_shard, changed_weight)
-    shared.check("wq", q, x)
-    same(k, part(3 * shared.dense.wk(x), group, -1))
-    same(v, part(2 * shared.dense.wv(x), group, -1))
-
-
-def changed_mode(m: Attention, x: torch.Tensor) -> list[torch.Tensor]:
-    with torch.no_grad():
-        first = m.wq(x)
-    return [first, m.wk(x), m.wv(x)]
-
-
-def does_not_share_across_modes(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    _, x_shard = shared.input()
-    with shared.gathers(3, "in another mode"):
-        _, k, _ = shared.module(x_shard, changed_mode)
-    assert k.requires_grad
-
-
-def does_not_share_in_inference_mode(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    with torch.inference_mode(), shared.gathers(3, "in inference mode"):
-        x, x_shard = shared.input()
-        q, k, v = shared.module(x_shard, modified_input)
-        shared.check("wq", q, x)
-        shared.check("wk", k, 2 * x)
-        shared.check("wv", v, 2 * x)
-
-
-def works_outside_of_the_parent(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    with shared.gathers(1, "'wk' was called outside"):
-        shared.check("wk", shared.module.wk(x_shard), x)
-
-
-def unused(m: Attention, x: torch.Tensor) -> torch.Tensor:
-    return m.wq(x)
-
-
-def tells_of_unused_outputs(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    x, x_shard = shared.input()
-    with shared.gathers(1, "['wk', 'wv'] were computed but not used"):
-        q = shared.module(x_shard, unused)
-    shared.check("wq", q, x)
-    q.sum().backward()
-    shared.dense.wq(x).sum().backward()
-    same(local(shared.module.wq.weight.grad), part(shared.dense.wq.weight.grad, group, 0))
-    grad = shared.module.wk.weight.grad
-    assert grad is None or not local(grad).any()  # DTensors of torch 2.11 make zeros of None
-
-
-def failing(m: Attention, x: torch.Tensor) -> None:
-    m.wq(x)
-    raise KeyError("on the way")
-
-
-def keeps_nothing(group: dist.ProcessGroup) -> None:
-    shared = Shared(group)
-    for how in (each, failing):
-        x_shard = leaf(shared.input()[1])
-        seen = weakref.ref(x_shard)
-        try:
-            outputs = shared.module(x_shard, how)
-        except KeyError:
-            outputs = None
-        if outputs:
-            sum(o.sum() for o in outputs).backward()
-        del x_shard, outputs
-        gc.collect()
-        assert seen() is None
-    with shared.gathers(1, None):  # the forward that failed left nothing behind
-        shared.module(shared.input()[1], each)
-
-
-@pytest.mark.parametrize(
-    "check",
-    [
-        shares,
-        shares_once_for_each_of_several_inputs,
-        does_not_share_a_modified_input,
-        does_not_share_another_input,
-        does_not_share_changed_weights,
-        does_not_share_across_modes,
-        does_not_share_in_inference_mode,
-        hands_an_output_out_once,
-        works_outside_of_the_parent,
-        tells_of_unused_outputs,
-        keeps_nothing,
-    ],
-)
-def test_group(ranks: Ranks, check: Callable[..., None]) -> None:
-    ranks.run(2, check)
-
-
 # --- with the rest of torch ------------------------------------------------------------------
 
 
@@ -598,17 +289,6 @@ def trains_with_frozen_weights(group: dist.ProcessGroup) -> None:
         same(block.get_parameter(name).grad.full_tensor(), dense.get_parameter(name).grad)
 
 
-def accepts_no_sharing_of_names(group: dist.ProcessGroup) -> None:
-    # A style is a recipe: one instance serves all modules that a pattern matches.
-    model = nn.ModuleDict({"a": Attention(), "b": Attention()}).double()
-    dense = copy.deepcopy(model)
-    parallelize_module(model, mesh_of(group), {"*": FusedColwiseGroup(("wq", "wk", "wv"))})
-    assert model["a"].wq.shared is not model["b"].wq.shared
-    x = torch.randn(B, S, K, dtype=torch.float64)
-    outputs = model["b"](part(x, group, 1), lambda m, x: each(m, model["a"](x, each) and x))
-    same(outputs[0], part(dense["b"].wv(x), group, -1))
-
-
 def loads_from_a_pickle(group: dist.ProcessGroup) -> None:
     _, block = fused_block(group)
     saved = io.BytesIO()
@@ -625,7 +305,6 @@ def loads_from_a_pickle(group: dist.ProcessGroup) -> None:
         autocasts,
         takes_dtensors,
         trains_with_frozen_weights,
-        accepts_no_sharing_of_names,
         loads_from_a_pickle,
     ],
 )

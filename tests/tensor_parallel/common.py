@@ -1,0 +1,108 @@
+"""What the tests of the styles share.
+
+B, S, K, N: batch, sequence, input and output features; W ranks. Every rank draws the same dense
+tensors (the pool seeds all ranks alike) and compares its part with that of the dense result.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symm_cp.tensor_parallel import FusedColwiseGroup, FusedRowwiseParallel
+from tests import reference
+
+WORLD_SIZES = range(1, 5)
+B, S, K, N = 3, 24, 36, 60  # S, K, N: multiples of 1 to 4
+
+
+def part(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    return x.tensor_split(group.size(), dim)[group.rank()]
+
+
+def leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().clone().requires_grad_()
+
+
+def mesh_of(group: dist.ProcessGroup) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+
+
+def local(x: torch.Tensor | None) -> torch.Tensor:
+    assert isinstance(x, DTensor)
+    return x.to_local()
+
+
+def weight_grad(
+    grad: torch.Tensor, x: torch.Tensor, world_size: int, dim: int
+) -> reference.Expected:
+    """grad^T @ x over all rows; the products of the shards along `dim` may be rounded each."""
+    pairs = zip(grad.tensor_split(world_size, dim), x.tensor_split(world_size, dim), strict=True)
+    products = [reference.matmul(g.flatten(0, -2).t(), a.flatten(0, -2)) for g, a in pairs]
+    return reference.Expected(
+        torch.stack([p.value for p in products]).sum(0),
+        torch.stack([p.magnitude for p in products]).sum(0),
+        sum(p.terms for p in products),
+        torch.stack([p.value.abs() for p in products]).sum(0),
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Names the ops that run inside, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+    def communicating(self) -> list[str]:
+        namespaces = ("symm_mem::", "c10d::", "_c10d_functional", "c10d_functional")
+        return [name for name in self.names if name.startswith(namespaces)]
+
+
+class Block(nn.Module):
+    """Gated feed-forward with biases and a norm, as a model author writes it."""
+
+    def __init__(self, dim: int = K, hidden: int = N) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(dim)
+        self.w1 = nn.Linear(dim, hidden)
+        self.w3 = nn.Linear(dim, hidden)
+        self.w2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def fused_plan(dim: int = 1) -> dict[str, Any]:
+    return {
+        "": FusedColwiseGroup(("w1", "w3"), sequence_dim=dim),
+        "w2": FusedRowwiseParallel(sequence_dim=dim),
+    }
+
+
+def fused_block(group: dist.ProcessGroup, dim: int = 1) -> tuple[Block, Block]:
+    """Returns a dense block in float64, and the same in parallel."""
+    dense = Block().double()
+    block = copy.deepcopy(dense)
+    return dense, parallelize_module(block, mesh_of(group), fused_plan(dim))
+
+
+def same(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    # Chains of sums of up to B * S terms in float64 err by some 1e-14; a missing or doubled term
+    # is off by 1e-3 and more.
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)

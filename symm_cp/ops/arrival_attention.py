@@ -30,7 +30,9 @@ def takes(
     """Tells whether a call is for this kernel: the user asked for it, and it can do it."""
     if query.device.type != "cuda" or env.attention() != "arrival":
         return False
-    if hosts_of(group) is not None or device_of(query.device).capturing():
+    device = device_of(query.device)
+    # Kernels that signal might find no multiprocessor free beside one that polls on all of them.
+    if hosts_of(group) is not None or device.capturing() or not device.signals_by_stream():
         return False
     return fits(group, query, key, layout, mask, scale)
 

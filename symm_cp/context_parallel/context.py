@@ -250,12 +250,9 @@ def context_parallel_unshard(
 def _gather(
     buffer: torch.Tensor, dim: int, balancer: LoadBalancer, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    # Collectives take equal shards, so shorter ones are padded, and the padding is not selected.
     size = max(balancer.lengths)
     padded = buffer.new_zeros([*buffer.shape[:dim], size, *buffer.shape[dim + 1 :]])
     padded.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
     gathered = unfused_all_gather(padded, dim, str(group.group_name))
-    rows = torch.cat(
-        [torch.arange(length) + rank * size for rank, length in enumerate(balancer.lengths)]
-    )
-    return gathered.index_select(dim, rows[balancer.inverse()].to(buffer.device))
+    rows = balancer.gathered_rows()[balancer.inverse()]
+    return gathered.index_select(dim, rows.to(buffer.device))

@@ -91,19 +91,16 @@ def _gathered(
     region: Region, keys: LoadBalancer, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the keys and values of all ranks, in the order of the ranks."""
-    lengths = keys.lengths
-    longest = max(lengths)
-    more = longest - key.shape[2]
+    more = max(keys.lengths) - key.shape[2]
     full_key, full_value = all_gather_kv(
         *(F.pad(t, (0, 0, 0, more)) if more else t for t in (key, value)),
         seq_dim=2,
         group=region.group,
     )
-    if len(set(lengths)) == 1:
+    if len(set(keys.lengths)) == 1:
         return full_key, full_value
-    shards = (zip(t.split(longest, 2), lengths, strict=True) for t in (full_key, full_value))
-    full_key, full_value = (torch.cat([t[:, :, :n] for t, n in pairs], 2) for pairs in shards)
-    return full_key, full_value
+    rows = keys.gathered_rows().to(key.device)
+    return full_key.index_select(2, rows), full_value.index_select(2, rows)
 
 
 def _spread(

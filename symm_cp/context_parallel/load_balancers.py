@@ -75,6 +75,14 @@ class LoadBalancer:
         """Where each position of the sequence went: `permutation()[inverse()]` counts up from 0."""
         return torch.argsort(self.permutation())
 
+    def gathered_rows(self) -> torch.Tensor:
+        """Where the ranks' rows are once all shards are joined, padded to the longest.
+
+        Collectives take equal shards; the padding is not selected: (seq_length,) of int64.
+        """
+        longest = max(self.lengths)
+        return torch.cat([torch.arange(n) + r * longest for r, n in enumerate(self.lengths)])
+
 
 class Sequential(LoadBalancer):
     """Rank r holds the r-th part: as balanced as the mask is uniform."""

@@ -25,6 +25,7 @@ from symm_cp.inductor.trace import (
     WAIT,
     Traced,
     Tracer,
+    argument,
     aten,
     is_dynamic,
     is_item,
@@ -119,7 +120,7 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) 
     if shards[0] is None or shards[1] is None:
         return "their shards cannot be arranged"
     query = node.args[0]
-    chosen = {**chosen, "scale": _argument(node, "scale"), "enable_gqa": True}
+    chosen = {**chosen, "scale": argument(node, "scale"), "enable_gqa": True}
     fused = emitter.call(_FUSED, query, *shards, group, **chosen)
     results = [emitter.item(fused, index) for index in range(2)]
     for item in [user for user in node.users if is_item(user)]:
@@ -134,25 +135,16 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) 
     return ""
 
 
-def _argument(node: Node, *names: str) -> Any:
-    """What a call gives for the argument of its op that has one of these names."""
-    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
-        if argument.name in names:
-            given = node.args[index : index + 1]
-            return given[0] if given else node.kwargs.get(argument.name, argument.default_value)
-    return None
-
-
 def _mask_options(node: Node, key: Traced) -> dict[str, Any] | str:
     """The options of the fused op that stand for a mask, or why there are none."""
     assert key.ranks is not None
-    if _argument(node, "dropout_p") != 0.0:
+    if argument(node, "dropout_p") != 0.0:
         return "it has dropout"
-    if _argument(node, "is_causal"):
+    if argument(node, "is_causal"):
         if key.ranks.size == 1:
             return {"is_causal": True}
         return "is_causal aligns this rank's queries with the first keys: use a mask or an offset"
-    mask = _argument(node, "attn_mask", "attn_bias")
+    mask = argument(node, "attn_mask", "attn_bias")
     if mask is None:
         return {}
     found = constant(mask)

@@ -14,7 +14,7 @@ from symm_cp.inductor.axes import Axes, expose, sizes, without
 from symm_cp.inductor.emit import DynamicShapeError, Emitter
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
-from symm_cp.inductor.trace import GATHER, WAIT, Traced, Tracer, aten, static_shape, value
+from symm_cp.inductor.trace import GATHER, WAIT, Traced, Tracer, argument, aten, static_shape, value
 
 #: Matmuls; a `bmm` counts if its right operand is one matrix for all batches.
 MATMULS = {aten.mm.default, aten.addmm.default, aten._scaled_mm.default, aten.bmm.default}
@@ -300,10 +300,10 @@ def _call(
             [m.args[3] for m in matmuls],
             first.dim,
             group,
-            [option(m, 4, "bias") for m in matmuls],
-            [option(m, 5, "scale_result") for m in matmuls],
-            [option(m, 6, "out_dtype") for m in matmuls],
-            [bool(option(m, 7, "use_fast_accum")) for m in matmuls],
+            [argument(m, "bias") for m in matmuls],
+            [argument(m, "scale_result") for m in matmuls],
+            [argument(m, "out_dtype") for m in matmuls],
+            [bool(argument(m, "use_fast_accum")) for m in matmuls],
         )
         results = emitter.item(fused, 1)
         outputs = [emitter.item(results, index) for index in range(len(matches))]
@@ -312,11 +312,6 @@ def _call(
     results = emitter.item(fused, 1)
     outputs = [emitter.item(results, index) for index in range(len(matches))]
     return (emitter.item(fused, 0) if keep else None), outputs
-
-
-def option(matmul: Node, place: int, name: str) -> Any:
-    """An optional argument of a matmul, by place or by name."""
-    return matmul.args[place] if len(matmul.args) > place else matmul.kwargs.get(name)
 
 
 def _shard_scale(emitter: Emitter, tracer: Tracer, match: _Match) -> Node:

@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes, view
 from symm_cp.inductor.emit import DynamicShapeError, Emitter
-from symm_cp.inductor.gather import MATMULS, flops, left, option, right, unsupported
+from symm_cp.inductor.gather import MATMULS, flops, left, right, unsupported
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import (
@@ -18,6 +18,7 @@ from symm_cp.inductor.trace import (
     WAIT,
     Traced,
     Tracer,
+    argument,
     aten,
     is_dynamic,
     static_shape,
@@ -99,7 +100,7 @@ def _reason(scatter: Node, traced: Traced, terms: list[Node], options: Options) 
         if not reason and matmul.target is _SCALED:
             if len(terms) > 1:
                 reason = "it is a sum of scaled matmuls"
-            if option(matmul, 4, "bias") is not None:
+            if argument(matmul, "bias") is not None:
                 reason = "its bias is added on every rank, and the fused op would add it once"
         if reason:
             return reason
@@ -165,7 +166,7 @@ def _call(emitter: Emitter, scatter: Node, terms: list[Node], full: list[int], d
         if math.prod(static_shape(scale) or ()) != 1:  # type: ignore[arg-type]
             scale = emitter.reshape(scale, [*full[:-1], 1])  # type: ignore[arg-type]
         scales = (scale, first.args[3])
-        rest = [option(first, place, name) for place, name in _SCALED_OPTIONS]
+        rest = [argument(first, name) for name in _SCALED_OPTIONS]
         return emitter.call(
             _FUSED_SCALED, As[0], Bs[0], *scales, reduce_op, dim, dim, group, full, *rest
         )
@@ -186,4 +187,4 @@ def _inner(matmul: Node) -> int:
     return shape[-1]
 
 
-_SCALED_OPTIONS = ((4, "bias"), (5, "scale_result"), (6, "out_dtype"))
+_SCALED_OPTIONS = ("bias", "scale_result", "out_dtype")

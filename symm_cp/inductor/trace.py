@@ -335,3 +335,12 @@ def _part_of(node: Any) -> tuple[Node, int, int, int] | None:
         return None
     edges = [0, *itertools.accumulate(found[dim] for found in shapes if found is not None)]
     return whole, dim, edges[index], edges[index + 1]  # type: ignore[return-value]
+
+
+def argument(node: Node, *names: str) -> Any:
+    """What a call gives for the argument of its op that has one of these names."""
+    for index, argument in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if argument.name in names:
+            given = node.args[index : index + 1]
+            return given[0] if given else node.kwargs.get(argument.name, argument.default_value)
+    return None

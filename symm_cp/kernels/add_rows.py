@@ -35,8 +35,6 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
 
     `rows` is contiguous, (W, ...) for a contiguous `out` of shape (...).
     """
-    if rows.is_complex():  # of which Triton knows nothing
-        rows, out = torch.view_as_real(rows), torch.view_as_real(out)
     count = out.numel()
     if count == 0:
         return

@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops import arrival_attention
+from symm_cp.ops.attention_kernels import factor_of
 from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import group_of, lib, new_result, what_is
 from symm_cp.schedule.layout import Layout
@@ -271,7 +272,7 @@ def _attention_backward_kernel(
     if grad_logsumexp is not None:
         # The kernel takes weight * (grad_out . v - grad_out . out) for the gradient of a score.
         # One more feature, 0 in v, 1 in grad_out, -grad_logsumexp in out, adds what belongs to lse.
-        scale = features**-0.5 if scale is None else scale
+        scale = factor_of(query, scale)
         more = -features % 8 or 8 if query.device.type != "cpu" else 1  # kernels there like eights
         query, key, value = (F.pad(t, (0, more)) for t in (query, key, value))
         grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, more - 1))

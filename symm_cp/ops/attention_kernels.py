@@ -67,9 +67,9 @@ def forward(
         # Other kernels align a causal mask at the lower right unless the tile is square.
         assert query.shape[2] == key.shape[2]
     if kind == "flash":
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
         tensors = map(_eights, (query, key, value))
-        out, lse, *_ = _flash(*tensors, 0.0, causal, False, scale=scale)
+        factor = factor_of(query, scale)
+        out, lse, *_ = _flash(*tensors, 0.0, causal, False, scale=factor)
         return out[..., : query.shape[-1]], lse
     if kind == "cudnn":
         out, lse, *_ = _cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
@@ -107,15 +107,24 @@ def backward(
     if kind in ("flash", "cudnn"):
         # cuDNN wants the log-sum-exp as its own forward pass laid it out; flash takes any.
         none = torch.empty(0, dtype=torch.int64, device=query.device)
-        rows, keys, features = query.shape[2], key.shape[2], query.shape[3]
-        scale = features**-0.5 if scale is None else scale
+        rows, keys, factor = query.shape[2], key.shape[2], factor_of(query, scale)
         tensors = map(_eights, (grad_out, query, key, value, out))
         # Without cumulative lengths: any tensor, also an empty one, would stand for a nested batch.
         # The last ones are the random state of dropout.
         grads = _flash_backward(
-            *tensors, lse.contiguous(), None, None, rows, keys, 0.0, causal, none, none, scale=scale
+            *tensors,
+            lse.contiguous(),
+            None,
+            None,
+            rows,
+            keys,
+            0.0,
+            causal,
+            none,
+            none,
+            scale=factor,
         )
-        return tuple(grad[..., :features] for grad in grads)
+        return tuple(grad[..., : query.shape[-1]] for grad in grads)
     times = query.shape[1] // key.shape[1]
     key, value = _repeated(key, times), _repeated(value, times)
     if kind == "efficient":
@@ -131,6 +140,11 @@ def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: to
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
     else:
         kernels.merge_attention(out, lse, part, part_lse)
+
+
+def factor_of(query: torch.Tensor, scale: float | None) -> float:
+    """Returns what scores are multiplied by."""
+    return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
 def _eights(tensor: torch.Tensor) -> torch.Tensor:
@@ -167,7 +181,7 @@ def _scores(
     scale: float | None,
 ) -> torch.Tensor:
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = factor_of(query, scale)
     score = torch.matmul(query.to(wide) * factor, key.to(wide).transpose(-1, -2))
     if mask is not None:
         score = score + mask
@@ -196,7 +210,7 @@ def _by_matmuls(
     score = _scores(query, key, mask, causal, scale)
     weight = _weights(score, lse)
     wide = weight.dtype
-    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    factor = factor_of(query, scale)
     grad = grad_out.to(wide)
     grad_value = torch.matmul(weight.transpose(-1, -2), grad)
     inner = (grad * out.to(wide)).sum(-1, keepdim=True)

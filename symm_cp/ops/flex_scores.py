@@ -20,6 +20,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from symm_cp.ops.attention_kernels import factor_of
 from symm_cp.ops.attention_tiles import Forward, Total, rows_first, wide
 from symm_cp.ops.flex_mask import Modifier, cut, over_indices
 from symm_cp.schedule.tiles import Tile
@@ -35,7 +36,7 @@ class Scores:
         self, query: torch.Tensor, scale: float | None, score_mod: Modifier | None
     ) -> None:
         self._query = query
-        self.scale = query.shape[-1] ** -0.5 if scale is None else scale
+        self.scale = factor_of(query, scale)
         self._score_mod = score_mod
         self._heads = [torch.arange(size) for size in query.shape[:2]]
 

@@ -132,7 +132,7 @@ def _call(group: Group, device: Device, slot_bytes: int) -> Iterator[tuple[Devic
         yield space, space.next_epoch()
 
 
-def in_place(
+def peers_in_place(
     group: Group, device: Device, shard: Sequence[torch.Tensor], mode: Mode, what: bytes
 ) -> tuple[int, ...] | None:
     """Where the peers' shards are, if they can be read there; the first thing that a call does."""
@@ -198,7 +198,7 @@ def all_gather_and_consume(
     ranks, rank = group.world_size, group.rank
     device = device_for(group, shard[0].device)
     mode = Mode.of(device)
-    addresses = in_place(group, device, shard, mode, what)
+    addresses = peers_in_place(group, device, shard, mode, what)
     mine = Shard(shard, shapes, ranks)
     kept = None if gathered is None else _Kept(shard[0].shape[0] if columns else 1, columns)
     even = len(set(mine.sizes.parts)) == 1
@@ -253,7 +253,7 @@ def all_gather_and_combine(
     ranks = group.world_size
     device = device_for(group, shard.device)
     mode = Mode.of(device)
-    addresses = in_place(group, device, [shard], mode, what)
+    addresses = peers_in_place(group, device, [shard], mode, what)
     mine = Shard([shard], None, ranks)
     launch = _combine_launch(group.rank, mine.sizes, mode, addresses is not None)
     staging = mine.staging(ranks)

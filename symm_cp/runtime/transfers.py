@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Work, _register_work
 
 from symm_cp.device import Device, device_for, workspace
 from symm_cp.memory import Group
-from symm_cp.runtime.cuda import Mode, in_place
+from symm_cp.runtime.cuda import Mode, peers_in_place
 from symm_cp.runtime.launch import Kernel, Launch, lower
 from symm_cp.runtime.program import Extent
 from symm_cp.runtime.reduce import add_rows
@@ -76,7 +76,7 @@ def _start(
     mode = Mode.of(device)
     source = tensor.contiguous()
     with group.lock, device.guard():
-        addresses = in_place(group, device, [tensor], mode, what)
+        addresses = peers_in_place(group, device, [tensor], mode, what)
         room = 0 if addresses is not None else source.numel() * source.element_size()
         space = workspace(group, device, "async", room)
         lowered: Launch = launch(group.rank, group.world_size, nbytes, mode, addresses is not None)

@@ -41,11 +41,7 @@ def add_rows() -> int:
                 ulp = 2**-7 if dtype == torch.bfloat16 else 0.0
                 torch.testing.assert_close(out, total.to(dtype), rtol=ulp, atol=0.0)
                 cases += 1
-    rows = torch.randn(3, 5, 7, dtype=torch.complex64)
-    out = torch.empty_like(rows[0])
-    add_rows_kernel(rows, out)
-    torch.testing.assert_close(out, rows[0] + rows[1] + rows[2])
-    return cases + 1
+    return cases
 
 
 def dense(q: Any, k: Any, v: Any, visible: Any, scale: float) -> tuple[Any, Any]:

@@ -31,6 +31,11 @@ OPS = torch.ops.symm_mem
 wait = torch.ops._c10d_functional.wait_tensor
 
 
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """The largest error, as a part of the largest value."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max())
+
+
 @dataclass(frozen=True)
 class Call:
     """An op on tensors that stay where they are."""
@@ -125,9 +130,7 @@ def replays(group: dist.ProcessGroup) -> None:
                 found = [t.clone() for t in captured]
                 for got, want in zip(found, call.run(), strict=True):
                     # Gradients are added up in another order.
-                    scale = float(want.double().abs().max())
-                    off = float((got.double() - want.double()).abs().max())
-                    assert off <= 2**-6 * scale, name
+                    assert error(got, want) <= 2**-6, name
 
 
 @WORLD_SIZES
@@ -268,9 +271,7 @@ def compiled(group: dist.ProcessGroup) -> None:
                 out = torch.compile(function)(*inputs)
                 found = [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
             for got, want in zip(found, wanted, strict=True):
-                scale = float(want.double().abs().max())
-                off = float((got.double() - want.double()).abs().max())
-                assert off <= 2**-5 * scale, function.__name__
+                assert error(got, want) <= 2**-5, function.__name__
 
 
 @pytest.mark.parametrize("world_size", [2])

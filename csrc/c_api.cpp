@@ -49,7 +49,7 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 6; }
+int symm_cp_abi() { return 7; }
 
 // `address` is the start of a rendezvoused symmetric tensor. Null on failure.
 void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
@@ -129,13 +129,18 @@ int64_t symm_cp_driver(const char* path) {
   return guarded([&]() -> int64_t { return driver::load(path).batches() ? 2 : 1; });
 }
 
-// `bases[r]` is where the workspace of rank r is mapped. Null on failure.
+// `bases[r]` is where the workspace of rank r is mapped; `processes[r]` a pidfd of rank r, which is
+// closed with the streams, or -1. Null on failure.
 void* symm_cp_streams_open(const char* driver, char* const* bases, int world_size, int rank,
-                           const Layout* layout, int take_back, int events) {
+                           const Layout* layout, int take_back, int events, const char* group,
+                           int64_t timeout_ms, const int* processes) {
   void* result = nullptr;
   guarded([&]() -> int64_t {
+    std::vector<Descriptor> owned;
+    for (int peer = 0; peer < world_size; ++peer) owned.emplace_back(processes[peer]);
     std::vector<char*> all(bases, bases + world_size);
-    result = new Streams(driver, std::move(all), rank, *layout, take_back != 0, events);
+    result = new Streams(driver, std::move(all), rank, *layout, take_back != 0, events, group,
+                         std::chrono::milliseconds(timeout_ms), std::move(owned));
     return 0;
   });
   return result;
@@ -145,13 +150,23 @@ void symm_cp_streams_close(void* streams) { delete static_cast<Streams*>(streams
 
 int64_t symm_cp_streams_run(void* streams, const StreamCommand* commands, int count,
                             void* const* operands, void* const* lanes, uint32_t epoch,
-                            int capturing) {
+                            int capturing, const char* what) {
   return guarded([&]() -> int64_t {
     auto* to = static_cast<Streams*>(streams);
-    to->run(commands, count, operands, lanes, epoch, capturing != 0);
+    to->run(commands, count, operands, lanes, epoch, capturing != 0, what);
     return 0;
   });
 }
+
+void symm_cp_streams_expect(void* streams, int peer, int flag, uint32_t needed, uint32_t epoch,
+                            const char* what) {
+  static_cast<Streams*>(streams)->expect(peer, flag, needed, epoch, what);
+}
+
+void symm_cp_streams_give_up(void* streams) { static_cast<Streams*>(streams)->give_up(); }
+
+// Ends the thread that looks at what streams wait for.
+void symm_cp_watch_stop() { Watch::instance().stop(); }
 
 // Begins to record what steps take, or ends.
 void symm_cp_record(int on) { Recorder::instance().record(on != 0); }

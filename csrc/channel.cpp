@@ -13,7 +13,6 @@ namespace symm_cp {
 namespace {
 
 constexpr int64_t kCacheLine = 64;
-const char* const kFlagNames[] = {"ready", "reduced", "taken", "done"};
 
 template <class T>
 T* at(void* base, int64_t offset) {

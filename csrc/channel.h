@@ -58,6 +58,9 @@ struct Record {
 };
 static_assert(sizeof(Record) == 128);
 
+// The names of the flags between ranks, in the order of memory.py.
+inline constexpr const char* kFlagNames[] = {"ready", "reduced", "taken", "done"};
+
 struct Layout {
   int64_t flags;  // flag f of writer w: flags + (f * world_size + w) * 64
   int64_t flag_count;

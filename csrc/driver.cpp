@@ -37,6 +37,15 @@ Api open(const std::string& path) {
   require(library, path, "cuStreamBatchMemOp_v2", api.mem_ops);
   require(library, path, "cuMemcpyAsync", api.copy);
   require(library, path, "cuMemcpy2DAsync_v2", api.copy_2d);
+  require(library, path, "cuMemcpyDtoHAsync_v2", api.copy_to_host);
+  require(library, path, "cuMemAllocHost_v2", api.host_alloc);
+  require(library, path, "cuMemFreeHost", api.host_free);
+  require(library, path, "cuStreamCreate", api.stream_create);
+  require(library, path, "cuStreamDestroy_v2", api.stream_destroy);
+  require(library, path, "cuStreamQuery", api.stream_query);
+  require(library, path, "cuCtxGetCurrent", api.context_get);
+  require(library, path, "cuCtxSetCurrent", api.context_set);
+  require(library, path, "cuThreadExchangeStreamCaptureMode", api.capture_mode);
   find(library, "cuMemcpyBatchAsync_v2", api.copy_batch);
   if (api.copy_batch == nullptr) find(library, "cuMemcpyBatchAsync", api.copy_batch_12);
   return api;

@@ -12,6 +12,7 @@ namespace symm_cp::driver {
 using Result = int;
 using Stream = void*;
 using Event = void*;
+using Context = void*;
 using Address = uint64_t;
 
 // A failure that the driver reported, or a driver that is not there.
@@ -49,6 +50,9 @@ static_assert(sizeof(CopyAttributes) == 24);
 constexpr int kSourceInStreamOrder = 1;      // CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 constexpr unsigned kOverlapWithCompute = 1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 constexpr int kDeviceMemory = 2;             // CU_MEMORYTYPE_DEVICE
+constexpr Result kNotReady = 600;            // CUDA_ERROR_NOT_READY
+constexpr unsigned kNonBlocking = 1;         // CU_STREAM_NON_BLOCKING
+constexpr int kRelaxed = 2;                  // CU_STREAM_CAPTURE_MODE_RELAXED
 
 struct Copy2D {  // CUDA_MEMCPY2D
   size_t from_x, from_y;
@@ -76,6 +80,15 @@ struct Api {
   Result (*mem_ops)(Stream, unsigned, MemOp*, unsigned);
   Result (*copy)(Address, Address, size_t, Stream);
   Result (*copy_2d)(const Copy2D*, Stream);
+  Result (*copy_to_host)(void*, Address, size_t, Stream);
+  Result (*host_alloc)(void**, size_t);
+  Result (*host_free)(void*);
+  Result (*stream_create)(Stream*, unsigned);
+  Result (*stream_destroy)(Stream);
+  Result (*stream_query)(Stream);
+  Result (*context_get)(Context*);
+  Result (*context_set)(Context);
+  Result (*capture_mode)(int*);
   // One of them, or none: batches came with CUDA 12.8, and lost an argument in 13.0.
   Result (*copy_batch)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                        Stream);

@@ -10,7 +10,8 @@ constexpr unsigned kNoTiming = 2;   // CU_EVENT_DISABLE_TIMING
 }  // namespace
 
 Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank, Layout layout,
-                 bool take_back, int events)
+                 bool take_back, int events, std::string group, std::chrono::milliseconds timeout,
+                 std::vector<Descriptor> processes)
     : api_(driver::load(driver)),
       bases_(std::move(bases)),
       rank_(rank),
@@ -21,9 +22,21 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank, 
     api_.expect(api_.event_create(&event, kNoTiming), "cuEventCreate");
     events_.push_back(event);
   }
+  const int ranks = static_cast<int>(bases_.size());
+  if (take_back_ || timeout.count() <= 0 || ranks == 1) return;
+  Watched about{std::move(group),
+                rank_,
+                ranks,
+                static_cast<int>(layout_.flag_count),
+                flag(rank_, 0, 0),
+                timeout,
+                std::move(processes)};
+  waits_ = std::make_shared<Waits>(api_, std::move(about));
+  Watch::instance().add(waits_);
 }
 
 Streams::~Streams() {
+  if (waits_ != nullptr) waits_->close();
   // At exit the driver may be gone; it then says so, and there is nothing left to free.
   for (driver::Event event : events_) api_.event_destroy(event);
 }
@@ -45,7 +58,23 @@ driver::Address Streams::resolve(const Reference& reference, void* const* operan
   return reinterpret_cast<driver::Address>(base + reference.offset);
 }
 
-void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch) {
+void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what) {
+  if (waits_ != nullptr) waits_->expect(peer, flag, needed, epoch, what);
+}
+
+void Streams::give_up() {
+  if (waits_ == nullptr) return;
+  std::vector<driver::MemOp> marks;
+  const int last = static_cast<int>(layout_.flag_count) - 1;
+  for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
+    // What is not mapped here cannot be written; that peer has the time-out.
+    if (peer != rank_ && bases_[peer] != nullptr)
+      marks.push_back({driver::kWriteValue32, flag(peer, rank_, last), 1, 0, 0, 0});
+  }
+  waits_->give_up(std::move(marks));
+}
+
+void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* what) {
   if (command.kind == StreamKind::kArrived) {
     mem_ops_.push_back(
         {driver::kWriteValue32, flag(rank_, command.peer, command.flag), epoch, 0, 0, 0});
@@ -60,6 +89,7 @@ void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch) {
   driver::Address mine = flag(rank_, command.peer, command.flag);
   if (!take_back_) {
     uint32_t needed = epoch - static_cast<uint32_t>(command.lag);
+    expect(command.peer, command.flag, needed, epoch, what);
     mem_ops_.push_back({driver::kWaitValue32, mine, needed, driver::kWaitGeq, 0, 0});
     return;
   }
@@ -125,7 +155,7 @@ void Streams::flush_copies(driver::Stream lane, bool capturing) {
 }
 
 void Streams::run(const StreamCommand* commands, int count, void* const* operands,
-                  driver::Stream const* lanes, uint32_t epoch, bool capturing) {
+                  driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* what) {
   int32_t lane = count > 0 ? commands[0].lane : 0;
   auto flush = [&] {
     // Never both at once: each kind flushes the other before it gathers.
@@ -147,7 +177,7 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
       case StreamKind::kWait:
       case StreamKind::kArrived:
         flush_copies(stream, capturing);
-        add_mem_ops(command, epoch);
+        add_mem_ops(command, epoch, what);
         break;
       case StreamKind::kRecord:
         flush();

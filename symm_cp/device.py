@@ -2,7 +2,7 @@
 
 A workspace here is memory of torch's own symmetric memory for the device, of
 
-    4096 * ceil(5 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+    4096 * ceil(6 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
 
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
@@ -28,14 +28,16 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
+from symm_cp.hosts import wait_limit, watched_processes
 from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
 CHANNELS = ("sync", "async")
-#: The flags between ranks, and those of this rank's own pulls, for kernels that poll for them.
-FLAGS = (*_BETWEEN_RANKS, "arrived")
+#: The flags between ranks, those of this rank's own pulls, for kernels that poll for them, and last
+#: that a rank has given up (csrc/watch.h).
+FLAGS = (*_BETWEEN_RANKS, "arrived", "gave up")
 
 _SLOTS = 2
 
@@ -164,8 +166,10 @@ class DeviceWorkspace(Calls):
         self.slot_bytes = pages(slot_bytes)
         self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size)
         self.last_stream: int | None = None
+        self.limit_ms = int(wait_limit(group).total_seconds() * 1000)
+        self.given_up = False
         self.memory, bases = self._allocate(group, self._header + self.slots * self.slot_bytes)
-        self.handle = self._open(graph, bases)
+        self.handle = self._open(group, graph, bases)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self._clear(group, graph)
 
@@ -177,7 +181,7 @@ class DeviceWorkspace(Calls):
         self.torch_handle = _SymmetricMemory.rendezvous(memory, group.name)
         return memory, addresses_of(self.torch_handle, memory, self.rank)
 
-    def _open(self, graph: bool, bases: Sequence[int]) -> int:
+    def _open(self, group: Group, graph: bool, bases: Sequence[int]) -> int:
         layout = native.Layout(
             flags=0,
             flag_count=len(FLAGS),
@@ -194,6 +198,9 @@ class DeviceWorkspace(Calls):
             ctypes.byref(layout),
             int(graph),
             events_needed(self.world_size),
+            group.name.encode(),
+            self.limit_ms,
+            (ctypes.c_int * self.world_size)(*watched_processes(group)),
         )
         if not handle:
             raise RuntimeError(native.error())
@@ -206,7 +213,7 @@ class DeviceWorkspace(Calls):
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
         # No peer signals before all have come here.
-        self.torch_handle.barrier()
+        self.torch_handle.barrier(timeout_ms=self.limit_ms)
         if graph and not self.device.signals_by_stream():
             for peer in range(self.world_size):
                 if peer != self.rank:
@@ -221,10 +228,11 @@ class DeviceWorkspace(Calls):
         epoch: int,
         *,
         capturing: bool,
+        what: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
         run, count = native.load().symm_cp_streams_run, len(commands)
-        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing)) < 0:
+        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing), what) < 0:
             raise RuntimeError(f"symm_cp: {native.error()}")
 
     def signal(self, flag: str, peer: int) -> None:
@@ -233,7 +241,16 @@ class DeviceWorkspace(Calls):
 
     def wait(self, flag: str, peer: int) -> None:
         """Waits for a peer's signal by a kernel of torch's, and takes it back."""
-        self.torch_handle.wait_signal(peer, FLAGS.index(flag))
+        self.torch_handle.wait_signal(peer, FLAGS.index(flag), self.limit_ms)
+
+    def give_up(self) -> None:
+        """After an error in the middle of a call: tells the peers, and serves no other call."""
+        native.load().symm_cp_streams_give_up(self.handle)
+        self.given_up = True
+
+    def serves(self, slot_bytes: int) -> bool:
+        """Whether a call with a slot of so many bytes can be made."""
+        return super().serves(slot_bytes) and not self.given_up
 
     def flags(self, name: str) -> torch.Tensor:
         """Returns a flag of each rank here, as int32."""
@@ -305,8 +322,8 @@ def _workspace(
             f"symm_cp.reserve(group, {slot_bytes}, device={str(device.device)!r}) before"
         )
     wanted = max(slot_bytes, known.slot_bytes if known is not None else 0)
-    if graph and known is not None:
-        # Graphs that were captured go on using it.
+    if known is not None and (graph or known.given_up):
+        # Graphs that were captured go on using it, or streams in the middle of a call.
         group.retained.append(known)
     fresh = device.workspace(group, channel, wanted, graph=graph)
     group.device_workspaces[key] = fresh

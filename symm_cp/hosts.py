@@ -116,6 +116,39 @@ def _local_group(
     return local
 
 
+def watched_processes(group: Group) -> list[int]:
+    """Returns a descriptor of each rank's process that tells when it ends, or -1; own them.
+
+    Collective at the first call for a group. -1 is for this process, and for those that this one
+    cannot name: on other hosts, or in other name spaces of processes.
+    """
+    if group.processes is None:
+        store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
+        space = f"{identity()} {os.readlink('/proc/self/ns/pid')}"
+        store.set(f"symm_cp/process/{group.rank}", f"{os.getpid()} {space}")
+        found = [store.get(f"symm_cp/process/{rank}").decode() for rank in range(group.world_size)]
+        known = [text.split(" ", 1) for text in found]
+        group.processes = [int(pid) if where == space else -1 for pid, where in known]
+        group.processes[group.rank] = -1
+    return [_descriptor(pid) for pid in group.processes]
+
+
+def _descriptor(pid: int) -> int:
+    if pid < 0:
+        return -1
+    try:
+        return os.pidfd_open(pid)
+    except OSError:  # a kernel without them; that a process is gone shows at the next time-out
+        return -1
+
+
+def wait_limit(group: Group) -> datetime.timedelta:
+    """Returns how long ops of a group wait for a peer: `SYMM_CP_TIMEOUT_MS`, or its time-out."""
+    if env.timeout_ms():
+        return datetime.timedelta(milliseconds=env.timeout_ms())
+    return timeout_of(_resolve_process_group(group.name))  # type: ignore[arg-type]
+
+
 def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
     """Returns how long a group waits for a peer."""
     for device in process_group._device_types:

@@ -207,6 +207,8 @@ class Group:
         #: Kept for hosts.py: how the group is spread over hosts, once that was found out.
         self.hosts: Any = None
         self.spread_known = False
+        #: Kept for hosts.py, too: the numbers of the ranks' processes.
+        self.processes: list[int] | None = None
         #: Kept for runtime/agreement.py: how many calls the ranks have compared.
         self.compared_calls = 0
 

@@ -6,6 +6,7 @@ the include and library paths of `torch.utils.cpp_extension`; ninja and pybind a
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -28,7 +29,7 @@ import torch
 
 from . import env
 
-_ABI = 6  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 7  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -304,10 +305,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_driver": (_LONG, [_TEXT]),
     "symm_cp_streams_open": (
         _VOID,
-        [_TEXT, _VOID, _INT, _INT, ctypes.POINTER(Layout), _INT, _INT],
+        [_TEXT, _VOID, _INT, _INT, ctypes.POINTER(Layout), _INT, _INT, _TEXT, _LONG, _VOID],
     ),
     "symm_cp_streams_close": (None, [_VOID]),
-    "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT]),
+    "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT, _TEXT]),
+    "symm_cp_streams_expect": (None, [_VOID, _INT, _INT, _EPOCH, _EPOCH, _TEXT]),
+    "symm_cp_streams_give_up": (None, [_VOID]),
+    "symm_cp_watch_stop": (None, []),
 }
 
 
@@ -332,6 +336,8 @@ def load() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     assert library.symm_cp_abi() == _ABI, "csrc/ and native.py are of different versions"
+    # Its thread calls the CUDA driver, which ends with the process.
+    atexit.register(library.symm_cp_watch_stop)
     return library
 
 

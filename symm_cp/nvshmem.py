@@ -220,19 +220,28 @@ class NvshmemWorkspace(DeviceWorkspace):
         epoch: int,
         *,
         capturing: bool,
+        what: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; what goes to peers goes by NVSHMEM."""
         if self.direct:
-            super().issue(commands, operands, lanes, epoch, capturing=capturing)
+            super().issue(commands, operands, lanes, epoch, capturing=capturing, what=what)
             return
+
+        def issue_here(first: int, end: int) -> None:
+            if first < end:
+                part = (native.StreamCommand * (end - first))(*commands[first:end])
+                super(NvshmemWorkspace, self).issue(
+                    part, operands, lanes, epoch, capturing=False, what=what
+                )
+
         first = 0
         for index, command in enumerate(commands):
             if not self._is_remote(command):
                 continue
-            self._issue_here(commands, first, index, operands, lanes, epoch)
-            self._issue_remote(command, operands, lanes[command.lane] or 0, epoch)
+            issue_here(first, index)
+            self._issue_remote(command, operands, lanes[command.lane] or 0, epoch, what)
             first = index + 1
-        self._issue_here(commands, first, len(commands), operands, lanes, epoch)
+        issue_here(first, len(commands))
 
     def _is_remote(self, command: native.StreamCommand) -> bool:
         if command.kind in (_SIGNAL, _WAIT):
@@ -240,25 +249,13 @@ class NvshmemWorkspace(DeviceWorkspace):
         source = command.source
         return command.kind == _COPY and source.space != _OPERAND and source.index != self.rank
 
-    def _issue_here(
-        self,
-        commands: ctypes.Array[native.StreamCommand],
-        first: int,
-        end: int,
-        operands: ctypes.Array[ctypes.c_void_p],
-        lanes: ctypes.Array[ctypes.c_void_p],
-        epoch: int,
-    ) -> None:
-        if first < end:
-            part = (native.StreamCommand * (end - first))(*commands[first:end])
-            super().issue(part, operands, lanes, epoch, capturing=False)
-
     def _issue_remote(
         self,
         command: native.StreamCommand,
         operands: ctypes.Array[ctypes.c_void_p],
         stream: int,
         epoch: int,
+        what: bytes,
     ) -> None:
         bindings, peer = self.heap.bindings, command.peer
         if command.kind == _SIGNAL:
@@ -274,9 +271,10 @@ class NvshmemWorkspace(DeviceWorkspace):
             place = (command.flag * self.world_size + peer) * FLAG_BYTES
             mine = self.remote[self.rank] + place
             at_least = self.heap.core.ComparisonType.CMP_GE
-            bindings.signal_wait_until_on_stream(
-                mine, at_least, max(0, epoch - command.lag), stream
-            )
+            needed = max(0, epoch - command.lag)
+            expect = native.load().symm_cp_streams_expect
+            expect(self.handle, peer, command.flag, needed, epoch, what)
+            bindings.signal_wait_until_on_stream(mine, at_least, needed, stream)
         else:
             owner = command.source.index
             slot = self._header + epoch % self.slots * self.slot_bytes + command.source.offset

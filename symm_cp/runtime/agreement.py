@@ -7,12 +7,10 @@ compare what they call by way of the group's store. That takes a round trip for 
 
 from __future__ import annotations
 
-import datetime
-
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from symm_cp import env
-from symm_cp.hosts import timeout_of
+from symm_cp.hosts import wait_limit
 from symm_cp.memory import Group
 
 
@@ -23,17 +21,12 @@ def agree(group: Group, what: bytes) -> None:
     """
     if not env.debug() or group.world_size == 1:
         return
-    process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-    store = _get_process_group_store(process_group)
+    store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
     with group.lock:
         group.compared_calls += 1
         number = group.compared_calls
     store.set(_key(number, group.rank), what)
-    limit = (
-        datetime.timedelta(milliseconds=env.timeout_ms())
-        if env.timeout_ms()
-        else timeout_of(process_group)
-    )
+    limit = wait_limit(group)
     found = []
     for rank in range(group.world_size):
         try:

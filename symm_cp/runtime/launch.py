@@ -107,22 +107,32 @@ class Launch:
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
         moved = workspace.last_stream not in (None, streams[0])
         issue = partial(
-            workspace.issue, operands=addresses, lanes=lanes, epoch=epoch, capturing=capturing
+            workspace.issue,
+            operands=addresses,
+            lanes=lanes,
+            epoch=epoch,
+            capturing=capturing,
+            what=what,
         )
-        if moved and self.joined and not capturing:
-            # Calls follow one another, also when the caller has changed streams.
-            issue(_BETWEEN_STREAMS)
-        workspace.last_stream = streams[0]
         recording = None if capturing else recorder.active
-        for item in self.items:
-            if isinstance(item, _Call):
-                item.launch(workspace, kernels, recording, epoch, what)
-            elif recording is None:
-                issue(item)
-            else:
-                for step, lane, commands in _apart(item, workspace.rank):
-                    with recording.on_lane(step, device, lane, workspace.channel, epoch, what):
-                        issue(commands)
+        try:
+            if moved and self.joined and not capturing:
+                # Calls follow one another, also when the caller has changed streams.
+                issue(_BETWEEN_STREAMS)
+            workspace.last_stream = streams[0]
+            for item in self.items:
+                if isinstance(item, _Call):
+                    item.launch(workspace, kernels, recording, epoch, what)
+                elif recording is None:
+                    issue(item)
+                else:
+                    for step, lane, commands in _apart(item, workspace.rank):
+                        with recording.on_lane(step, device, lane, workspace.channel, epoch, what):
+                            issue(commands)
+        except BaseException:
+            if not capturing:  # else nothing has run yet
+                workspace.give_up()
+            raise
 
 
 def _batch(commands: Sequence[native.StreamCommand]) -> _Batch:

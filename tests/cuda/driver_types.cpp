@@ -33,6 +33,9 @@ SAME(offsetof(Copy2D, width), offsetof(CUDA_MEMCPY2D, WidthInBytes));
 SAME(offsetof(Copy2D, height), offsetof(CUDA_MEMCPY2D, Height));
 SAME((int)kDeviceMemory, (int)CU_MEMORYTYPE_DEVICE);
 SAME((int)CU_EVENT_DISABLE_TIMING, 2);
+SAME((int)kNotReady, (int)CUDA_ERROR_NOT_READY);
+SAME((int)kNonBlocking, (int)CU_STREAM_NON_BLOCKING);
+SAME((int)kRelaxed, (int)CU_STREAM_CAPTURE_MODE_RELAXED);
 // signatures
 CUresult (*a)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned) = cuStreamBatchMemOp;
 CUresult (*b)(CUdeviceptr*, CUdeviceptr*, size_t*, size_t, CUmemcpyAttributes*, size_t*, size_t,
@@ -42,3 +45,10 @@ CUresult (*d)(CUstream, CUevent, unsigned) = cuStreamWaitEvent;
 CUresult (*e)(CUevent, CUstream) = cuEventRecord;
 CUresult (*f)(CUevent*, unsigned) = cuEventCreate;
 CUresult (*g)(const CUDA_MEMCPY2D*, CUstream) = cuMemcpy2DAsync;
+CUresult (*h)(void*, CUdeviceptr, size_t, CUstream) = cuMemcpyDtoHAsync;
+CUresult (*i)(void**, size_t) = cuMemAllocHost;
+CUresult (*j)(CUstream*, unsigned) = cuStreamCreate;
+CUresult (*k)(CUstream) = cuStreamQuery;
+CUresult (*l)(CUcontext*) = cuCtxGetCurrent;
+CUresult (*m)(CUcontext) = cuCtxSetCurrent;
+CUresult (*n)(CUstreamCaptureMode*) = cuThreadExchangeStreamCaptureMode;

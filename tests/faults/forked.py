@@ -25,6 +25,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import native
 from symm_cp.runtime.probe import probing
+from tests import device
 from tests.faults.ops import ALL
 from tests.rank_process import die_with
 
@@ -49,7 +50,7 @@ def fork_ranks(
             theirs.close()
             pipes.append(mine)
             pids.append(pid)
-        outcomes: list[Any] = [{"hung": True}] * world_size
+        outcomes: list[Any] = [{"hung": True} for _ in range(world_size)]
         deadline = time.monotonic() + LIMIT
         left = {pipe: rank for rank, pipe in enumerate(pipes) if rank != stopped}
         while left and (ready := wait(list(left), timeout=max(0.0, deadline - time.monotonic()))):
@@ -61,8 +62,10 @@ def fork_ranks(
                     outcomes[rank] = {"died at": time.monotonic()}
         for rank in (*left.values(), *(() if stopped is None else (stopped,))):
             os.kill(pids[rank], signal.SIGKILL)
-        for pid in pids:
-            os.waitpid(pid, 0)
+        for pid, outcome in zip(pids, outcomes, strict=True):
+            status = os.waitpid(pid, 0)[1]
+            if isinstance(outcome, dict) and os.WIFSIGNALED(status):
+                outcome["ended by"] = os.WTERMSIG(status)
     return outcomes
 
 
@@ -77,7 +80,7 @@ def _as_rank(
         die_with(os.getppid())
         torch.manual_seed(rank)
         dist.init_process_group(
-            "gloo",
+            device.backend(),
             store=dist.FileStore(store, world_size),
             rank=rank,
             world_size=world_size,

@@ -79,8 +79,10 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
 
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     """Compiles `ranks.cpp` with all of csrc/ that does without torch and CUDA."""
-    torch_or_cuda = {"symmetric_memory", "collectives", "attention", "c_api", "driver", "streams"}
-    sources = [p for p in native.source_dir().glob("*.cpp") if p.stem not in torch_or_cuda]
+    torch, cuda = {"symmetric_memory", "collectives", "attention"}, {"driver", "streams", "watch"}
+    sources = [
+        p for p in native.source_dir().glob("*.cpp") if p.stem not in {*torch, *cuda, "c_api"}
+    ]
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
     objects = [folder / f"{source.stem}.o" for source in (*sources, HERE / "ranks.cpp")]
 

@@ -1,0 +1,232 @@
+#include "watch.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+
+#include "channel.h"
+
+namespace symm_cp {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+constexpr size_t kLine = 64 / sizeof(uint32_t);  // memory.py: a cache line for each flag
+constexpr size_t kWaits = 4096;
+constexpr size_t kNames = 512;
+constexpr auto kPatience = std::chrono::seconds(1);  // for a copy of a few lines
+
+std::string text(int64_t value) { return std::to_string(value); }
+
+}  // namespace
+
+Waits::Waits(const driver::Api& api, Watched about)
+    : api_(api),
+      about_(std::move(about)),
+      lost_(about_.world_size),
+      gave_up_(about_.world_size),
+      pairs_(static_cast<size_t>(about_.flag_count) * about_.world_size),
+      names_(kNames) {
+  waits_.reserve(kWaits);
+  api_.expect(api_.context_get(&context_), "cuCtxGetCurrent");
+  api_.expect(api_.stream_create(&stream_, driver::kNonBlocking), "cuStreamCreate");
+  void* host = nullptr;
+  api_.expect(api_.host_alloc(&host, pairs_.size() * kLine * sizeof(uint32_t)), "cuMemAllocHost");
+  read_ = static_cast<uint32_t*>(host);
+}
+
+Waits::~Waits() {
+  // At exit the driver may be gone; it then says so, and there is nothing left to free.
+  driver::Context before = nullptr;
+  api_.context_get(&before);
+  api_.context_set(context_);
+  api_.stream_destroy(stream_);
+  api_.host_free(read_);
+  api_.context_set(before);
+}
+
+bool Waits::reached(uint32_t seen, uint32_t needed) {
+  // Epochs stay below 2^31 (memory.py), so that the difference tells which is later.
+  return static_cast<int32_t>(seen - needed) >= 0;
+}
+
+void Waits::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const size_t pair = static_cast<size_t>(flag) * about_.world_size + peer;
+  pairs_[pair].needed = needed;
+  if (waits_.size() < kWaits) {
+    waits_.push_back({pair, needed, epoch});
+  } else {
+    waits_[next_] = {pair, needed, epoch};
+  }
+  next_ = (next_ + 1) % kWaits;
+  std::string& name = names_[epoch % kNames];
+  if (name != what) name = what;
+}
+
+void Waits::close() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  closed_ = true;
+  if (reading_) settle();
+}
+
+// Afterwards the memory may be freed: what is copied or written here takes microseconds.
+void Waits::settle() {
+  const auto end = Clock::now() + kPatience;
+  while (api_.stream_query(stream_) == driver::kNotReady && Clock::now() < end)
+    std::this_thread::sleep_for(milliseconds(1));
+}
+
+void Waits::give_up(std::vector<driver::MemOp> marks) {
+  close();
+  api_.mem_ops(stream_, static_cast<unsigned>(marks.size()), marks.data(), 0);
+  settle();
+}
+
+milliseconds Waits::interval() const {
+  return std::clamp(about_.timeout / 8, milliseconds(10), milliseconds(200));
+}
+
+std::optional<std::string> Waits::look() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (closed_) return std::nullopt;
+  api_.context_set(context_);
+  int mode = driver::kRelaxed;
+  api_.capture_mode(&mode);  // graphs that other threads capture are none of its business
+  const bool fresh = take_in();
+  if (closed_) return std::nullopt;
+  const auto reason = judge(fresh);
+  const bool waiting =
+      std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& p) { return p.since.has_value(); });
+  if (waiting && !reading_) begin_reading();
+  return reason;
+}
+
+// Returns whether the flags of the last reading have come.
+bool Waits::take_in() {
+  if (!reading_) return false;
+  const driver::Result result = api_.stream_query(stream_);
+  if (result == driver::kNotReady) return false;
+  reading_ = false;
+  // A device that has failed tells so to whoever uses it.
+  closed_ = result != 0;
+  for (size_t i = 0; i < pairs_.size(); ++i) {
+    const uint32_t now = read_[i * kLine];
+    if (now != pairs_[i].seen) pairs_[i].since.reset();
+    pairs_[i].seen = now;
+  }
+  return true;
+}
+
+void Waits::begin_reading() {
+  // A rank that is lost now has raised all the flags that it ever will.
+  const size_t last = pairs_.size() - about_.world_size;
+  for (int peer = 0; peer < about_.world_size; ++peer) {
+    lost_[peer] = dead(peer);
+    gave_up_[peer] = pairs_[last + peer].seen != 0;
+  }
+  const size_t bytes = pairs_.size() * kLine * sizeof(uint32_t);
+  reading_ = api_.copy_to_host(read_, about_.flags, bytes, stream_) == 0;
+  closed_ = !reading_;
+}
+
+bool Waits::dead(int rank) const {
+  const Descriptor& process = about_.processes[rank];
+  pollfd entry{process.get(), POLLIN, 0};
+  return process.valid() && poll(&entry, 1, 0) > 0;
+}
+
+std::optional<std::string> Waits::judge(bool fresh) {
+  const auto now = Clock::now();
+  for (size_t i = 0; i < pairs_.size(); ++i) {
+    Pair& pair = pairs_[i];
+    if (reached(pair.seen, pair.needed)) {
+      pair.since.reset();
+      continue;
+    }
+    if (!pair.since) pair.since = now;
+    const int peer = static_cast<int>(i % about_.world_size);
+    const std::string who = ": rank " + text(peer);
+    if (fresh && lost_[peer]) return describe(i) + who + " died";
+    if (fresh && gave_up_[peer]) return describe(i) + who + " gave up: it says why";
+    if (now - *pair.since > about_.timeout)
+      return describe(i) + ": timed out after " + text(about_.timeout.count()) + " ms";
+  }
+  return std::nullopt;
+}
+
+std::string Waits::describe(size_t pair) const {
+  Wait first{pair, pairs_[pair].needed, 0};
+  for (size_t i = 0; i < waits_.size(); ++i) {
+    const Wait& wait = waits_[(next_ + kWaits - waits_.size() + i) % kWaits];
+    if (wait.pair != pair || reached(pairs_[pair].seen, wait.needed)) continue;
+    first = wait;
+    break;
+  }
+  const std::string& name = names_[first.epoch % kNames];
+  return (name.empty() ? std::string("an op") : name) + " in group '" + about_.group + "': rank " +
+         text(about_.rank) + " waiting for flag '" + kFlagNames[pair / about_.world_size] +
+         "' of rank " + text(static_cast<int64_t>(pair % about_.world_size)) + " (call " +
+         text(first.needed) + ", seen " + text(pairs_[pair].seen) + ")";
+}
+
+Watch& Watch::instance() {
+  // Never destroyed: the thread may outlive static destructors where nobody stops it.
+  static Watch* watch = new Watch;
+  return *watch;
+}
+
+void Watch::add(const std::shared_ptr<Waits>& waits) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  all_.push_back(waits);
+  if (process_ == getpid()) {
+    changed_.notify_all();
+    return;
+  }
+  // The thread of a process that this one was forked from is not here.
+  if (thread_.joinable()) thread_.detach();
+  process_ = getpid();
+  stopping_ = false;
+  thread_ = std::thread([this] { serve(); });
+}
+
+void Watch::stop() {
+  if (process_ != getpid()) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+    process_ = 0;
+    changed_.notify_all();
+  }
+  thread_.join();
+}
+
+void Watch::serve() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    std::vector<std::shared_ptr<Waits>> held;
+    for (const auto& weak : all_)
+      if (auto waits = weak.lock()) held.push_back(std::move(waits));
+    std::erase_if(all_, [](const auto& weak) { return weak.expired(); });
+    auto interval = milliseconds(1000);
+    for (const auto& waits : held) interval = std::min(interval, waits->interval());
+    lock.unlock();
+    for (const auto& waits : held) {
+      const auto reason = waits->look();
+      if (!reason) continue;
+      std::fprintf(stderr, "symm_cp: %s. A stream waits without an end, so this process ends.\n",
+                   reason->c_str());
+      std::fflush(stderr);
+      std::abort();
+    }
+    held.clear();
+    lock.lock();
+    changed_.wait_for(lock, interval, [this] { return stopping_; });
+  }
+}
+
+}  // namespace symm_cp

@@ -5,7 +5,7 @@
 | `SYMM_CP_BUILD_DIR` | where the native part is built and kept | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
-| `SYMM_CP_ATTENTION` | on CUDA: `pipeline` of kernels, or one that polls (`arrival`) | `pipeline` |
+| `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |
 | `SYMM_CP_DEBUG` | 1: on CUDA, ranks compare their calls first (always so on CPU) | 0 |
 | `SYMM_CP_WAY` | how fused matmuls go: by `shards`, or `whole` | by simulation |
 | `SYMM_CP_HOST` | what tells this host from others in a group | boot id and network namespace |
@@ -45,10 +45,10 @@ def signals() -> str:
     return text
 
 
-def attention() -> str:
-    """Returns how attention on CUDA takes shards in: "pipeline" or "arrival"."""
-    text = os.environ.get("SYMM_CP_ATTENTION", "pipeline")
-    if text not in ("pipeline", "arrival"):
+def attention() -> str | None:
+    """Returns the way that attention on CUDA is forced to take, if any."""
+    text = os.environ.get("SYMM_CP_ATTENTION") or None
+    if text not in (None, "pipeline", "arrival"):
         raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'arrival'")
     return text
 

@@ -53,14 +53,26 @@ def is_rank() -> bool:
     return "RANK" in os.environ
 
 
+def check_device(device: str) -> None:
+    """Raises `ValueError` for `--device cuda` where there is none."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch finds no CUDA device here (symm-cp doctor)")
+
+
 def as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> int:
     """Runs `work` as one of the ranks, in one thread, and returns its exit code."""
     torch.set_num_threads(1)
+    rank, ranks, backend = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "gloo"
+    if torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
+        # NCCL has a GPU for each rank, or refuses.
+        backend = "cpu:gloo,cuda:nccl" if gpus >= ranks else "cpu:gloo,cuda:gloo"
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
+        backend,
         init_method=f"file://{rendezvous / 'store'}" if rendezvous is not None else "env://",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
+        rank=rank,
+        world_size=ranks,
         timeout=_TIMEOUT,
     )
     assert dist.group.WORLD is not None
@@ -105,6 +117,9 @@ def _start(rank: int, ranks: int, arguments: Sequence[str]) -> subprocess.Popen[
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
     }
+    if 0 < torch.cuda.device_count() < ranks:
+        # Has torch allocate symmetric memory for ranks that share a GPU.
+        env.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     return subprocess.Popen([sys.executable, "-m", "symm_cp", *arguments], env=env)
 
 

@@ -1,4 +1,6 @@
-"""Which way a fused matmul takes: shard by shard, or one matmul of the whole.
+"""Which way an op takes, where there are two.
+
+A fused matmul goes shard by shard, or it is one matmul of the whole.
 
 `shards` multiplies each rank's shard as it comes: communication hides behind the matmuls, but each
 of the W matmuls reads the weight again. `whole` brings the shards together first (a
@@ -6,6 +8,11 @@ matmul-reduce-scatter: scatters last) and multiplies once: better when there are
 large weight. Both are simulated on the machine that `symm-cp calibrate` has described, else on a
 typical one, and the faster is taken; what `symm-cp tune` has measured comes before the simulation;
 and `SYMM_CP_WAY`, or `forced`, before both.
+
+Attention on CUDA is a `pipeline` of kernels, one for each shard as it comes, or one kernel that
+polls for their `arrival`. Nothing predicts the speed of that kernel: it is taken where `symm-cp
+tune` found it to be faster, and where `SYMM_CP_ATTENTION`, or `forced`, says so. Ranks that share a
+GPU take it only when forced: it keeps multiprocessors from the rank that it waits for.
 
 All ranks of a group take one way: they go by the files that the group's first rank has read.
 """
@@ -20,6 +27,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
+from torch.distributed import Store
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from symm_cp import env
@@ -30,6 +38,7 @@ from symm_cp.schedule.steps import Schedule
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
+ATTENTION_WAYS = ("pipeline", "arrival")
 _MAX_CHOICES = 4096
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).
@@ -125,22 +134,27 @@ class _Facts:
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
         self.tuned: dict[str, str] = json.loads(tuned) if tuned else {}
         self.choices: dict[Question, Choice] = {}
+        #: Whether each rank has a GPU of its own; None: not looked at yet.
+        self.apart: bool | None = None
 
 
-_forced: str | None = None
+# By the ways that there are.
+_forced: dict[tuple[str, ...], str] = {}
 _listening: dict[str, Choice] | None = None
 
 
 @contextmanager
 def forced(way: str | None) -> Iterator[None]:
-    """Takes one way in all ops inside, on all ranks alike; None: by simulation, as usual.
+    """Takes one way in all ops inside that have it, on all ranks alike; None: as usual.
 
     Raises `ValueError` for a way that there is none of.
     """
     global _forced
-    if way is not None and way not in WAYS:
-        raise ValueError(f"forced: {way=} must be one of {WAYS}")
-    before, _forced = _forced, way
+    kinds = [ways for ways in (WAYS, ATTENTION_WAYS) if way in ways]
+    if way is not None and not kinds:
+        raise ValueError(f"forced: {way=} must be one of {WAYS + ATTENTION_WAYS}")
+    before = _forced
+    _forced = {} if way is None else {**_forced, kinds[0]: way}
     try:
         yield
     finally:
@@ -163,13 +177,17 @@ def _read(path: Path) -> str:
     return ""
 
 
+def _store(group: Group) -> Store:
+    return _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
+
+
 def _facts(group: Group) -> _Facts:
     """Collective at the first call for a group."""
     known = group.tuning
     if isinstance(known, _Facts):
         return known
     reading = known or 0
-    store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
+    store = _store(group)
     if group.rank == 0:
         texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
         store.set(f"symm_cp/tuning/{reading}", json.dumps(texts))
@@ -189,11 +207,48 @@ def choose(group: Group, device: torch.device, question: Question) -> str:
     """Returns the way to take, "shards" or "whole". Collective at the first call for a group."""
     if group.world_size == 1:
         return "shards"
-    way = _forced or env.way()
+    way = _forced.get(WAYS) or env.way()
     choice = Choice(way, "forced") if way is not None else _known(group, device, question)
     if _listening is not None:
-        _listening[question.key] = choice
+        _listening[_on(device, question.key)] = choice
     return choice.way
+
+
+def choose_attention(group: Group, device: torch.device, key: str) -> str:
+    """Returns "pipeline" or "arrival" for attention on a GPU; `key` names what is to be done.
+
+    Collective at the first call for a group.
+    """
+    way = _forced.get(ATTENTION_WAYS) or env.attention()
+    choice = Choice(way, "forced") if way is not None else _measured_attention(group, device, key)
+    if _listening is not None:
+        _listening[_on(device, key)] = choice
+    return choice.way
+
+
+def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:
+    facts = _facts(group)
+    found = facts.tuned.get(_on(device, key))
+    if found not in ATTENTION_WAYS:
+        return Choice(ATTENTION_WAYS[0], "not measured")
+    if found == "arrival" and not _apart(group, device, facts):
+        return Choice(ATTENTION_WAYS[0], "ranks share a GPU")
+    return Choice(found, "measured")
+
+
+def _apart(group: Group, device: torch.device, facts: _Facts) -> bool:
+    """Whether each rank of a group has a GPU of its own. Collective at the first call."""
+    if facts.apart is None:
+        store, prefix = _store(group), f"symm_cp/gpu/{facts.reading}"
+        store.set(f"{prefix}/{group.rank}", str(torch.cuda.get_device_properties(device).uuid))
+        gpus = {store.get(f"{prefix}/{rank}") for rank in range(group.world_size)}
+        facts.apart = len(gpus) == group.world_size
+    return facts.apart
+
+
+def _on(device: torch.device, key: str) -> str:
+    """What a question is called in the file of what was measured."""
+    return key if device.type == "cpu" else f"{torch.cuda.get_device_name(device)}: {key}"
 
 
 @contextmanager
@@ -221,7 +276,7 @@ def _choice(group: Group, device: torch.device, question: Question, facts: _Fact
     predicted = question.seconds(
         _of_device(device, facts.machine), group.world_size, device=device.type
     )
-    measured = facts.tuned.get(question.key) if device.type == "cpu" else None
+    measured = facts.tuned.get(_on(device, question.key))
     if measured in WAYS:
         return Choice(measured, "measured", predicted)
     return Choice(min(predicted, key=predicted.__getitem__), "simulated", predicted)

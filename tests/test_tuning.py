@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import types
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -167,3 +169,50 @@ def disagree(group: dist.ProcessGroup) -> None:
 
 def test_ranks_that_go_different_ways_are_told(ranks: Ranks) -> None:
     ranks.run(2, disagree)
+
+
+def attention(group: dist.ProcessGroup, folder: str) -> None:
+    """One kernel that polls is for where it was faster, and each rank has a GPU of its own."""
+    state, rank, W = memory.resolve(group), group.rank(), group.size()
+    gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
+    patch = unittest.mock.patch
+    tuned = tuning.tuned_path
+
+    def choice(measured: str | None, *, shared: bool = False) -> tuple[str, str]:
+        found = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
+        Path(folder, f"{rank}.json").write_text(json.dumps(found if rank == 0 else {}))
+        dist.barrier(group)
+        tuning.relearn(state)
+        about = types.SimpleNamespace(uuid="one" if shared else f"number {rank}")
+        with patch.object(torch.cuda, "get_device_properties", return_value=about):
+            for _ in range(2):
+                with tuning.listening() as heard:
+                    way = tuning.choose_attention(state, gpu, key)
+        assert heard[f"GPU X: {key}"].way == way
+        dist.barrier(group)
+        return way, heard[f"GPU X: {key}"].source
+
+    with (
+        patch.object(tuning, "tuned_path", lambda _: Path(folder, f"{rank}.json")),
+        patch.object(torch.cuda, "get_device_name", return_value="GPU X"),
+    ):
+        assert choice(None) == ("pipeline", "not measured")
+        assert choice("arrival") == ("arrival", "measured")
+        assert choice("pipeline") == ("pipeline", "measured")
+        assert choice("sideways") == ("pipeline", "not measured")
+        if W > 1:
+            assert choice("arrival", shared=True) == ("pipeline", "ranks share a GPU")
+        with tuning.forced("arrival"), tuning.forced("whole"):
+            assert choice("pipeline", shared=True) == ("arrival", "forced")
+            assert tuning._forced == {tuning.ATTENTION_WAYS: "arrival", tuning.WAYS: "whole"}
+            with tuning.forced(None):
+                assert choice("pipeline") == ("pipeline", "measured")
+        with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "arrival"}):
+            assert choice("pipeline") == ("arrival", "forced")
+    assert tuning.tuned_path is tuned
+    tuning.relearn(state)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_attention_goes_by_what_was_measured(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
+    ranks.run(world_size, attention, str(tmp_path))

@@ -74,7 +74,7 @@ def variants_wanted(against: str, device: str) -> set[str]:
 def wanted(given: argparse.Namespace, ranks: int) -> Iterator[shapes.Wanted]:
     """Yields the jobs that a command line asks for."""
     kinds = shapes.KINDS if given.kind == "all" else (given.kind,)
-    tokens = given.tokens or (512 if given.device == "cpu" else 8192)
+    tokens = given.tokens or shapes.TOKENS[given.device]
     for kind in kinds:
         if kind == "train" and given.device != "cpu":
             if given.kind == "train":
@@ -91,8 +91,7 @@ def check(given: argparse.Namespace) -> None:
         raise ValueError(f"--dtype {', '.join(sorted(unknown))}: must be some of {list(DTYPES)}")
     if given.shapes and given.kind == "all":
         raise ValueError("--shapes needs a kind: they are shapes of matmul, attention, ...")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device here (symm-cp doctor)")
+    launch.check_device(given.device)
     for ranks in given.ranks:
         list(wanted(given, ranks))
     if given.plot is not None:
@@ -131,8 +130,6 @@ def main(given: argparse.Namespace) -> int:
 
 def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     ranks, rank = group.size(), group.rank()
-    if given.device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
     names = variants_wanted(given.against, given.device)
     if given.device == "cuda" and ranks > torch.cuda.device_count():
         names -= {UNFUSED, COMMUNICATION}

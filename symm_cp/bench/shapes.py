@@ -20,6 +20,8 @@ DEFAULTS = {
     "train": "256x2x256",
 }
 KINDS = tuple(DEFAULTS)
+#: The tokens of all ranks in shapes of models, when they are not given.
+TOKENS = {"cpu": 512, "cuda": 8192}
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
@@ -112,16 +114,24 @@ def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
         yield Wanted(kind, 2.0 * ranks * rows * inner * columns, "operations", make)
 
 
-def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
+def attention_sizes(shape: str, ranks: int, tokens: int) -> tuple[int, int, int, int]:
+    """Returns the tokens of a rank, heads, heads for keys, and features of a head.
+
+    Raises `ValueError` for a shape that makes no sense, or that the ranks do not divide.
+    """
     model = MODELS.get(shape)
     if model is not None:
         length = _split("tokens", tokens, ranks)
-        heads, kv_heads, head_dim = model.heads, model.kv_heads, model.head_dim
-    else:
-        length, heads, head_dim, *rest = _numbers(shape, "TOKENSxHEADSxHEAD_DIM", 4)
-        kv_heads = rest[0] if rest else heads
-        if heads % kv_heads:
-            raise ValueError(f"{shape}: {kv_heads} heads for keys do not divide {heads} heads")
+        return length, model.heads, model.kv_heads, model.head_dim
+    length, heads, head_dim, *rest = _numbers(shape, "TOKENSxHEADSxHEAD_DIM", 4)
+    kv_heads = rest[0] if rest else heads
+    if heads % kv_heads:
+        raise ValueError(f"{shape}: {kv_heads} heads for keys do not divide {heads} heads")
+    return length, heads, kv_heads, head_dim
+
+
+def _attention(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
+    length, heads, kv_heads, head_dim = attention_sizes(shape, ranks, tokens)
     operations = 4.0 * heads * ranks * length * length * head_dim
     for kind, make, times in (
         ("attention", jobs.attention, 1.0),

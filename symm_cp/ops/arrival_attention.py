@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp import env
+from symm_cp import tuning
 from symm_cp.device import device_of
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
@@ -27,14 +27,23 @@ def takes(
     mask: Mask,
     scale: float | None,
 ) -> bool:
-    """Tells whether a call is for this kernel: the user asked for it, and it can do it."""
-    if query.device.type != "cuda" or env.attention() != "arrival":
+    """Tells whether a call is for this kernel: it can do it, and it is the way to take."""
+    if query.device.type != "cuda" or not fits(group, query, key, layout, mask, scale):
         return False
     device = device_of(query.device)
     # Kernels that signal might find no multiprocessor free beside one that polls on all of them.
     if hosts_of(group) is not None or device.capturing() or not device.signals_by_stream():
         return False
-    return fits(group, query, key, layout, mask, scale)
+    chosen = tuning.choose_attention(group, query.device, question(query, key, layout, mask))
+    return chosen == "arrival"
+
+
+def question(query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> str:
+    """Names a call in the file of what was measured."""
+    B, H, S, E = query.shape
+    sizes = f"{B}x{H}x{key.shape[1]}x{S}x{key.shape[2]}x{E}"
+    kind, chunks = "causal" if mask else "full", len(layout.chunks(0))
+    return f"all_gather_attention {str(query.dtype)[6:]} {sizes} {kind} {chunks} chunks"
 
 
 def fits(

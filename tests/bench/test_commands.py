@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from symm_cp.bench import report
 from symm_cp.cli import main
@@ -113,6 +114,7 @@ def test_calibrate_trace_and_tune(tmp_path: Path) -> None:
         (["trace", "attention", "--ranks", "13"], "run symm-cp calibrate --ranks 13"),
         (["trace", "attention", "--shape", "8x8x8,9x8x8"], "give one"),
         (["tune", "--shapes", "llama3-8b", "--ranks", "3"], "tokens: 512 is not a multiple of 3"),
+        (["tune", "attention"], "attention has two ways with --device cuda and --dtype bfloat16"),
     ],
 )
 def test_arguments_that_do_not_fit(
@@ -121,6 +123,15 @@ def test_arguments_that_do_not_fit(
     """Refused before any rank is started."""
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_gpu_that_is_not_there(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([command, "--device", "cuda"]) == 2
+    assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["bench", "--ranks", "0"], ["trace"], ["trace", "gather"]])

@@ -5,10 +5,14 @@ The ops themselves, eagerly: `pytest --device cuda`.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,3 +281,28 @@ def compiled(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [2])
 def test_compiled_code_is_fused(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiled, timeout=600)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "bench matmul --shapes 64x64x64 --dtype bfloat16 --against limit,torch",
+        "bench attention --shapes 64x4x64 --dtype bfloat16",
+        "bench collectives --shapes 64KiB",
+        "tune --shapes 64x64x64 --dtype bfloat16",
+    ],
+)
+def test_commands(arguments: str, tmp_path: Path) -> None:
+    """Two ranks, which share a GPU if need be."""
+    command = [sys.executable, "-m", "symm_cp", *arguments.split(), "--device", "cuda"]
+    if arguments.startswith("tune"):
+        command += ["--out", str(tmp_path / "tuned.json")]
+    done = subprocess.run(
+        [*command, "--seconds", "0.05"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    if arguments.startswith("tune"):
+        name = torch.cuda.get_device_name()
+        assert all(
+            key.startswith(name) for key in json.loads((tmp_path / "tuned.json").read_text())
+        )

@@ -1,0 +1,59 @@
+"""`symm-cp tune attention` on ranks whose GPUs are simulated, with the pipeline for both ways."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import unittest.mock
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp import tuning
+from symm_cp.bench import tune
+from symm_cp.ops import arrival_attention
+from tests.cuda.simulated import build, simulation
+from tests.pool import Ranks
+
+
+def takes(group: Any, query: Any, key: Any, layout: Any, mask: Any, scale: Any) -> bool:
+    if arrival_attention.fits(group, query, key, layout, mask, scale):
+        question = arrival_attention.question(query, key, layout, mask)
+        way = tuning.choose_attention(group, query.device, question)
+        assert way in tuning.ATTENTION_WAYS
+    return False
+
+
+def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
+    arguments = f"attention --shapes 8x4x64x2,4x2x32 --ranks {group.size()} --dtype bfloat16"
+    parser = argparse.ArgumentParser()
+    tune.add_arguments(parser)
+    given = parser.parse_args([*arguments.split(), "--seconds", "0.01", "--out", path])
+    with (
+        simulation(delays_us=0),
+        unittest.mock.patch.object(torch.cuda, "device_count", return_value=gpus),
+        unittest.mock.patch.object(arrival_attention, "takes", takes),
+    ):
+        return tune._rank(given, group)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_attention_is_tuned(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
+    build()
+    path = tmp_path / "tuned.json"
+    path.write_text('{"kept": "whole"}')
+    assert ranks.run(world_size, tunes, str(path), world_size) == [0] * world_size
+    found = json.loads(path.read_text())
+    assert found.pop("kept") == "whole"
+    keys = ("full 1 chunks", "causal 2 chunks")
+    assert found.keys() == {f"all_gather_attention bfloat16 1x4x2x8x8x64 {key}" for key in keys}
+    assert set(found.values()) <= set(tuning.ATTENTION_WAYS)
+
+
+def test_ranks_that_share_a_gpu_do_not_poll(ranks: Ranks, tmp_path: Path) -> None:
+    build()
+    assert ranks.run(2, tunes, str(tmp_path / "tuned.json"), 1) == [1, 1]
+    assert not list(tmp_path.iterdir())

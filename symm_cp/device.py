@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
-from symm_cp.hosts import wait_limit, watched_processes
+from symm_cp.hosts import hosts_of, wait_limit, watched_processes
 from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
@@ -50,6 +50,8 @@ class Device:
     """The streams of one CUDA device. Tests put a simulated driver in its place."""
 
     driver = "libcuda.so.1"
+    #: Whether calls can be captured into CUDA graphs.
+    captures = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -245,6 +247,8 @@ class DeviceWorkspace(Calls):
 
     def give_up(self) -> None:
         """After an error in the middle of a call: tells the peers, and serves no other call."""
+        if self.slots == 1:  # a graph's: nothing runs before it is replayed
+            return
         native.load().symm_cp_streams_give_up(self.handle)
         self.given_up = True
 
@@ -334,7 +338,7 @@ def reserve_on(group: Group, device: Device, slot_bytes: int) -> None:
     """Makes room in all workspaces for calls of up to `slot_bytes`. Collective."""
     with group.lock, device.guard():
         for channel in CHANNELS:
-            for graph in (False, True):
+            for graph in (False, True) if device.captures else (False,):
                 _workspace(group, device, channel, slot_bytes, graph=graph, capturing=False)
 
 
@@ -348,8 +352,11 @@ def reserve(group: GroupLike, nbytes: int, *, device: torch.device | str = "cpu"
     if nbytes < 0:
         raise ValueError(f"reserve: {nbytes=} must not be negative")
     where, state = torch.device(device), resolve(group)
+    if state.engine is None or where.type == "cpu":
+        spread = hosts_of(state, where)
+        state = state if spread is None else spread.local
     if where.type == "cpu":
         with state.lock:
             state.reserve(nbytes)
     else:
-        reserve_on(state, device_of(where), nbytes)
+        reserve_on(state, device_for(state, where), nbytes)

@@ -2,15 +2,20 @@
 
 Two ranks are on one host when they run under one boot of one kernel and in one network namespace,
 in which the sockets are that symmetric memory is passed over. Host names say nothing: containers
-and copied images repeat them.
+and copied images repeat them. GPUs that cannot map each other's memory (no peer access) count as on
+several hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 import os
-from dataclasses import dataclass
+import secrets
+import warnings
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
@@ -50,35 +55,77 @@ class Hosts:
     process_group: dist.ProcessGroup
 
 
-def spread(identities: list[str]) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks of each host, given the identity of each rank's."""
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is: its host and its GPU, and the GPUs whose memory it sees but cannot map."""
+
+    host: str
+    gpu: str = ""
+    unreachable: tuple[str, ...] = ()
+
+
+def _place(device: torch.device) -> Place:
+    if device.type != "cuda":
+        return Place(identity())
+    own = torch.cuda.current_device() if device.index is None else device.index
+    gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    unreachable = tuple(
+        gpu
+        for peer, gpu in enumerate(gpus)
+        if peer != own and not torch.cuda.can_device_access_peer(own, peer)
+    )
+    return Place(identity(), gpus[own], unreachable)
+
+
+def _islands(ranks: Sequence[int], places: Sequence[Place]) -> list[tuple[int, ...]]:
+    """The ranks of a host in parts that reach each other; each alone where there are none such."""
+
+    def reaches(one: int, other: int) -> bool:
+        return places[other].gpu not in places[one].unreachable
+
+    around = {
+        rank: tuple(peer for peer in ranks if reaches(rank, peer) and reaches(peer, rank))
+        for rank in ranks
+    }
+    if all(around[peer] == around[rank] for rank in ranks for peer in around[rank]):
+        return list(dict.fromkeys(around.values()))
+    return [(rank,) for rank in ranks]
+
+
+def spread(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
+    """Returns the ranks that share memory, in parts, given the place of each rank."""
     hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(identities):
-        hosts.setdefault(host, []).append(rank)
-    return tuple(tuple(ranks) for ranks in hosts.values())
+    for rank, place in enumerate(places):
+        hosts.setdefault(place.host, []).append(rank)
+    found = [island for ranks in hosts.values() for island in _islands(ranks, places)]
+    if len(found) > len(hosts) and len({len(island) for island in found}) > 1:
+        return tuple((rank,) for rank in range(len(places)))
+    return tuple(found)
 
 
-def hosts_of(group: Group) -> Hosts | None:
-    """Returns how a group is spread over hosts, or None when all of it is on one.
+def hosts_of(group: Group, device: torch.device) -> Hosts | None:
+    """Returns how a group is spread over hosts, or None when tensors on `device` are all on one.
 
-    Collective at the first call for a group. Raises `NotImplementedError` when hosts hold different
-    numbers of its ranks.
+    Collective at the first call for a group and a kind of device. Warns when GPUs of one host do
+    not reach each other's memory. Raises `NotImplementedError` when hosts hold different numbers of
+    the group's ranks.
     """
     if group.world_size == 1:
         return None
-    if not group.spread_known:
-        group.hosts = _find(group)
-        group.spread_known = True
-    found: Hosts | None = group.hosts
+    if device.type not in group.hosts:
+        group.hosts[device.type] = _find(group, device)
+    found: Hosts | None = group.hosts[device.type]
     return found
 
 
-def _find(group: Group) -> Hosts | None:
+def _find(group: Group, device: torch.device) -> Hosts | None:
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-    store = _get_process_group_store(process_group)
-    store.set(f"symm_cp/host/{group.rank}", identity())
-    found = [store.get(f"symm_cp/host/{rank}").decode() for rank in range(group.world_size)]
-    ranks = spread(found)
+    store, kind = _get_process_group_store(process_group), device.type
+    about = [astuple(_place(device)), secrets.token_hex(8)]
+    store.set(f"symm_cp/host/{kind}/{group.rank}", json.dumps(about))
+    found = [json.loads(store.get(f"symm_cp/host/{kind}/{r}")) for r in range(group.world_size)]
+    places = [Place(host, gpu, tuple(unreachable)) for (host, gpu, unreachable), _ in found]
+    ranks = spread(places)
     if len(ranks) == 1:
         return None
     if len({len(there) for there in ranks}) > 1:
@@ -86,21 +133,31 @@ def _find(group: Group) -> Hosts | None:
             f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}: "
             "needs as many on each"
         )
+    if group.rank == 0 and len(ranks) > len({place.host for place in places}):
+        warnings.warn(
+            f"symm_cp: no GPU of group {group.name!r} reaches the memory of all others: between "
+            f"ranks {', '.join(str(list(r)) for r in ranks)} goes what goes between hosts, by the "
+            "process group's own operations",
+            stacklevel=2,
+        )
     host = next(index for index, there in enumerate(ranks) if group.rank in there)
     place = ranks[host].index(group.rank)
-    local = _local_group(process_group, f"{group.name}, host {host}", place, len(ranks[host]))
+    # In no keys of the store that an earlier group of that name may have left.
+    prefix = f"symm_cp/local/{found[ranks[host][0]][1]}"
+    store = dist.PrefixStore(prefix, store)
+    name = f"{group.name}, {kind}, host {host}"
+    local = _local_group(process_group, store, name, place, len(ranks[host]))
     return Hosts(ranks, host, place, resolve(local), local)
 
 
 def _local_group(
-    process_group: dist.ProcessGroup, name: str, place: int, size: int
+    process_group: dist.ProcessGroup, store: dist.Store, name: str, place: int, size: int
 ) -> dist.ProcessGroup:
     """A group of those ranks of another that are on this host: for symmetric memory.
 
     `new_group` would ask ranks that are no members to take part, or depend on which other groups
     each of the members is in.
     """
-    store = dist.PrefixStore(f"symm_cp/{name}", _get_process_group_store(process_group))
     local, cpu = dist.ProcessGroup(store, place, size), torch.device("cpu")
     # A group has its name and its time-out from a backend. The loopback device is enough.
     options = dist.ProcessGroupGloo._Options()

@@ -204,9 +204,8 @@ class Group:
         self.engine_workspaces = 0
         #: Kept for tuning.py: what the ranks choose by.
         self.tuning: Any = None
-        #: Kept for hosts.py: how the group is spread over hosts, once that was found out.
-        self.hosts: Any = None
-        self.spread_known = False
+        #: Kept for hosts.py: how the group is spread over hosts, by kind of device.
+        self.hosts: dict[str, Any] = {}
         #: Kept for hosts.py, too: the numbers of the ranks' processes.
         self.processes: list[int] | None = None
         #: Kept for runtime/agreement.py: how many calls the ranks have compared.
@@ -275,7 +274,7 @@ class Group:
             self.discard(channel)
         self.device_workspaces.clear()
         self.retained.clear()
-        self.hosts = None
+        self.hosts.clear()
         native.load().symm_cp_release_groups()
 
 

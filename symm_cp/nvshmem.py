@@ -152,6 +152,8 @@ def enable(group: GroupLike, *, device: torch.device | str | None = None) -> Non
 class NvshmemDevice(Device):
     """A CUDA device whose groups' workspaces lie on the symmetric heap."""
 
+    captures = False
+
     def __init__(self, device: torch.device, heap: Heap) -> None:
         super().__init__(device)
         self.heap = heap

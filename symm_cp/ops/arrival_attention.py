@@ -32,7 +32,8 @@ def takes(
         return False
     device = device_of(query.device)
     # Kernels that signal might find no multiprocessor free beside one that polls on all of them.
-    if hosts_of(group) is not None or device.capturing() or not device.signals_by_stream():
+    spread = hosts_of(group, query.device)
+    if spread is not None or device.capturing() or not device.signals_by_stream():
         return False
     chosen = tuning.choose_attention(group, query.device, question(query, key, layout, mask))
     return chosen == "arrival"

@@ -33,7 +33,7 @@ _SCATTER_OUT = "reduce_scatter_out"
 
 def _group_of_one_host(op: str, group_name: str) -> Group:
     group = resolve(group_name)
-    found = hosts_of(group)
+    found = hosts_of(group, torch.device("cpu"))
     if found is not None:
         raise NotImplementedError(
             f"{op}: the ranks of group {group_name!r} are on {len(found.ranks)} hosts, which share "

@@ -97,7 +97,7 @@ def _all_gather_cpu(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     if in_test_mode():
         return unfused_all_gather(tensor, 0, group_name)
     group = resolve(group_name)
-    if hosts_of(group) is not None:
+    if hosts_of(group, tensor.device) is not None:
         return between_hosts_gather(tensor, group)
     key = (_GATHER, tensor.shape, tensor.dtype)
     plan = group.plans.get(key)
@@ -111,7 +111,7 @@ def _reduce_scatter_cpu(tensor: torch.Tensor, reduce_op: str, group_name: str) -
     if in_test_mode():
         _check_scatter(tensor, reduce_op, group.world_size)
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
-    if hosts_of(group) is not None:
+    if hosts_of(group, tensor.device) is not None:
         _check_scatter(tensor, reduce_op, group.world_size)
         return between_hosts_scatter(tensor, reduce_op, group)
     key = (_SCATTER, tensor.shape, tensor.dtype, reduce_op)
@@ -137,7 +137,7 @@ def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
         return unfused_all_gather(tensor, 0, group_name)
     _check_gather(tensor)
     group = resolve(group_name)
-    if hosts_of(group) is not None:
+    if hosts_of(group, tensor.device) is not None:
         return between_hosts_gather(tensor, group)
     return transfers.all_gather(group, tensor, what_is(_GATHER, tensor))
 
@@ -147,7 +147,7 @@ def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     mean = _check_scatter(tensor, reduce_op, group.world_size)
     if in_test_mode():
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
-    if hosts_of(group) is not None:
+    if hosts_of(group, tensor.device) is not None:
         return between_hosts_scatter(tensor, reduce_op, group)
     what = what_is(_SCATTER, tensor, detail=reduce_op)
     scattered = transfers.reduce_scatter(group, real(tensor), what, mean=mean)

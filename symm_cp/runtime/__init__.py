@@ -24,7 +24,7 @@ def of(tensor: torch.Tensor, group: Group) -> ModuleType:
     """Returns the runtime for the device of a tensor and the ranks of a group."""
     if group.engine is not None and tensor.device.type != "cpu":
         return on(tensor)  # it reaches other hosts
-    return on(tensor) if hosts_of(group) is None else hierarchy
+    return on(tensor) if hosts_of(group, tensor.device) is None else hierarchy
 
 
 def on(tensor: torch.Tensor) -> ModuleType:

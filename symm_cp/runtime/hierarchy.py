@@ -33,8 +33,8 @@ _SHARD, _SUM = 1, 2  # tags of messages
 class _Ring:
     """This rank's place in the ring of the ranks that have its number on their hosts."""
 
-    def __init__(self, group: Group, what: bytes) -> None:
-        found = hosts_of(group)
+    def __init__(self, group: Group, device: torch.device, what: bytes) -> None:
+        found = hosts_of(group, device)
         assert found is not None
         self.hosts: Hosts = found
         self.group = group
@@ -90,6 +90,8 @@ class _Ring:
                     if workspace is not None:
                         workspace.abort(f"{type(error).__name__}: {error}")
                     local.discard(channel)
+                for on_device in local.device_workspaces.values():
+                    on_device.give_up()
                 raise
 
 
@@ -152,7 +154,7 @@ def all_gather_and_consume(
     blocks, place = _Blocks(shard, all_shapes), None
     if gathered is not None:
         place = gathered.chunk(group.world_size, 1 if columns else 0)
-    with _Ring(group, what).call() as ring:
+    with _Ring(group, shard[0].device, what).call() as ring:
         current = blocks.packed(group.rank) if ring.count > 1 else None
         parts = list(shard)
         for turn in range(ring.count):
@@ -208,7 +210,7 @@ def produce_and_reduce_scatter(
     """
     wide = _wide(out.dtype)
     narrow = None if wide == out.dtype else torch.empty_like(out)
-    with _Ring(group, what).call() as ring:
+    with _Ring(group, out.device, what).call() as ring:
         total, received = torch.empty_like(out, dtype=wide), torch.empty_like(out, dtype=wide)
         works: list[Any] = []
         for turn in range(1, ring.count + 1):
@@ -247,7 +249,7 @@ def consume_and_reduce_scatter(
     ring, and comes home with the last message.
     """
     blocks = _Blocks(shard, shapes)
-    with _Ring(group, what).call() as around:
+    with _Ring(group, out.device, what).call() as around:
         place, local = around.hosts.place, around.hosts.local
         current = blocks.packed(group.rank)
         parts, total = list(shard), out

@@ -130,8 +130,7 @@ class Launch:
                         with recording.on_lane(step, device, lane, workspace.channel, epoch, what):
                             issue(commands)
         except BaseException:
-            if not capturing:  # else nothing has run yet
-                workspace.give_up()
+            workspace.give_up()
             raise
 
 

@@ -6,6 +6,8 @@ import datetime
 import os
 import random
 import re
+import unittest.mock
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,20 +23,21 @@ from tests.launch import launch
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
+CPU = torch.device("cpu")
 wait = torch.ops._c10d_functional.wait_tensor
 #: Ranks, and how many of them are on a host.
 SPREADS = pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 2), (4, 1)])
 
 
 #: What was found out about a group of the pool, which lives on: its ranks on so many a host.
-_found: dict[tuple[str, int], hosts.Hosts | None] = {}
+_found: dict[tuple[str, int], dict[str, hosts.Hosts | None]] = {}
 
 
 def _forget(group: dist.ProcessGroup) -> None:
     """The store remembers who is where, which changes in these tests alone."""
     dist.barrier(group)
     store = dist.distributed_c10d._get_process_group_store(group)
-    store.delete_key(f"symm_cp/host/{group.rank()}")
+    store.delete_key(f"symm_cp/host/cpu/{group.rank()}")
     dist.barrier(group)
 
 
@@ -42,16 +45,13 @@ def _forget(group: dist.ProcessGroup) -> None:
 def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.ProcessGroup]:
     """Ranks take each other for ranks of several hosts, inside."""
     state, key = memory.resolve(group), (group.group_name, per_host)
-    before = state.hosts, state.spread_known
-    state.hosts, state.spread_known = _found.get(key), key in _found
+    before, state.hosts = state.hosts, _found.get(key, {})
     os.environ["SYMM_CP_HOST"] = f"host {group.rank() // per_host}"
     _forget(group)
     try:
         yield group
     finally:
-        if state.spread_known:
-            _found[key] = state.hosts
-        state.hosts, state.spread_known = before
+        _found[key], state.hosts = state.hosts, before
         del os.environ["SYMM_CP_HOST"]
         _forget(group)
 
@@ -87,7 +87,7 @@ def on_hosts(
     group: dist.ProcessGroup, per_host: int, function: Callable[..., Any], *args: Any
 ) -> None:
     with spread_out(group, per_host) as wide:
-        found = hosts.hosts_of(memory.resolve(wide))
+        found = hosts.hosts_of(memory.resolve(wide), CPU)
         assert found is not None
         assert len(found.ranks) == group.size() // per_host
         function(wide, *args)
@@ -151,8 +151,64 @@ def test_ops_on_peers_memory_need_one_host(ranks: Ranks) -> None:
 
 
 def test_spread() -> None:
-    assert hosts.spread(["a", "a", "a"]) == ((0, 1, 2),)
-    assert hosts.spread(["b", "a", "b", "a"]) == ((0, 2), (1, 3))
+    def spread(text: str) -> tuple[tuple[int, ...], ...]:
+        return hosts.spread([hosts.Place(host) for host in text])
+
+    assert spread("aaa") == ((0, 1, 2),)
+    assert spread("baba") == ((0, 2), (1, 3))
+
+
+def connected(links: str, host: str = "aaaa") -> list[hosts.Place]:
+    """Ranks with a GPU each, whose links are as "01 12"; one sees all the GPUs of its host."""
+    known = {frozenset(link) for link in links.split()}
+    ranks = [str(rank) for rank in range(len(host))]
+
+    def unreachable(rank: str) -> tuple[str, ...]:
+        return tuple(p for p in ranks if p != rank and frozenset((rank, p)) not in known)
+
+    return [hosts.Place(host[int(rank)], rank, unreachable(rank)) for rank in ranks]
+
+
+def test_gpus_that_do_not_reach_each_other_are_as_on_several_hosts() -> None:
+    everything = "01 02 03 12 13 23"
+    assert hosts.spread(connected(everything)) == ((0, 1, 2, 3),)
+    assert hosts.spread(connected("01 23")) == ((0, 1), (2, 3))
+    assert hosts.spread(connected("02 13")) == ((0, 2), (1, 3))
+    for others in ("", "01 12 23", "01 02 12", "01"):  # none; a chain; parts of several sizes
+        assert hosts.spread(connected(others)) == ((0,), (1,), (2,), (3,))
+    assert hosts.spread(connected("01 23", "aabb")) == ((0, 1), (2, 3))
+    assert hosts.spread(connected("01", "aabb")) == ((0,), (1,), (2,), (3,))
+    # What one does not see it may reach; and ranks that share a GPU do.
+    assert hosts.spread([hosts.Place("a", gpu) for gpu in "0123"]) == ((0, 1, 2, 3),)
+    assert hosts.spread([hosts.Place("a", gpu, ("1",)) for gpu in "00"]) == ((0, 1),)
+
+
+def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
+    """Two pairs of GPUs on one host, with nothing between the pairs."""
+    state, rank = memory.resolve(group), group.rank()
+    before, state.hosts = state.hosts, {}
+    _forget(group)
+    here = connected("01 23")[rank]
+    patch = unittest.mock.patch.object(hosts, "_place", return_value=here)
+    try:
+        with patch, warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            symm_cp.reserve(group, 1 << 12)
+            test_random.gathers(group, 0)
+            found = hosts.hosts_of(state, CPU)
+        assert found is not None
+        assert (found.ranks, found.host, found.place) == (((0, 1), (2, 3)), rank // 2, rank % 2)
+        said = [str(w.message) for w in caught if "symm_cp" in str(w.message)]
+        assert len(said) == (rank == 0)
+        assert all("between ranks [0, 1], [2, 3] goes what goes between hosts" in s for s in said)
+        all_ops(group, seed, layouts=1)
+    finally:
+        state.hosts = before
+        _forget(group)
+
+
+def test_ops_between_gpus_that_do_not_reach_each_other(ranks: Ranks) -> None:
+    ranks.run(4, gpus_apart, random.randrange(1 << 30))
 
 
 def test_identity_is_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +227,7 @@ def over_the_network(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     laid_out = test_random.laid_out
     # No tensor is symmetric between hosts.
     test_random.laid_out = lambda x, group, kind: laid_out(x, group, kind % 3)
-    found = hosts.hosts_of(memory.resolve(group))
+    found = hosts.hosts_of(memory.resolve(group), CPU)
     assert found is not None
     all_ops(group, seed, layouts=1)
     say(f"right on {len(found.ranks)} hosts")

@@ -1,4 +1,4 @@
-"""Triton's interpreter, in versions that do not know the installed NumPy."""
+"""Triton's interpreter, with the installed NumPy, and on memory that others write to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Lets tensors be bounds of loops: Triton 3.6 takes `int` of arrays, which NumPy 2.4 refuses.
+    """Call this before the first launch, and launch on CPU tensors only.
 
-    Triton 3.9 does not. Call this before the first launch.
+    Lets tensors be bounds of loops: Triton 3.6 takes `int` of arrays, which NumPy 2.4 refuses; 3.9
+    does not. And leaves out that all memory is copied back when a kernel has ended. That of CPU
+    tensors is the kernel's own: a workspace that is copied over itself loses the flags which peers
+    raise meanwhile.
     """
     plain = interpreter._patch_lang_tensor
 
@@ -19,3 +22,4 @@ def mend() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patched
+    interpreter.GridExecutor._restore_args_dev = lambda *_: None

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from symm_cp import native as _native
 from symm_cp import ops as _ops
 from symm_cp.context_parallel import (
-    ContextParallel,
     HeadTail,
     LoadBalancer,
     PerDocumentHeadTail,
@@ -69,12 +68,15 @@ __all__ = [
 
 if _TYPE_CHECKING:
     from symm_cp import inductor, nvshmem
+    from symm_cp.context_parallel import ContextParallel
 
 
 def __getattr__(name: str) -> object:
-    # Imported when asked for: the compiler that the one belongs to takes a second to import.
+    # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
     if name in ("inductor", "nvshmem"):
         return _import_module(f"symm_cp.{name}")
+    if name == "ContextParallel":
+        return _import_module("symm_cp.context_parallel").ContextParallel
     raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")
 
 

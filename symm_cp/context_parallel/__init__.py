@@ -1,5 +1,7 @@
 """Context parallelism for model authors: attention over a sequence that is spread over ranks."""
 
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.batch import shard_batch
 from symm_cp.context_parallel.context import (
@@ -14,7 +16,9 @@ from symm_cp.context_parallel.load_balancers import (
     ProcessingTimeRoundRobin,
     Sequential,
 )
-from symm_cp.context_parallel.style import ContextParallel
+
+if _TYPE_CHECKING:
+    from symm_cp.context_parallel.style import ContextParallel
 
 __all__ = [
     "ContextParallel",
@@ -29,3 +33,12 @@ __all__ = [
     "context_parallel_unshard",
     "shard_batch",
 ]
+
+
+def __getattr__(name: str) -> object:
+    # Imported when asked for: torch's styles bring DTensor, which takes half a second.
+    if name == "ContextParallel":
+        from symm_cp.context_parallel import style
+
+        return style.ContextParallel
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

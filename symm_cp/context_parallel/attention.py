@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.memory import GroupLike, group_name
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
 _OP = "all_gather_attention"
 _SEQ_DIM, _HEAD_DIM = 2, 1
+
+
+def is_dtensor(tensor: object) -> TypeIs[DTensor]:
+    """Tells whether a tensor is a DTensor; does not import that, which takes half a second."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
 
 
 def all_gather_attention(
@@ -62,9 +74,9 @@ def all_gather_attention(
     """
     name = group_name(group)
     given = query
-    if isinstance(query, DTensor):
+    if is_dtensor(query):
         query, key, value = (_local(t, name) for t in (query, key, value))
-    elif isinstance(key, DTensor) or isinstance(value, DTensor):
+    elif is_dtensor(key) or is_dtensor(value):
         raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
     features, value_features = (t.shape[-1] if t.dim() > 0 else 0 for t in (query, value))
     if features != value_features:
@@ -93,7 +105,9 @@ def all_gather_attention(
         **layout,
     )
     out = out[..., :value_features]
-    if isinstance(given, DTensor):
+    if is_dtensor(given):
+        from torch.distributed.tensor import DTensor
+
         out, lse = (
             DTensor.from_local(t, given.device_mesh, given.placements, run_check=False)
             for t in (out, lse)
@@ -103,7 +117,9 @@ def all_gather_attention(
 
 def _local(tensor: torch.Tensor, group: str) -> torch.Tensor:
     """Returns the shard of a DTensor that is sharded along the sequence over the group."""
-    if not isinstance(tensor, DTensor):
+    from torch.distributed.tensor import Replicate, Shard
+
+    if not is_dtensor(tensor):
         raise TypeError(f"{_OP}: query is a DTensor, so key and value must be, too")
     mesh = tensor.device_mesh
     for dim, placement in enumerate(tensor.placements):

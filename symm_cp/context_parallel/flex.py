@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor
 from torch.nn.attention.flex_attention import AuxOutput, BlockMask
 
+from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.memory import resolve
@@ -107,7 +107,7 @@ def _spread(
     region: Region, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[LoadBalancer, LoadBalancer]:
     """How queries and keys are spread; keys of another length (cross-attention) evenly."""
-    if isinstance(query, DTensor):
+    if is_dtensor(query):
         raise NotImplementedError(
             "DTensors with masks of their own within context_parallel: give this rank's parts, "
             "as to_local() has them"

@@ -18,7 +18,7 @@ from tests.cuda.in_vain import SHORT_MS
 from tests.cuda.simulated import build
 
 ROOT = Path(__file__).resolve().parents[2]
-DIES = ["dies:3:attention", "dies:3:background", "dies:2:gather_matmul", "dies:2:matmul_scatter"]
+DIES = ["dies:3:attention", "dies:2:background", "dies:2:matmul_scatter"]
 FAILS = "fails:3:matmul_scatter"
 STOPS = "stops:2:gather_matmul"
 DAWDLES = "dawdles:3:matmul_scatter"

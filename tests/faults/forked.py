@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib
 import json
 import os
 import signal
@@ -226,6 +227,7 @@ def main() -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     native.load()
+    importlib.import_module("torch.distributed.tensor")  # with what gradients import at first use
     found = {}
     for case in sys.argv[1:]:
         what, world_size, op = case.split(":")

@@ -20,14 +20,6 @@ from symm_cp.demo.report import COMPUTE, DENSE, FUSED, UNFUSED, Result
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
 
 
-def run(*arguments: str, module: str = "symm_cp") -> subprocess.CompletedProcess[str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True, text=True, timeout=120, check=False, env=env,
-    )  # fmt: skip
-
-
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo_options.add_arguments(parser)
@@ -35,15 +27,17 @@ def parsed(*arguments: str) -> argparse.Namespace:
 
 
 @pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (4, 2)])
-def test_losses_agree(ranks: int, cp: int, tmp_path: Path) -> None:
+def test_losses_agree(
+    ranks: int, cp: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 20)
     out = tmp_path / "out.json"
     split = ["--ranks", str(ranks), "--cp", str(cp)]
-    done = run("demo", *TINY, *split, "--text", str(text), "--json", str(out))
-    assert done.returncode == 0, done.stderr
-    assert "losses agree" in done.stdout
-    assert (f"{ranks // cp} x {cp} ranks" in done.stdout) == (cp > 1)
+    assert main(["demo", *TINY, *split, "--text", str(text), "--json", str(out)]) == 0
+    said = capfd.readouterr().out
+    assert "losses agree" in said
+    assert (f"{ranks // cp} x {cp} ranks" in said) == (cp > 1)
     report = json.loads(out.read_text())
     assert report["agree"]
     assert len(report["losses"]["fused"]) == 3
@@ -51,17 +45,18 @@ def test_losses_agree(ranks: int, cp: int, tmp_path: Path) -> None:
     assert report["losses"]["fused"][0] == pytest.approx(5.5, abs=0.3)  # log(256), untrained
 
 
-def test_compiled() -> None:
+def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     """What the passes would leave alone is an error there."""
-    done = run("demo", *TINY, "--compile", "--ranks", "2", "--cp", "2", "--layers", "1")
-    assert done.returncode == 0, done.stderr
-    assert "losses agree" in done.stdout
+    split = ["--ranks", "2", "--cp", "2", "--layers", "1"]
+    assert main(["demo", *TINY, "--compile", *split]) == 0
+    assert "losses agree" in capfd.readouterr().out
 
 
 def test_under_torchrun() -> None:
-    done = run(
-        "--standalone", "--nproc-per-node", "2", "-m", "symm_cp", "demo", *TINY,
-        module="torch.distributed.run",
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", "-m", "symm_cp", "demo", *TINY],
+        capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("losses agree") == 1

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,17 +15,20 @@ from symm_cp.cli import main
 from symm_cp.schedule.machine import CURVES, machine
 
 
-def run(*arguments: object) -> str:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    done = subprocess.run(
-        [sys.executable, "-m", "symm_cp", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120, check=False, env=env,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs a command, whose ranks are processes, and returns what was printed."""
+
+    def go(*arguments: object) -> str:
+        code = main([str(argument) for argument in arguments])
+        out, err = capfd.readouterr()
+        assert code == 0, out + err
+        return out
+
+    return go
 
 
-def test_bench(tmp_path: Path) -> None:
+def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
     out, table, plots = tmp_path / "b.json", tmp_path / "sub" / "b.csv", tmp_path / "plots"
     files = ("--json", out, "--csv", table, "--plot", plots)
     shown = run("bench", "matmul", "--shapes", "8x8x8,16x8x8", "--ranks", "1,2",
@@ -56,7 +57,7 @@ def test_bench(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-def test_calibrate_trace_and_tune(tmp_path: Path) -> None:
+def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> None:
     """One after the other, as they build upon each other."""
     here = tmp_path / "machine.toml"
     run("calibrate", "--seconds", "0.001", "--out", here)

@@ -37,7 +37,7 @@ class Tiling:
 
 
 # Two warpgroups of 64 queries each. tests/cuda/test_compiled.py shows that tiles of this size stay
-# in registers on Hopper.
+# in registers on Hopper, and fit into the shared memory of smaller GPUs.
 _TILINGS = {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 128, 8, 2)}
 
 

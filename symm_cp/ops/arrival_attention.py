@@ -17,6 +17,7 @@ from symm_cp.schedule.tiles import Mask
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
+_CAPABILITY = (8, 0)  # tensor cores for bfloat16, copies to shared memory in the background
 
 
 def takes(
@@ -29,6 +30,8 @@ def takes(
 ) -> bool:
     """Tells whether a call is for this kernel: it can do it, and it is the way to take."""
     if query.device.type != "cuda" or not fits(group, query, key, layout, mask, scale):
+        return False
+    if torch.cuda.get_device_capability(query.device) < _CAPABILITY:
         return False
     device = device_of(query.device)
     # Kernels that signal might find no multiprocessor free beside one that polls on all of them.

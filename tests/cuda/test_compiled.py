@@ -18,7 +18,17 @@ HOPPER = GPUTarget("cuda", 90, 32)
 _TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+#: The shared memory of a block where it is least (compute capability 8.9): 99 KiB.
+SMALL, LEAST = GPUTarget("cuda", 89, 32), 99 << 10
+
+
+def compiled(
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    target: GPUTarget = HOPPER,
+    **options: Any,
+) -> Any:
     """What a launch compiles whose pointers and strides are multiples of 16."""
     signature = {
         name: "constexpr" if name in constants else types.get(name, "i32")
@@ -32,7 +42,7 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], **op
     }
     values = {at[name]: value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    return triton.compile(source, target=HOPPER, options=options)
+    return triton.compile(source, target=target, options=options)
 
 
 def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
@@ -60,9 +70,7 @@ def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
     return [names[begin:end] for begin, end in inner]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("features", arrival.FEATURES)
-def test_loops_over_keys_stay_in_registers(features: int, causal: bool, tmp_path: Path) -> None:
+def attention(features: int, causal: bool, target: GPUTarget) -> Any:
     tiling = arrival._TILINGS[features]
     tensors = ("query", "key", "value", "pulled_key", "pulled_value", "out")
     types = dict.fromkeys(tensors, "*bf16")
@@ -71,10 +79,16 @@ def test_loops_over_keys_stay_in_registers(features: int, causal: bool, tmp_path
     constants = {
         "CHUNKS": 2, "CAUSAL": causal, "ROWS": tiling.rows, "KEYS": tiling.keys, "E": features
     }  # fmt: skip
-    made = compiled(
-        arrival._arrival_attention, types, constants,
+    return compiled(
+        arrival._arrival_attention, types, constants, target,
         num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("features", arrival.FEATURES)
+def test_loops_over_keys_stay_in_registers(features: int, causal: bool, tmp_path: Path) -> None:
+    made = attention(features, causal, HOPPER)
     assert made.metadata.shared <= 227 << 10  # what a block may have
     loops = innermost_loops(made.asm["cubin"], tmp_path)
     over_keys = [names for names in loops if "HGMMA" in names]
@@ -85,3 +99,7 @@ def test_loops_over_keys_stay_in_registers(features: int, causal: bool, tmp_path
         assert "LDGSTS" in names, "the next keys are not loaded in the background"
     plain, masked = sorted(map(len, over_keys))[:2], sorted(map(len, over_keys))[2:]
     assert 1.2 * max(plain) < min(masked), "whole tiles pay for masks"
+
+
+def test_the_largest_tiles_fit_on_small_gpus() -> None:
+    assert attention(128, True, SMALL).metadata.shared <= LEAST

@@ -118,8 +118,11 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     with ExitStack() as stack:
         if _options is None:
             stack.enter_context(enable())
-        # What comes out of a cache is not compiled, so that nothing would be told of it.
-        stack.enter_context(inductor_config.patch(force_disable_caches=True))
+        # What comes out of a cache is not compiled, so that nothing would be told of it. The passes
+        # do not care which kernels come after them: torch's own need no compiler, and no minute.
+        stack.enter_context(
+            inductor_config.patch(force_disable_caches=True, fallback_by_default=True)
+        )
         report = stack.enter_context(recording())
         report.ways = stack.enter_context(tuning.listening())
         torch._dynamo.reset()

@@ -7,6 +7,7 @@ attention would need, are seen to be needed no more.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,9 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) 
         return "keys and values are not both gathered"
     if key.source.args[0].args[1:3] != value_.source.args[0].args[1:3]:  # type: ignore[union-attr]
         return "keys and values are gathered over different groups"
+    query_shape, *shapes = (static_shape(operand) for operand in node.args[:3])
+    if shapes[0] != shapes[1] or not _same_outside(query_shape, shapes[0]):
+        return "queries, keys and values may be of sizes that do not fit"
     wants: list[Axes] = []
     for traced in (key, value_):
         place = expose(traced.axes, traced.ranks)  # type: ignore[arg-type]
@@ -133,6 +137,13 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, found: list[Traced | None]) 
     for traced in (key, value_):
         erase_unused(graph, tracer, traced.source)
     return ""
+
+
+def _same_outside(query: Sequence[int] | None, key: Sequence[int] | None) -> bool:
+    """Whether queries and keys have one batch and as many features, for all that is known."""
+    if query is None or key is None:
+        return False
+    return (query[0], query[-1]) == (key[0], key[-1])
 
 
 def _mask_options(node: Node, key: Traced) -> dict[str, Any] | str:

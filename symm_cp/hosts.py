@@ -21,10 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
-from torch.distributed.distributed_c10d import (
-    _get_process_group_store,
-    _resolve_process_group,
-)
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import env
 from symm_cp.memory import Group, resolve
@@ -120,10 +117,8 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
 
 def _find(group: Group, device: torch.device) -> Hosts | None:
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-    store, kind = _get_process_group_store(process_group), device.type
-    about = [astuple(_place(device)), secrets.token_hex(8)]
-    store.set(f"symm_cp/host/{kind}/{group.rank}", json.dumps(about))
-    found = [json.loads(store.get(f"symm_cp/host/{kind}/{r}")) for r in range(group.world_size)]
+    kind, about = device.type, [astuple(_place(device)), secrets.token_hex(8)]
+    found = [json.loads(text) for text in group.share(f"host/{kind}", json.dumps(about))]
     places = [Place(host, gpu, tuple(unreachable)) for (host, gpu, unreachable), _ in found]
     ranks = spread(places)
     if len(ranks) == 1:
@@ -144,7 +139,7 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     place = ranks[host].index(group.rank)
     # In no keys of the store that an earlier group of that name may have left.
     prefix = f"symm_cp/local/{found[ranks[host][0]][1]}"
-    store = dist.PrefixStore(prefix, store)
+    store = dist.PrefixStore(prefix, group.store())
     name = f"{group.name}, {kind}, host {host}"
     local = _local_group(process_group, store, name, place, len(ranks[host]))
     return Hosts(ranks, host, place, resolve(local), local)
@@ -180,10 +175,8 @@ def watched_processes(group: Group) -> list[int]:
     cannot name: on other hosts, or in other name spaces of processes.
     """
     if group.processes is None:
-        store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
         space = f"{identity()} {os.readlink('/proc/self/ns/pid')}"
-        store.set(f"symm_cp/process/{group.rank}", f"{os.getpid()} {space}")
-        found = [store.get(f"symm_cp/process/{rank}").decode() for rank in range(group.world_size)]
+        found = group.share("process", f"{os.getpid()} {space}")
         known = [text.split(" ", 1) for text in found]
         group.processes = [int(pid) if where == space else -1 for pid, where in known]
         group.processes[group.rank] = -1

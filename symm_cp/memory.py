@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from . import env, native
 
@@ -210,6 +210,16 @@ class Group:
         self.processes: list[int] | None = None
         #: Kept for runtime/agreement.py: how many calls the ranks have compared.
         self.compared_calls = 0
+
+    def store(self) -> dist.Store:
+        """Returns the group's key-value store."""
+        return _get_process_group_store(_resolve_process_group(self.name))  # type: ignore[arg-type]
+
+    def share(self, key: str, text: str) -> list[str]:
+        """Returns what each rank says under a key of the store. Collective."""
+        store = self.store()
+        store.set(f"symm_cp/{key}/{self.rank}", text)
+        return [store.get(f"symm_cp/{key}/{rank}").decode() for rank in range(self.world_size)]
 
     def workspace(self, channel: str, slot_bytes: int) -> Workspace:
         """Returns the workspace of a channel with slots of at least `slot_bytes`.

@@ -189,7 +189,7 @@ class NvshmemWorkspace(DeviceWorkspace):
         heap: Heap = self.device.heap  # type: ignore[attr-defined]
         self.heap = heap
         process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-        self._store = _get_process_group_store(process_group)
+        self._store = group.store()
         self._key = f"symm_cp/nvshmem/{self.channel}/{_count(group)}"
         offset = heap.cut(nbytes)
         weakref.finalize(self, heap.give_back, offset).atexit = False

@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from torch.distributed import Store
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from symm_cp import env
 from symm_cp.memory import Group
@@ -177,17 +175,13 @@ def _read(path: Path) -> str:
     return ""
 
 
-def _store(group: Group) -> Store:
-    return _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
-
-
 def _facts(group: Group) -> _Facts:
     """Collective at the first call for a group."""
     known = group.tuning
     if isinstance(known, _Facts):
         return known
     reading = known or 0
-    store = _store(group)
+    store = group.store()
     if group.rank == 0:
         texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
         store.set(f"symm_cp/tuning/{reading}", json.dumps(texts))
@@ -239,10 +233,8 @@ def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:
 def _apart(group: Group, device: torch.device, facts: _Facts) -> bool:
     """Whether each rank of a group has a GPU of its own. Collective at the first call."""
     if facts.apart is None:
-        store, prefix = _store(group), f"symm_cp/gpu/{facts.reading}"
-        store.set(f"{prefix}/{group.rank}", str(torch.cuda.get_device_properties(device).uuid))
-        gpus = {store.get(f"{prefix}/{rank}") for rank in range(group.world_size)}
-        facts.apart = len(gpus) == group.world_size
+        own = str(torch.cuda.get_device_properties(device).uuid)
+        facts.apart = len(set(group.share(f"gpu/{facts.reading}", own))) == group.world_size
     return facts.apart
 
 

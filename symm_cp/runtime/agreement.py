@@ -7,8 +7,6 @@ compare what they call by way of the group's store. That takes a round trip for 
 
 from __future__ import annotations
 
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
-
 from symm_cp import env
 from symm_cp.hosts import wait_limit
 from symm_cp.memory import Group
@@ -21,7 +19,7 @@ def agree(group: Group, what: bytes) -> None:
     """
     if not env.debug() or group.world_size == 1:
         return
-    store = _get_process_group_store(_resolve_process_group(group.name))  # type: ignore[arg-type]
+    store = group.store()
     with group.lock:
         group.compared_calls += 1
         number = group.compared_calls

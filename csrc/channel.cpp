@@ -12,8 +12,6 @@ namespace symm_cp {
 
 namespace {
 
-constexpr int64_t kCacheLine = 64;
-
 template <class T>
 T* at(void* base, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + offset);
@@ -49,7 +47,7 @@ Channel::Channel(std::shared_ptr<Mapping> mapping, Layout layout, std::chrono::m
 
 Word* Channel::flag_word(int owner, int writer, int flag) const {
   const int64_t line = int64_t{flag} * mapping_->world_size() + writer;
-  return at<Word>(mapping_->data()[owner], layout_.flags + line * kCacheLine);
+  return at<Word>(mapping_->data()[owner], layout_.flags + line * kFlagBytes);
 }
 
 Record& Channel::record(int rank, uint32_t epoch) const {
@@ -69,8 +67,7 @@ void Channel::signal(int peer, int flag, uint32_t epoch) {
 
 void Channel::wait(int peer, int flag, uint32_t epoch, const char* what) {
   Word* word = flag_word(mapping_->rank(), peer, flag);
-  // Epochs stay below 2^31 (memory.py), so that the difference tells which is later.
-  const auto arrived = [epoch](uint32_t seen) { return static_cast<int32_t>(seen - epoch) >= 0; };
+  const auto arrived = [epoch](uint32_t seen) { return reached(seen, epoch); };
   wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, timeout_, arrived,
              [&](bool expired) {
                mapping_->check_hope(peer, expired, timeout_,

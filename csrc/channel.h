@@ -60,6 +60,13 @@ static_assert(sizeof(Record) == 128);
 
 // The names of the flags between ranks, in the order of memory.py.
 inline constexpr const char* kFlagNames[] = {"ready", "reduced", "taken", "done"};
+inline constexpr int64_t kFlagBytes = 64;  // memory.py: a cache line for each
+
+// Whether a flag that shows `seen` was raised to `epoch`. Epochs stay below 2^31 (memory.py), so
+// that the difference tells which is later.
+inline bool reached(uint32_t seen, uint32_t epoch) {
+  return static_cast<int32_t>(seen - epoch) >= 0;
+}
 
 struct Layout {
   int64_t flags;  // flag f of writer w: flags + (f * world_size + w) * 64

@@ -4,8 +4,7 @@ namespace symm_cp {
 
 namespace {
 
-constexpr int64_t kFlagBytes = 64;  // memory.py: a cache line for each flag
-constexpr unsigned kNoTiming = 2;   // CU_EVENT_DISABLE_TIMING
+constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 }  // namespace
 

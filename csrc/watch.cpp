@@ -15,7 +15,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t kLine = 64 / sizeof(uint32_t);  // memory.py: a cache line for each flag
+constexpr size_t kLine = kFlagBytes / sizeof(uint32_t);
 constexpr size_t kWaits = 4096;
 constexpr size_t kNames = 512;
 constexpr auto kPatience = std::chrono::seconds(1);  // for a copy of a few lines
@@ -47,11 +47,6 @@ Waits::~Waits() {
   api_.stream_destroy(stream_);
   api_.host_free(read_);
   api_.context_set(before);
-}
-
-bool Waits::reached(uint32_t seen, uint32_t needed) {
-  // Epochs stay below 2^31 (memory.py), so that the difference tells which is later.
-  return static_cast<int32_t>(seen - needed) >= 0;
 }
 
 void Waits::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what) {

@@ -66,7 +66,6 @@ class Waits {
   bool dead(int rank) const;
   std::optional<std::string> judge(bool fresh);
   std::string describe(size_t pair) const;
-  static bool reached(uint32_t seen, uint32_t needed);
 
   const driver::Api& api_;
   Watched about_;

@@ -6,12 +6,12 @@
 
 #include "channel.h"
 #include "error.h"
+#include "group.h"
 #include "mapping.h"
 #include "plan.h"
 #include "probe.h"
 #include "streams.h"
 #include "trace.h"
-#include "workspace.h"
 
 namespace {
 
@@ -29,16 +29,22 @@ int64_t guarded(F body) {
   }
 }
 
-Workspace& of(void* workspace) { return *static_cast<Workspace*>(workspace); }
+Group& of(void* group) { return **static_cast<std::shared_ptr<Group>*>(group); }
 
-// A failure in the calling thread ends the channel for the peers too.
+// A failure of a native step ends the call that is under way on the channel `sync`.
 template <class F>
-int64_t guarded_on(void* workspace, F body) {
+int64_t guarded_in_call(void* handle, F body) {
+  Group& group = of(handle);
   try {
-    return body(*of(workspace).channel);
+    if (group.current() == nullptr) throw std::logic_error("no call is under way");
+    return body(*group.workspace(kSync).channel(), *group.current());
   } catch (const std::exception& error) {
     last_error = error.what();
-    of(workspace).channel->abort(last_error);
+    if (group.current() != nullptr) {
+      const int64_t number = group.current()->number;
+      group.end_current();
+      group.failed(kSync, number, error);
+    }
     return -1;
   }
 }
@@ -49,38 +55,101 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 7; }
+int symm_cp_abi() { return 8; }
 
-// `address` is the start of a rendezvoused symmetric tensor. Null on failure.
-void* symm_cp_open(void* address, const char* group, const Layout* layout, int64_t timeout_ms) {
+// A group of which this process is rank `rank`. Not collective. `timeout_ms`: 0 for that of the
+// process group. Null on failure.
+void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t timeout_ms) {
   void* result = nullptr;
   guarded([&]() -> int64_t {
-    auto mapping = find_mapping(address, std::string(group));
-    if (mapping == nullptr) throw std::invalid_argument("not a rendezvoused symmetric tensor");
-    auto channel =
-        std::make_shared<Channel>(mapping, *layout, std::chrono::milliseconds(timeout_ms));
-    result = new Workspace{channel, std::make_shared<Lane>(channel)};
+    result = new std::shared_ptr<Group>(
+        std::make_shared<Group>(name, rank, world_size, std::chrono::milliseconds(timeout_ms)));
     return 0;
   });
   return result;
 }
 
-void symm_cp_close(void* workspace) { delete static_cast<Workspace*>(workspace); }
+// Transfers that were not waited for keep their share of the group.
+void symm_cp_group_close(void* group) { delete static_cast<std::shared_ptr<Group>*>(group); }
 
 void symm_cp_release_groups() { release_groups(); }
 
-int64_t symm_cp_decline(const char* group, const char* reason) {
+// Begins a call on the channel `sync`; returns which one it is of those that the memory has seen.
+int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* what) {
   return guarded([&]() -> int64_t {
-    decline_rendezvous(group, reason);
+    of(group).check_owned(what);
+    const int64_t number = of(group).next(kSync);
+    of(group).end_current();
+    try {
+      of(group).set_current(of(group).workspace(kSync).begin(number, slot_bytes, what));
+    } catch (const std::exception& error) {
+      of(group).failed(kSync, number, error);
+      throw;
+    }
+    return of(group).current()->epoch;
+  });
+}
+
+// Ends the call that is under way, unless a native step has failed in it.
+void symm_cp_fail(void* group, const char* cause) {
+  const Call* call = of(group).current();
+  if (call == nullptr) return;
+  const int64_t number = call->number;
+  of(group).end_current();
+  of(group).failed(kSync, number, PeerError(cause));
+}
+
+void symm_cp_refuse(void* group, int channel, const char* reason) {
+  of(group).refuse(channel, reason);
+}
+
+// Makes slots of at least so many bytes on a channel. Collective when they have to be made.
+int64_t symm_cp_reserve(void* group, int channel, int64_t slot_bytes) {
+  return guarded([&]() -> int64_t {
+    Group& all = of(group);
+    all.check_owned("reserve");
+    if (channel == kAsync) all.lane().wait(INT64_MAX);
+    Workspace& workspace = all.workspace(channel);
+    workspace.reserve(slot_bytes);
+    if (workspace.channel() != nullptr && workspace.slot_bytes() >= slot_bytes) return 0;
+    const std::string what = "reserve " + std::to_string(slot_bytes) + " bytes";
+    const int64_t number = all.next(channel);
+    if (channel == kAsync) {
+      const auto nothing =
+          std::make_shared<const Plan>(std::vector<Command>{}, std::vector<Reference>{}, what);
+      all.lane().submit({number, nothing, {}, slot_bytes}, false);
+      all.lane().wait(number);
+      return 0;
+    }
+    try {
+      workspace.begin(number, slot_bytes, what);
+    } catch (const std::exception& error) {
+      all.failed(channel, number, error);
+      throw;
+    }
     return 0;
   });
 }
 
-int64_t symm_cp_run(void* workspace, const Command* commands, int count,
-                    const Reference* references, void* const* operands, uint32_t epoch,
-                    const char* what) {
-  return guarded_on(workspace, [&](Channel& channel) -> int64_t {
-    channel.run(commands, count, references, operands, epoch, what);
+int64_t symm_cp_slot_bytes(void* group, int channel) {
+  return of(group).workspace(channel).slot_bytes();
+}
+
+// What the memory of a channel takes on this rank; 0 without one.
+int64_t symm_cp_workspace_bytes(void* group, int channel) {
+  return of(group).workspace(channel).bytes();
+}
+
+int64_t symm_cp_epoch(void* group, int channel) { return of(group).workspace(channel).epoch(); }
+
+void symm_cp_skip(void* group, int channel, int64_t calls) {
+  of(group).workspace(channel).skip(calls);
+}
+
+int64_t symm_cp_run(void* group, const Command* commands, int count, const Reference* references,
+                    void* const* operands) {
+  return guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
+    channel.run(commands, count, references, operands, call);
     return 0;
   });
 }
@@ -95,29 +164,25 @@ void* symm_cp_plan(const Command* commands, int count, const Reference* referenc
 
 void symm_cp_plan_free(void* plan) { delete static_cast<std::shared_ptr<const Plan>*>(plan); }
 
-// Waits for all that was submitted.
-int64_t symm_cp_lane_drain(void* workspace) {
-  return guarded([&]() -> int64_t {
-    of(workspace).lane->wait(INT64_MAX);
-    return 0;
-  });
-}
-
-// Address of a peer's shard in this call, or null on failure.
-void* symm_cp_shard(void* workspace, int peer, uint32_t epoch, const char* what) {
+// Address of a peer's shard in the call that is under way, or null on failure.
+void* symm_cp_shard(void* group, int peer) {
   void* result = nullptr;
-  guarded_on(workspace, [&](Channel& channel) -> int64_t {
-    result = channel.shard_of(peer, epoch, what);
+  guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
+    result = channel.shard_of(peer, call);
     return 0;
   });
   return result;
 }
 
-void* symm_cp_slot(void* workspace, int rank, uint32_t epoch) {
-  return of(workspace).channel->slot(rank, epoch);
+// Address of this rank's slot in the call that is under way, or null.
+void* symm_cp_slot(void* group) {
+  void* result = nullptr;
+  guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {
+    result = channel.slot(channel.mapping().rank(), call.epoch);
+    return 0;
+  });
+  return result;
 }
-
-void symm_cp_abort(void* workspace, const char* reason) { of(workspace).channel->abort(reason); }
 
 void symm_cp_prefault(void* address, int64_t bytes) {
   prefault(address, static_cast<size_t>(bytes));

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "error.h"
+#include "group.h"
 #include "probe.h"
 #include "reduce.h"
 #include "trace.h"
@@ -39,10 +40,11 @@ int64_t element_bytes(DType dtype) {
 
 }  // namespace
 
-Channel::Channel(std::shared_ptr<Mapping> mapping, Layout layout, std::chrono::milliseconds timeout)
-    : mapping_(std::move(mapping)),
+Channel::Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, Layout layout)
+    : group_(group),
+      index_(index),
+      mapping_(std::move(mapping)),
       layout_(layout),
-      timeout_(timeout.count() > 0 ? timeout : mapping_->peers()->timeout()),
       spins_(spin_rounds(mapping_->world_size())) {}
 
 Word* Channel::flag_word(int owner, int writer, int flag) const {
@@ -52,8 +54,13 @@ Word* Channel::flag_word(int owner, int writer, int flag) const {
 
 Record& Channel::record(int rank, uint32_t epoch) const {
   const int64_t slot = epoch % layout_.slot_count;
-  return *at<Record>(mapping_->data()[rank],
-                     layout_.records + slot * static_cast<int64_t>(sizeof(Record)));
+  return *at<Record>(mapping_->data()[rank], layout_.records + slot * kRecordBytes);
+}
+
+Failure& Channel::failure(int rank, uint32_t epoch) const {
+  const int64_t first = layout_.records + layout_.slot_count * kRecordBytes;
+  const int64_t place = epoch % kFailures * static_cast<int64_t>(sizeof(Failure));
+  return *at<Failure>(mapping_->data()[rank], first + place);
 }
 
 void* Channel::slot(int rank, uint32_t epoch) const {
@@ -61,52 +68,139 @@ void* Channel::slot(int rank, uint32_t epoch) const {
   return at<void>(mapping_->data()[rank], layout_.slots + slot * layout_.slot_bytes);
 }
 
+bool Channel::entered(int peer, uint32_t epoch) const {
+  for (int flag = 0; flag < layout_.flag_count; ++flag)
+    if (reached(flag_word(mapping_->rank(), peer, flag)->load(), epoch)) return true;
+  return false;
+}
+
+void Channel::begin(Call& call) {
+  if (debt_ == 0) return;
+  for (int peer = 0; peer < mapping_->world_size(); ++peer) {
+    if (peer == mapping_->rank()) continue;
+    // Whichever flag tells: a peer that failed the call, too, has raised them all.
+    wait_for(
+        flag_word(mapping_->rank(), peer, 0), peer, call,
+        [&](uint32_t) { return entered(peer, debt_); },
+        "rank " + std::to_string(peer) + " to come to call " +
+            std::to_string(call.number - (call.epoch - debt_)) + ", which this rank failed");
+  }
+  debt_ = 0;
+}
+
+void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* other) {
+  const int rank = mapping_->rank();
+  Failure& own = failure(rank, epoch);
+  own.epoch.store(0);
+  own.other_channel = other == nullptr ? 0 : other->channel;
+  own.other_number = other == nullptr ? 0 : other->number;
+  const size_t length = std::min(cause.size(), sizeof(own.cause) - 1);
+  std::memcpy(own.cause, cause.data(), length);
+  own.cause[length] = 0;
+  own.epoch.store(epoch);
+  Record& written = record(rank, epoch);
+  if (written.epoch.load() == epoch) written.failed.store(1);
+  debt_ = epoch;
+  for (int peer = 0; peer < mapping_->world_size(); ++peer)
+    for (int flag = 0; flag < layout_.flag_count; ++flag)
+      if (peer != rank) signal(peer, flag, epoch);
+}
+
 void Channel::signal(int peer, int flag, uint32_t epoch) {
   publish(flag_word(peer, mapping_->rank(), flag), &mapping_->control(peer).sleepers, epoch);
 }
 
-void Channel::wait(int peer, int flag, uint32_t epoch, const char* what) {
-  Word* word = flag_word(mapping_->rank(), peer, flag);
-  const auto arrived = [epoch](uint32_t seen) { return reached(seen, epoch); };
-  wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, timeout_, arrived,
+template <class Ready>
+void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, const std::string& awaited) {
+  const Blocked blocked(group_);
+  wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, call.budget, ready,
              [&](bool expired) {
-               mapping_->check_hope(peer, expired, timeout_,
-                                    std::string(what) + ": rank " +
-                                        std::to_string(mapping_->rank()) + " waiting for flag '" +
-                                        kFlagNames[flag] + "' of rank " + std::to_string(peer) +
-                                        " (call " + std::to_string(epoch) + ", seen " +
-                                        std::to_string(word->load()) + ")");
+               const std::string what = call.what + ": rank " + std::to_string(mapping_->rank()) +
+                                        " waiting for " + awaited + " (call " +
+                                        std::to_string(call.number) + ")";
+               mapping_->throw_if_peer_lost(peer, expired, call.budget, what);
+               group_.check_agreement({index_, call.number, call.what}, peer, true);
              });
 }
 
-void Channel::announce(uint32_t epoch, const void* shard, const char* what) {
-  Record& own = record(mapping_->rank(), epoch);
-  own.epoch = epoch;
-  own.in_place = 0;
+void Channel::wait(int peer, int flag, int lag, Call& call) {
+  Word* word = flag_word(mapping_->rank(), peer, flag);
+  const uint32_t epoch = call.epoch - static_cast<uint32_t>(lag);
+  const auto arrived = [epoch](uint32_t seen) { return reached(seen, epoch); };
+  // The common case, without the text that an error would need.
+  bool there = arrived(word->load(std::memory_order_acquire));
+  for (int i = 0; i < spins_ && !there; ++i) {
+    cpu_relax();
+    there = arrived(word->load(std::memory_order_acquire));
+  }
+  if (!there)
+    wait_for(word, peer, call, arrived,
+             std::string("flag '") + kFlagNames[flag] + "' of rank " + std::to_string(peer));
+  if (lag == 0) verify(peer, call);
+}
+
+void Channel::announce(Call& call, const void* shard) {
+  Record& own = record(mapping_->rank(), call.epoch);
   if (shard != nullptr) {
     const auto mapping = find_mapping(shard, *mapping_->peers());
     if (mapping == nullptr)
-      throw PeerError(std::string(what) + ": the shard is not symmetric memory of this group");
-    own.in_place = 1;
+      throw PeerError(call.what + ": the shard is not symmetric memory of this group");
+    call.place = Place::kInPlace;
     own.sequence = mapping->sequence();
     own.offset = static_cast<const char*>(shard) -
                  static_cast<const char*>(mapping->data()[mapping->rank()]);
   }
-  std::strncpy(own.what, what, Record::kWhat - 1);
+  own.place = call.place;
+  std::strncpy(own.what, call.what.c_str(), Record::kWhat - 1);
   own.what[Record::kWhat - 1] = 0;
+  own.failed.store(0, std::memory_order_relaxed);
+  own.epoch.store(call.epoch, std::memory_order_release);
 }
 
-void* Channel::shard_of(int peer, uint32_t epoch, const char* what) {
-  const Record& theirs = record(peer, epoch);
-  if (std::strncmp(theirs.what, what, Record::kWhat - 1) != 0)
-    throw PeerError("ranks disagree: rank " + std::to_string(mapping_->rank()) + " calls " + what +
-                    ", rank " + std::to_string(peer) + " calls " + theirs.what);
-  if (theirs.in_place == 0) return slot(peer, epoch);
+void Channel::throw_failure(int peer, const Call& call) {
+  const Failure& theirs = failure(peer, call.epoch);
+  const std::string who = call.what + ": rank " + std::to_string(peer);
+  if (theirs.epoch.load() != call.epoch)
+    throw PeerError(who + " has left call " + std::to_string(call.number));
+  const std::string cause = theirs.cause;
+  std::optional<CallSite> other;
+  if (theirs.other_number != 0) other = CallSite{theirs.other_channel, theirs.other_number, {}};
+  throw GaveUp(who + " failed: " + cause, cause, other);
+}
+
+void Channel::verify(int peer, const Call& call) {
+  static const char* const kPlaces[] = {"", " with a tensor in symmetric memory",
+                                        " in a workspace that must grow"};
+  const Record& theirs = record(peer, call.epoch);
+  if (theirs.epoch.load(std::memory_order_acquire) != call.epoch || theirs.failed.load() != 0)
+    throw_failure(peer, call);
+  if (std::strncmp(theirs.what, call.what.c_str(), Record::kWhat - 1) == 0 &&
+      theirs.place == call.place)
+    return;
+  const auto place = [&](Place of) {
+    return theirs.place == call.place ? "" : kPlaces[static_cast<uint32_t>(of) % 3];
+  };
+  const std::string mine = "rank " + std::to_string(mapping_->rank()) + " calls " + call.what;
+  throw PeerError("ranks disagree: " + mine + place(call.place) + ", rank " + std::to_string(peer) +
+                  " calls " + theirs.what + place(theirs.place));
+}
+
+void Channel::meet(Call& call) {
+  call.place = Place::kMoves;
+  announce(call, nullptr);
+  const int rank = mapping_->rank(), size = mapping_->world_size();
+  for (int step = 1; step < size; ++step) signal((rank + step) % size, 0, call.epoch);
+  for (int step = 1; step < size; ++step) wait((rank + step) % size, 0, 0, call);
+}
+
+void* Channel::shard_of(int peer, const Call& call) {
+  const Record& theirs = record(peer, call.epoch);
+  if (theirs.place != Place::kInPlace) return slot(peer, call.epoch);
   auto mapping = in_place_[theirs.sequence].lock();
   if (mapping == nullptr) {
     mapping = find_mapping(*mapping_->peers(), theirs.sequence);
     if (mapping == nullptr)
-      throw PeerError(std::string(what) + ": rank " + std::to_string(peer) +
+      throw PeerError(call.what + ": rank " + std::to_string(peer) +
                       " gave a symmetric tensor that rank " + std::to_string(mapping_->rank()) +
                       " has freed");
     if (in_place_.size() > 256) in_place_.clear();  // only a cache: entries of freed memory pile up
@@ -115,19 +209,17 @@ void* Channel::shard_of(int peer, uint32_t epoch, const char* what) {
   return at<void>(mapping->data()[peer], theirs.offset);
 }
 
-void* Channel::resolve(const Reference& reference, void* const* operands, uint32_t epoch,
-                       const char* what) {
+void* Channel::resolve(const Reference& reference, void* const* operands, const Call& call) {
   switch (reference.space) {
     case Space::kOperand: return at<void>(operands[reference.index], reference.offset);
-    case Space::kSlot: return at<void>(slot(reference.index, epoch), reference.offset);
-    default: return at<void>(shard_of(reference.index, epoch, what), reference.offset);
+    case Space::kSlot: return at<void>(slot(reference.index, call.epoch), reference.offset);
+    default: return at<void>(shard_of(reference.index, call), reference.offset);
   }
 }
 
-void Channel::copy_rows(const Command& command, void* const* operands, uint32_t epoch,
-                        const char* what) {
-  char* to = static_cast<char*>(resolve(command.to, operands, epoch, what));
-  const char* from = static_cast<const char*>(resolve(command.from, operands, epoch, what));
+void Channel::copy_rows(const Command& command, void* const* operands, const Call& call) {
+  char* to = static_cast<char*>(resolve(command.to, operands, call));
+  const char* from = static_cast<const char*>(resolve(command.from, operands, call));
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   for (int64_t row = 0; row < command.rows; ++row)
@@ -135,11 +227,11 @@ void Channel::copy_rows(const Command& command, void* const* operands, uint32_t 
 }
 
 void Channel::reduce_rows(const Command& command, const Reference* references,
-                          void* const* operands, uint32_t epoch, const char* what) {
+                          void* const* operands, const Call& call) {
   std::vector<const void*> sources;
   for (int i = 0; i < command.sources; ++i)
-    sources.push_back(resolve(references[command.first_source + i], operands, epoch, what));
-  char* to = static_cast<char*>(resolve(command.to, operands, epoch, what));
+    sources.push_back(resolve(references[command.first_source + i], operands, call));
+  char* to = static_cast<char*>(resolve(command.to, operands, call));
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   const auto dtype = static_cast<DType>(command.dtype);
   for (int64_t row = 0; row < command.rows; ++row) {
@@ -151,32 +243,37 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
 }
 
 void Channel::run_one(const Command& c, const Reference* references, void* const* operands,
-                      uint32_t epoch, const char* what) {
+                      Call& call) {
   switch (c.kind) {
-    case Kind::kCopy: copy_rows(c, operands, epoch, what); break;
-    case Kind::kSignal: signal(c.peer, c.flag, epoch); break;
-    case Kind::kWait: wait(c.peer, c.flag, epoch - static_cast<uint32_t>(c.lag), what); break;
-    case Kind::kReduce: reduce_rows(c, references, operands, epoch, what); break;
+    case Kind::kCopy: copy_rows(c, operands, call); break;
+    case Kind::kSignal: signal(c.peer, c.flag, call.epoch); break;
+    case Kind::kWait: wait(c.peer, c.flag, c.lag, call); break;
+    case Kind::kReduce: reduce_rows(c, references, operands, call); break;
     case Kind::kPublish:
-      announce(epoch, c.mean != 0 ? resolve(c.from, operands, epoch, what) : nullptr, what);
+      announce(call, c.mean != 0 ? resolve(c.from, operands, call) : nullptr);
+      break;
+    case Kind::kVerify:
+      // What was read in place, or in slots, was whole unless its owner left the call meanwhile.
+      for (int peer = 0; peer < mapping_->world_size(); ++peer)
+        if (peer != mapping_->rank()) verify(peer, call);
       break;
   }
 }
 
 void Channel::run(const Command* commands, int count, const Reference* references,
-                  void* const* operands, uint32_t epoch, const char* what) {
+                  void* const* operands, Call& call) {
   Recorder& recorder = Recorder::instance();
   Probe& probe = Probe::instance();
   if (!recorder.on() && !probe.on()) {
     for (const Command* c = commands; c != commands + count; ++c)
-      run_one(*c, references, operands, epoch, what);
+      run_one(*c, references, operands, call);
     return;
   }
   for (const Command* c = commands; c != commands + count; ++c) {
     if (probe.on()) probe.step();
     const int64_t start = Recorder::now();
-    run_one(*c, references, operands, epoch, what);
-    if (recorder.on()) recorder.add(*c, start, Recorder::now(), epoch, what);
+    run_one(*c, references, operands, call);
+    if (recorder.on()) recorder.add(*c, start, Recorder::now(), call.epoch, call.what.c_str());
   }
 }
 

@@ -1,5 +1,11 @@
-// A channel: one workspace of a group, the calls that follow each other on it, and how the native
-// steps of a schedule are carried out there.
+// The memory of one channel of a group, the calls that follow each other there, and how the native
+// steps of a schedule are carried out.
+//
+// A call that fails on a rank is, for its peers, a call that never was. The rank marks it as failed
+// and raises all its flags to the number of the call, so that nobody waits for it; a peer looks at
+// the mark before it uses data of the call and once more when it has used it. Before its next call
+// the rank waits until every peer has come to the call that failed: then nobody reads what it left
+// in the slots. Model: tests/model/protocol.pml.
 #pragma once
 
 #include <atomic>
@@ -8,6 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "board.h"
+#include "error.h"
 #include "mapping.h"
 
 namespace symm_cp {
@@ -25,7 +33,14 @@ struct Reference {
   int64_t offset;
 };
 
-enum class Kind : int32_t { kCopy = 0, kSignal = 1, kWait = 2, kReduce = 3, kPublish = 4 };
+enum class Kind : int32_t {
+  kCopy = 0,
+  kSignal = 1,
+  kWait = 2,
+  kReduce = 3,
+  kPublish = 4,
+  kVerify = 5,  // the last step of a call: none of the peers has failed it meanwhile
+};
 
 // Mirrored by runtime/cpu.py. `bytes` is per row; rows are `pitch` bytes apart.
 struct Command {
@@ -46,17 +61,34 @@ struct Command {
 };
 static_assert(sizeof(Command) == 96);
 
-// What a rank says of its call before it signals that its shard is ready. Peers compare `what`,
-// so ranks that disagree on the op, dtype or shape raise instead of mixing their bytes.
+// What a rank says of its call before it signals that its shard is ready. Peers compare it, so
+// ranks that disagree on the op, dtype, shape or place raise instead of mixing their bytes.
+enum class Place : uint32_t {
+  kPlain = 0,
+  kInPlace = 1,  // the shard is read from the caller's symmetric tensor
+  kMoves = 2,    // the call needs larger slots: the ranks meet to make new memory
+};
 struct Record {
   static constexpr size_t kWhat = 104;
-  uint32_t epoch;
-  uint32_t in_place;
+  Word epoch;
+  Word failed;  // the call failed after this was written
+  Place place;
+  uint32_t reserved;
   int64_t sequence;  // in place: which rendezvous made the memory,
   int64_t offset;    // and where in it the shard begins
   char what[kWhat];
 };
-static_assert(sizeof(Record) == 128);
+static_assert(sizeof(Record) == 136 && sizeof(Record) <= 192);
+
+// Why a call failed on a rank. There is room for the last few: the mark itself is in the record.
+struct Failure {
+  Word epoch;
+  int32_t other_channel;  // ranks that disagree have also given up this call of another channel
+  int64_t other_number;   // (0: none), so that all go on with the same numbers
+  char cause[240];
+};
+static_assert(sizeof(Failure) == 256);
+inline constexpr int64_t kFailures = 8;
 
 // The names of the flags between ranks, in the order of memory.py.
 inline constexpr const char* kFlagNames[] = {"ready", "reduced", "taken", "done"};
@@ -71,49 +103,78 @@ inline bool reached(uint32_t seen, uint32_t epoch) {
 struct Layout {
   int64_t flags;  // flag f of writer w: flags + (f * world_size + w) * 64
   int64_t flag_count;
-  int64_t records;  // record of slot s: records + s * sizeof(Record)
+  int64_t records;  // record of slot s: records + s * kRecordBytes; the failures follow
   int64_t slots;
   int64_t slot_bytes;
   int64_t slot_count;
 };
+inline constexpr int64_t kRecordBytes = 192;
+
+// A call under way on a rank.
+struct Call {
+  int64_t number;    // of the calls of the channel, from 1
+  uint32_t epoch;    // of those that this memory has seen, from 1
+  std::string what;  // names it in errors and to the peers
+  Place place = Place::kPlain;
+  WaitBudget budget;
+};
+
+class Group;
 
 class Channel {
  public:
-  Channel(std::shared_ptr<Mapping> mapping, Layout layout, std::chrono::milliseconds timeout);
+  Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, Layout layout);
 
-  // Carries out native steps in order in the calling thread. Call `epoch` is 1, 2, ... on every
-  // rank alike. Throws PeerError; the channel is then aborted, here and, as they notice, at peers.
+  // Begins a call: after one that failed, waits until all peers have come to that one.
+  void begin(Call& call);
+  // Whether `begin` would wait.
+  bool in_debt() const { return debt_ != 0; }
+  // Carries out native steps in order in the calling thread. Throws PeerError; the caller then
+  // calls `fail`.
   void run(const Command* commands, int count, const Reference* references, void* const* operands,
-           uint32_t epoch, const char* what);
+           Call& call);
+  // Ends a call of this rank, which may not have begun: peers that wait for it throw `cause`.
+  void fail(uint32_t epoch, const std::string& cause, const CallSite* other = nullptr);
+  // Waits until all ranks are at this call and need larger memory for it.
+  void meet(Call& call);
 
-  // Raises the flag at `peer` to `epoch`: publishes all earlier writes of this thread to it.
-  void signal(int peer, int flag, uint32_t epoch);
-  // Returns once `peer` has raised its flag here to `epoch` - or throws, naming the step.
-  void wait(int peer, int flag, uint32_t epoch, const char* what);
-  // Writes this call's record; `shard` is null unless the shard is read in place.
-  void announce(uint32_t epoch, const void* shard, const char* what);
   // Address of the shard of `peer` in this call; only after its ready flag was waited for.
-  // Throws PeerError when the peer's record differs from `what`.
-  void* shard_of(int peer, uint32_t epoch, const char* what);
+  void* shard_of(int peer, const Call& call);
   void* slot(int rank, uint32_t epoch) const;
-  void abort(const std::string& reason) { mapping_->abort(reason); }
   const Mapping& mapping() const { return *mapping_; }
+  const Layout& layout() const { return layout_; }
+  // No peer waits for this rank here any more, or it hears that it does so for nothing.
+  void close() { mapping_->close(); }
 
  private:
   Word* flag_word(int owner, int writer, int flag) const;
   Record& record(int rank, uint32_t epoch) const;
-  void* resolve(const Reference& reference, void* const* operands, uint32_t epoch,
-                const char* what);
+  Failure& failure(int rank, uint32_t epoch) const;
+  bool entered(int peer, uint32_t epoch) const;
+  // Raises the flag at `peer`: publishes all earlier writes of this thread to it.
+  void signal(int peer, int flag, uint32_t epoch);
+  // Returns once `peer` has raised its flag here `lag` calls ago - or throws, naming the step.
+  void wait(int peer, int flag, int lag, Call& call);
+  template <class Ready>
+  void wait_for(Word* word, int peer, Call& call, Ready ready, const std::string& awaited);
+  // Writes this call's record; `shard` is null unless the shard is read in place.
+  void announce(Call& call, const void* shard);
+  // Throws unless the peer's record is of this call, and the peer has not failed it.
+  void verify(int peer, const Call& call);
+  [[noreturn]] void throw_failure(int peer, const Call& call);
+  void* resolve(const Reference& reference, void* const* operands, const Call& call);
   void run_one(const Command& command, const Reference* references, void* const* operands,
-               uint32_t epoch, const char* what);
+               Call& call);
   void reduce_rows(const Command& command, const Reference* references, void* const* operands,
-                   uint32_t epoch, const char* what);
-  void copy_rows(const Command& command, void* const* operands, uint32_t epoch, const char* what);
+                   const Call& call);
+  void copy_rows(const Command& command, void* const* operands, const Call& call);
 
+  Group& group_;
+  int index_;
   std::shared_ptr<Mapping> mapping_;
   Layout layout_;
-  std::chrono::milliseconds timeout_;
   int spins_;
+  uint32_t debt_ = 0;  // the last call that this rank failed, until its peers have come to it
   std::map<int64_t, std::weak_ptr<Mapping>> in_place_;
 };
 

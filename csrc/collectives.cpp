@@ -6,8 +6,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "error.h"
+#include "group.h"
 #include "plan.h"
-#include "workspace.h"
 
 namespace symm_cp {
 
@@ -19,17 +19,17 @@ using PlanHandle = std::shared_ptr<const Plan>;
 // the tensor: the work is registered under the tensor.
 class Transfer : public c10d::Work {
  public:
-  Transfer(std::shared_ptr<Lane> lane, int64_t ticket, at::Tensor input, c10::Storage output)
-      : lane_(std::move(lane)),
-        ticket_(ticket),
+  Transfer(std::shared_ptr<Group> group, int64_t number, at::Tensor input, c10::Storage output)
+      : group_(std::move(group)),
+        number_(number),
         input_(std::move(input)),
         output_(std::move(output)) {}
 
-  bool isCompleted() override { return lane_->finished(ticket_); }
+  bool isCompleted() override { return group_->lane().finished(number_); }
 
   bool wait(std::chrono::milliseconds /*timeout*/) override {
     try {
-      lane_->wait(ticket_);
+      group_->lane().wait(number_);
     } catch (const PeerError& error) {
       TORCH_CHECK(false, error.what());
     }
@@ -38,75 +38,100 @@ class Transfer : public c10d::Work {
   }
 
  private:
-  std::shared_ptr<Lane> lane_;
-  int64_t ticket_;
+  std::shared_ptr<Group> group_;
+  int64_t number_;
   at::Tensor input_;
   c10::Storage output_;
 };
 
-// What a call works on: `plain` and `in_place` are handles of plans; the second, if it is another,
-// is used when the input is contiguous in symmetric memory of the group.
-struct Call {
+std::shared_ptr<Group>& group_at(int64_t handle) {
+  return *reinterpret_cast<std::shared_ptr<Group>*>(handle);
+}
+
+// Handles of the plans of a collective, and what their slots take: for an input in symmetric memory
+// of the group, which must be contiguous, and for any other.
+struct Ways {
+  int64_t plain, in_place, slot_plain, slot_in_place;
+};
+
+struct Inputs {
   at::Tensor input;
   bool symmetric;
   const PlanHandle& plan;
+  int64_t slot_bytes;
 
-  Call(const Channel& channel, int64_t plain, int64_t in_place, const at::Tensor& given)
+  Inputs(const Group& group, const Ways& ways, const at::Tensor& given)
       : input(given.contiguous()),
-        symmetric(plain != in_place && input.is_same(given) &&
-                  find_mapping(input.const_data_ptr(), *channel.mapping().peers()) != nullptr),
-        plan(*reinterpret_cast<PlanHandle*>(symmetric ? in_place : plain)) {}
+        symmetric(ways.plain != ways.in_place && input.is_same(given) &&
+                  is_symmetric(group, input)),
+        plan(*reinterpret_cast<PlanHandle*>(symmetric ? ways.in_place : ways.plain)),
+        slot_bytes(symmetric ? ways.slot_in_place : ways.slot_plain) {}
 
   std::vector<void*> operands(const at::Tensor& output) const {
     return {const_cast<void*>(input.const_data_ptr()), const_cast<void*>(output.const_data_ptr())};
   }
+
+  static bool is_symmetric(const Group& group, const at::Tensor& tensor) {
+    const auto peers = group.known_peers();
+    return (peers != nullptr ? find_mapping(tensor.const_data_ptr(), *peers)
+                             : find_mapping(tensor.const_data_ptr(), group.name())) != nullptr;
+  }
 };
 
 void run_commands(Channel& channel, const std::vector<Command>& commands, const Plan& plan,
-                  const std::vector<void*>& operands, int64_t epoch) {
+                  const std::vector<void*>& operands, Call& call) {
   channel.run(commands.data(), static_cast<int>(commands.size()), plan.references.data(),
-              operands.data(), static_cast<uint32_t>(epoch), plan.what.c_str());
+              operands.data(), call);
 }
 
 // Carries a collective out in the calling thread.
-void run_collective(int64_t workspace, int64_t plain, int64_t in_place, const at::Tensor& given,
-                    const at::Tensor& output, int64_t epoch) {
-  auto& channel = *reinterpret_cast<Workspace*>(workspace)->channel;
+void run_collective(int64_t handle, int64_t plain, int64_t in_place, int64_t slot_plain,
+                    int64_t slot_in_place, const at::Tensor& given, const at::Tensor& output) {
+  const std::shared_ptr<Group> group = group_at(handle);
+  Workspace& workspace = group->workspace(kSync);
+  const int64_t number = group->next(kSync);
   try {
-    const Call call(channel, plain, in_place, given);
-    run_commands(channel, call.plan->whole, *call.plan, call.operands(output), epoch);
-  } catch (const PeerError& error) {
-    channel.abort(error.what());
+    const Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
+    Call call = workspace.begin(number, inputs.slot_bytes, inputs.plan->what);
+    run_commands(*workspace.channel(), inputs.plan->whole, *inputs.plan, inputs.operands(output),
+                 call);
+  } catch (const std::exception& error) {
+    group->failed(kSync, number, error);
     TORCH_CHECK(false, error.what());
   }
 }
 
 // Leaves a collective to the copy engine and returns its output, which is complete once it was
-// waited for; nothing when the engine has failed, and nothing was done.
+// waited for. Never waits for a peer: what the first call, or one that needs larger memory, waits
+// for is left to the engine, too.
 // When the engine is idle the slot is free: then the caller publishes its input itself, and the
 // peers can begin. Otherwise the input is copied aside and all is left to the engine. Either way a
 // plain input may be overwritten once this has returned.
-std::optional<at::Tensor> start_transfer(int64_t workspace, int64_t plain, int64_t in_place,
-                                         const at::Tensor& given, at::IntArrayRef shape,
-                                         int64_t epoch, bool background) {
-  auto& [channel, lane] = *reinterpret_cast<Workspace*>(workspace);
-  if (lane->failed()) return std::nullopt;
-  at::Tensor output = at::empty(shape, given.options());
+at::Tensor start_transfer(int64_t handle, int64_t plain, int64_t in_place, int64_t slot_plain,
+                          int64_t slot_in_place, const at::Tensor& given, at::IntArrayRef shape,
+                          bool background) {
+  const std::shared_ptr<Group> group = group_at(handle);
+  Workspace& workspace = group->workspace(kAsync);
+  const int64_t number = group->next(kAsync);
   try {
-    Call call(*channel, plain, in_place, given);
-    const bool idle = lane->idle();
-    if (!idle && !call.symmetric && call.input.is_same(given)) call.input = given.clone();
-    const auto operands = call.operands(output);
-    if (idle) run_commands(*channel, call.plan->publish, *call.plan, operands, epoch);
-    const int64_t ticket = lane->submit({call.plan, !idle, operands, static_cast<uint32_t>(epoch)},
-                                        background || !idle);
-    c10d::register_work(output,
-                        c10::make_intrusive<Transfer>(lane, ticket, call.input, output.storage()));
-  } catch (const PeerError& error) {
-    channel->abort(error.what());
+    Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
+    at::Tensor output = at::empty(shape, given.options());
+    const bool publish = group->lane().idle() && workspace.at_hand(inputs.slot_bytes);
+    if (!publish && !inputs.symmetric && inputs.input.is_same(given)) inputs.input = given.clone();
+    Lane::Program program{number, inputs.plan, inputs.operands(output), inputs.slot_bytes};
+    if (publish) {
+      program.begun = workspace.begin(number, inputs.slot_bytes, inputs.plan->what);
+      run_commands(*workspace.channel(), inputs.plan->publish, *inputs.plan, program.operands,
+                   *program.begun);
+    }
+    group->lane().submit(std::move(program), background || !publish);
+    c10d::register_work(
+        output, c10::make_intrusive<Transfer>(group, number, inputs.input, output.storage()));
+    return output;
+  } catch (const std::exception& error) {
+    group->lane().refuse(number, cause_of(error, group->rank()), nullptr);
     TORCH_CHECK(false, error.what());
   }
-  return output;
 }
 
 using torch::autograd::AutogradContext;
@@ -186,12 +211,12 @@ at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_
 
 TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
   m.def(
-      "start_transfer(int workspace, int plain, int in_place, Tensor input, int[] shape, "
-      "int epoch, bool background) -> Tensor?",
+      "start_transfer(int group, int plain, int in_place, int slot_plain, int slot_in_place, "
+      "Tensor input, int[] shape, bool background) -> Tensor",
       torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, start_transfer));
   m.def(
-      "run_collective(int workspace, int plain, int in_place, Tensor input, Tensor output, "
-      "int epoch) -> ()",
+      "run_collective(int group, int plain, int in_place, int slot_plain, int slot_in_place, "
+      "Tensor input, Tensor output) -> ()",
       torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, run_collective));
 }
 

@@ -5,20 +5,48 @@
 #include <cstring>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace symm_cp {
 
-// The world failed: a peer died, aborted, disagreed or did not answer in time.
+// The world failed: a peer died, failed, disagreed or did not answer in time. `cause` is what went
+// wrong first, wherever that was: it is passed on to the peers as it is, so that the error of each
+// rank names the rank that caused it.
 class PeerError : public std::runtime_error {
+ public:
+  explicit PeerError(const std::string& what) : std::runtime_error(what), cause_(what) {}
+  PeerError(const std::string& what, std::string cause)
+      : std::runtime_error(what), cause_(std::move(cause)) {}
+  const std::string& cause() const { return cause_; }
+
+ private:
+  std::string cause_;
+};
+
+// A handler of a signal raised a Python exception while this rank waited.
+class Interrupted : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// This process cannot have what it needs.
+class ResourceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
 };
 
 // A system call failed; the message carries errno's text.
-class SystemError : public std::runtime_error {
+class SystemError : public ResourceError {
  public:
   explicit SystemError(const std::string& what)
-      : std::runtime_error(what + ": " + std::strerror(errno)) {}
+      : ResourceError(what + ": " + std::strerror(errno)) {}
 };
+
+// What other ranks are told of a failure on a rank.
+inline std::string cause_of(const std::exception& error, int rank) {
+  const auto* known = dynamic_cast<const PeerError*>(&error);
+  return known != nullptr ? known->cause()
+                          : std::string(error.what()) + " (on rank " + std::to_string(rank) + ")";
+}
 
 }  // namespace symm_cp

@@ -3,67 +3,96 @@
 #include <algorithm>
 
 #include "error.h"
+#include "group.h"
 #include "trace.h"
 
 namespace symm_cp {
 
-Lane::~Lane() {
+namespace {
+constexpr size_t kMaxFailures = 4096;  // calls that failed and that nobody has waited for
+}
+
+void Lane::close() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
-    // Unfinished programs are given up, so that neither this thread's join nor a peer's wait hangs.
-    if (running_ || !queue_.empty())
-      channel_->abort("the workspace was closed with work in flight");
     queue_.clear();
   }
   work_.notify_all();
-  if (engine_.joinable()) engine_.join();
+  if (!engine_.joinable()) return;
+  if (group_.owned())
+    engine_.join();
+  else
+    engine_.detach();  // a forked process has no such thread
 }
 
-int64_t Lane::submit(Program program, bool background) {
+void Lane::push(Item item, bool background) {
   std::lock_guard<std::mutex> lock(mutex_);
-  if (!failure_.empty()) throw PeerError(failure_);
-  queue_.push_back(std::move(program));
-  const int64_t ticket = ++submitted_;
-  if (background) {
-    wake_ = true;
-    if (!engine_.joinable()) engine_ = std::thread([this] { serve(); });
-    work_.notify_one();
+  submitted_ = item.program.number;
+  queue_.push_back(std::move(item));
+  if (!background) return;
+  wake_ = true;
+  if (!engine_.joinable()) engine_ = std::thread([this] { serve(); });
+  work_.notify_one();
+}
+
+void Lane::submit(Program program, bool background) {
+  push({std::move(program), {}, std::nullopt}, background);
+}
+
+void Lane::refuse(int64_t number, const std::string& cause, const CallSite* other) {
+  Item item{{number, nullptr, {}}, cause.empty() ? "refused" : cause, std::nullopt};
+  if (other != nullptr) item.other = *other;
+  push(std::move(item), true);
+  // On an idle lane it is told before this returns.
+  std::unique_lock<std::mutex> lock(mutex_);
+  if (!running_ && queue_.size() == 1) run_one(lock);
+}
+
+// Returns why it failed, if it did.
+std::string Lane::carry_out(Item& item) {
+  Program& program = item.program;
+  Workspace& workspace = group_.workspace(kAsync);
+  if (!item.refusal.empty()) {
+    workspace.fail(program.number, item.refusal, item.other ? &*item.other : nullptr);
+    return item.refusal;
   }
-  return ticket;
+  try {
+    const Plan& plan = *program.plan;
+    const bool begun = program.begun.has_value();
+    Call call = begun ? std::move(*program.begun)
+                      : workspace.begin(program.number, program.slot_bytes, plan.what);
+    const auto& commands = begun ? plan.rest : plan.whole;
+    workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),
+                             plan.references.data(), program.operands.data(), call);
+  } catch (const std::exception& error) {
+    group_.failed(kAsync, program.number, error);
+    return error.what();
+  }
+  return {};
 }
 
 // Runs the oldest program without holding the lock.
 void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   running_ = true;
-  Program program = std::move(queue_.front());
+  Item item = std::move(queue_.front());
   queue_.pop_front();
-  const bool skip = !failure_.empty();
+  running_what_ = item.program.plan == nullptr ? "" : item.program.plan->what;
   lock.unlock();
-  std::string failure;
-  if (!skip) {
-    try {
-      const Plan& plan = *program.plan;
-      const auto& commands = program.whole ? plan.whole : plan.rest;
-      channel_->run(commands.data(), static_cast<int>(commands.size()), plan.references.data(),
-                    program.operands.data(), program.epoch, plan.what.c_str());
-    } catch (const std::exception& error) {
-      failure = error.what();
-      channel_->abort(failure);
-    }
-  }
+  std::string failure = carry_out(item);
   lock.lock();
   running_ = false;
-  ++completed_;
-  if (!failure.empty()) {
-    failure_ = failure;
-    failed_ticket_ = completed_;
+  completed_ = item.program.number;
+  if (!failure.empty() && item.program.plan != nullptr) {
+    failures_[completed_] = std::move(failure);
+    if (failures_.size() > kMaxFailures) failures_.erase(failures_.begin());
   }
   done_.notify_all();
 }
 
 void Lane::serve() {
   Recorder::enter_engine();
+  Group::enter_engine();
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     work_.wait(lock, [this] { return closing_ || (wake_ && !running_); });
@@ -76,28 +105,32 @@ void Lane::serve() {
   }
 }
 
-void Lane::wait(int64_t ticket) {
+void Lane::wait(int64_t number) {
   std::unique_lock<std::mutex> lock(mutex_);
-  ticket = std::min(ticket, submitted_);
-  while (completed_ < ticket) {
+  number = std::min(number, submitted_);
+  const Blocked blocked(group_);
+  while (completed_ < number) {
     if (!running_ && !queue_.empty()) {
       run_one(lock);
       work_.notify_one();  // the engine may have found the lane taken
-    } else {
-      done_.wait(lock);
+    } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
+      const CallSite site{kAsync, completed_ + 1, running_what_};
+      lock.unlock();
+      throw_if_interrupted();
+      if (!Group::in_engine()) group_.block(site);
+      lock.lock();
     }
   }
-  if (!failure_.empty() && ticket >= failed_ticket_) throw PeerError(failure_);
+  const auto failure = failures_.find(number);
+  if (failure == failures_.end()) return;
+  const std::string what = failure->second;
+  failures_.erase(failure);
+  throw PeerError(what);
 }
 
-bool Lane::finished(int64_t ticket) {
+bool Lane::finished(int64_t number) {
   std::lock_guard<std::mutex> lock(mutex_);
-  return completed_ >= ticket;
-}
-
-bool Lane::failed() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return !failure_.empty();
+  return completed_ >= number;
 }
 
 bool Lane::idle() {

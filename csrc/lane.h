@@ -3,8 +3,10 @@
 
 #include <condition_variable>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -13,51 +15,64 @@
 
 namespace symm_cp {
 
-// Programs run one after the other, in the order of submission. A thread that waits for one helps:
-// it runs what is queued up to it unless the engine already does, so a small transfer costs no
-// hand-over between threads. An idle engine sleeps; the thread starts with the first program that
-// asks for it, and ends with the lane.
+class Group;
+
+// Programs are the calls of the channel `async`, carried out one after the other in the order of
+// their numbers. A thread that waits for one helps: it runs what is queued up to it unless the
+// engine already does, so a small transfer costs no hand-over between threads. An idle engine
+// sleeps; the thread starts with the first program that asks for it, and ends with the lane. A
+// program that fails ends alone: those behind it go on.
 class Lane {
  public:
-  explicit Lane(std::shared_ptr<Channel> channel) : channel_(std::move(channel)) {}
-  ~Lane();
+  explicit Lane(Group& group) : group_(group) {}
+  ~Lane() { close(); }
 
   struct Program {
+    int64_t number;  // of the call
     std::shared_ptr<const Plan> plan;
-    bool whole;  // else only its rest: the caller has published
     std::vector<void*> operands;
-    uint32_t epoch;
+    int64_t slot_bytes = 0;
+    std::optional<Call> begun = std::nullopt;  // the caller has published; only the rest is left
   };
 
-  // Returns a ticket. With `background` false the engine is left asleep: the program runs when
-  // somebody waits for it, or with the next program that wakes the engine.
-  int64_t submit(Program program, bool background);
-  // Returns when the program was carried out, or with a ticket beyond the last one when all were;
-  // throws what it threw. Any thread, any order.
-  void wait(int64_t ticket);
-  bool finished(int64_t ticket);
+  // With `background` false the engine is left asleep: the program runs when somebody waits for
+  // it, or with the next program that wakes the engine.
+  void submit(Program program, bool background);
+  // A call that this rank does not make: its peers are told in its turn. Never waits.
+  void refuse(int64_t number, const std::string& cause, const CallSite* other);
+  // Returns when the call was carried out, or with a number beyond the last when all were; throws
+  // what it threw. Any thread, any order.
+  void wait(int64_t number);
+  bool finished(int64_t number);
   // True when nothing is queued or running.
   bool idle();
-  // True once a program failed: none will run any more.
-  bool failed();
+  // Ends the engine; the group is closing, so a program that waits gives up.
+  void close();
 
  private:
+  struct Item {
+    Program program;
+    std::string refusal;  // not empty: instead of the program
+    std::optional<CallSite> other;
+  };
+  void push(Item item, bool background);
   void serve();
   void run_one(std::unique_lock<std::mutex>& lock);
+  std::string carry_out(Item& item);
 
-  std::shared_ptr<Channel> channel_;
+  Group& group_;
   std::mutex mutex_;
   std::condition_variable work_;  // for the engine
   std::condition_variable done_;  // for waiters
-  std::deque<Program> queue_;
+  std::deque<Item> queue_;
   std::thread engine_;
   int64_t submitted_ = 0;
   int64_t completed_ = 0;
   bool running_ = false;
+  std::string running_what_;
   bool wake_ = false;
   bool closing_ = false;
-  std::string failure_;
-  int64_t failed_ticket_ = 0;
+  std::map<int64_t, std::string> failures_;  // of calls that may still be waited for
 };
 
 }  // namespace symm_cp

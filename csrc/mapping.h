@@ -16,8 +16,7 @@ namespace symm_cp {
 struct ControlPage {
   static constexpr size_t kBytes = 4096;
   Word sleepers;  // processes asleep on a word that this rank owns
-  Word aborted;   // 1: this rank gave up; `reason` says why. 2: is about to say it
-  char reason[512];
+  Word closed;    // 1: this rank has closed the memory; it will raise no word any more
 };
 static_assert(sizeof(ControlPage) <= ControlPage::kBytes);
 
@@ -25,12 +24,10 @@ class Mapping {
  public:
   // Collective over `peers`: exchanges `block` (this rank's allocation) and a fresh control
   // segment with a pad of `pad_bytes`. Throws PeerError on every rank, naming the ranks and both
-  // values, when they disagree on sizes or on which rendezvous of the group this is; and when one
-  // of them cannot have or map the memory, which then throws what it met.
+  // values, when they disagree on sizes or on what they meet for; and when one of them cannot have
+  // or map the memory, which then throws what it met. `sequence` names the mapping to peers.
   Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
-          int64_t sequence);
-  // Takes part in a rendezvous without memory: all others throw, and say why.
-  static void decline(Peers& peers, int64_t sequence, const std::string& reason);
+          int64_t sequence, const Meeting& meeting);
 
   int rank() const { return peers_->rank(); }
   int world_size() const { return peers_->world_size(); }
@@ -39,30 +36,32 @@ class Mapping {
   const std::vector<void*>& pads() const { return pads_; }
   size_t block_bytes() const { return block_bytes_; }
   size_t pad_bytes() const { return pad_bytes_; }
-  // Which rendezvous of the group made this mapping: the same number on every rank.
+  // Which rendezvous of tensors made this mapping: the same number on every rank.
   int64_t sequence() const { return sequence_; }
   ControlPage& control(int rank) const {
     return *reinterpret_cast<ControlPage*>(static_cast<char*>(pads_[rank]) - ControlPage::kBytes);
   }
 
-  // Tells the peers, now and for good, that this rank will not go on.
-  void abort(const std::string& reason);
-  // Throws when waiting for `peer` is in vain: it aborted, it died, or the time is over. `what`
-  // says what was waited for.
-  void check_hope(int peer, bool expired, std::chrono::milliseconds timeout,
-                  const std::string& what) const;
+  // Tells the peers that this rank raises no word here any more.
+  void close();
+  // Throws when `peer` will not raise what is waited for: it died, has closed the memory, or the
+  // time is over. `what` says what was waited for.
+  void throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
+                          const std::string& what) const;
 
   // Signal-pad protocol of torch: a word is 0, or 1 between a put and the wait that consumes it.
   // The word of channel c that rank s raises at rank d is pad d's word c * world_size + s. Legal
   // pattern: each put on (channel, source, destination) is followed by one wait there.
-  void put_signal(int destination, int channel, int64_t timeout_ms, const char* op = "put_signal");
-  void wait_signal(int source, int channel, int64_t timeout_ms, const char* op = "wait_signal");
+  void put_signal(int destination, int channel, int64_t timeout_ms);
+  void wait_signal(int source, int channel, int64_t timeout_ms);
   void barrier(int channel, int64_t timeout_ms);
 
  private:
   void map_peers(const Segment& block, std::vector<Received>& received);
   Word* pad_word(int owner, int source, int channel, const char* op) const;
-  std::chrono::milliseconds effective(int64_t timeout_ms) const;
+  WaitBudget budget_of(int64_t timeout_ms) const;
+  void put(int destination, int channel, WaitBudget& budget, const char* op);
+  void await(int source, int channel, WaitBudget& budget, const char* op);
 
   std::shared_ptr<Peers> peers_;
   size_t block_bytes_;
@@ -75,6 +74,8 @@ class Mapping {
   std::vector<void*> pads_;
 };
 
+// What symmetric_memory.cpp knows of torch's groups and tensors:
+
 // Finds the mapping of this process's allocation that holds `address`, for a group or its peers;
 // null when the address is not symmetric memory, or not rendezvoused with that group.
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group);
@@ -83,9 +84,16 @@ std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
 // Finds the mapping that the `sequence`-th rendezvous of these peers made; null when it was freed.
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
 
+// Returns the peers of a group. Collective at the first call for a group; see Peers.
+std::shared_ptr<Peers> peers_of(const std::string& group, const Meeting& meeting);
+// Refuses to take part in a rendezvous that makes the peers of a group. Not collective.
+void refuse_peers(const std::string& group, const std::string& key, const std::string& reason);
+// Throws when a peer has refused so to meet for this call, or a later one.
+void check_refused_peers(const std::string& group, const Meeting& meeting, int peer);
+// How long ops of a group wait for a peer unless the user chose otherwise.
+std::chrono::milliseconds timeout_of(const std::string& group);
+
 // Forgets the groups that were destroyed; their sockets close when their last mapping goes.
 void release_groups();
-// Takes part in the next rendezvous of a group as one who could not allocate. Collective.
-void decline_rendezvous(const std::string& group, const std::string& reason);
 
 }  // namespace symm_cp

@@ -1,17 +1,17 @@
 #include "peers.h"
 
+#include <fcntl.h>
 #include <poll.h>
-#include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
-#include <sys/un.h>
 #include <unistd.h>
 
-#include <array>
-#include <cstddef>
-#include <fstream>
+#include <algorithm>
+#include <thread>
 #include <utility>
 
+#include "door.h"
 #include "error.h"
 
 namespace symm_cp {
@@ -19,150 +19,177 @@ namespace symm_cp {
 namespace {
 
 using std::chrono::milliseconds;
-using std::chrono::steady_clock;
 
-constexpr uint32_t kMagic = 0x53434d31;  // "SCM1": layout of Hello and of parcels
-constexpr size_t kMaxWords = 32;
-constexpr size_t kMaxDescriptors = 4;
-constexpr milliseconds kRetry{5};
+constexpr size_t kMaxWords = 8;
+constexpr size_t kMaxDescriptors = 2;
+constexpr size_t kMaxEnded = 1024;
+constexpr int kRefusal = -1;            // the round of a refusal
+constexpr milliseconds kPatience{500};  // between the end of a socket and that of its process
+constexpr milliseconds kPoll{10};
 
-struct Hello {
-  uint32_t magic;
-  int32_t rank;
-  int32_t world_size;
-  char token[32];
-};
+std::string text(int64_t value) { return std::to_string(value); }
+std::string key_of(int rank) { return "symm_cp/peer/" + text(rank); }
+std::string refusal_of(int rank) { return "symm_cp/refused/" + text(rank); }
 
-std::string random_token() {
-  std::array<unsigned char, 16> bytes{};
-  if (getrandom(bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
-    throw SystemError("cannot draw random bytes");
-  static const char* hex = "0123456789abcdef";
-  std::string text;
-  for (unsigned char b : bytes) {
-    text += hex[b >> 4];
-    text += hex[b & 15];
-  }
-  return text;
+template <size_t N>
+void put(char (&to)[N], const std::string& from) {
+  const size_t length = std::min(from.size(), N - 1);
+  std::memcpy(to, from.data(), length);
+  to[length] = 0;
 }
 
-// Two processes share memory only on one host; the boot id tells hosts apart where names do not.
-std::string host_identity() {
-  std::ifstream file("/proc/sys/kernel/random/boot_id");
-  std::string id;
-  std::getline(file, id);
-  return id;
-}
-
-std::string key_of(int rank) { return "symm_cp/peer/" + std::to_string(rank); }
-
-std::pair<sockaddr_un, socklen_t> address_of(const std::string& token) {
-  sockaddr_un address{};
-  address.sun_family = AF_UNIX;
-  const std::string name = "symm_cp-" + token;  // after a NUL byte: the abstract namespace
-  std::memcpy(address.sun_path + 1, name.data(), name.size());
-  return {address, static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size())};
-}
-
-Descriptor new_socket() {
-  Descriptor fd(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
-  if (!fd.valid()) throw SystemError("cannot create a Unix socket");
-  return fd;
-}
-
-Descriptor listen_on(const std::string& token, int backlog) {
-  Descriptor fd = new_socket();
-  const auto [address, length] = address_of(token);
-  if (bind(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0 ||
-      listen(fd.get(), backlog) != 0)
-    throw SystemError("cannot listen on a Unix socket");
-  return fd;
-}
-
-bool readable(int fd, milliseconds limit) {
-  pollfd entry{fd, POLLIN, 0};
-  return poll(&entry, 1, static_cast<int>(limit.count())) > 0;
-}
-
-ucred credentials_of(int socket) {
-  ucred credentials{};
-  socklen_t length = sizeof(credentials);
-  if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
-    throw SystemError("cannot tell who is at the other end of a Unix socket");
-  return credentials;
+// The number of a call's rendezvous, when both keys are of one channel.
+std::optional<int64_t> number_like(const std::string& key, const std::string& other) {
+  const size_t slash = key.find('/');
+  if (slash == std::string::npos || other.compare(0, slash + 1, key, 0, slash + 1) != 0)
+    return std::nullopt;
+  return std::atoll(other.c_str() + slash + 1);
 }
 
 }  // namespace
 
+std::string key_of_call(int channel, int64_t number) {
+  return std::string(kChannelNames[channel]) + "/" + text(number);
+}
+
+void require_descriptors(int count, const std::string& what) {
+  std::vector<Descriptor> opened;
+  for (int i = 0; i < count; ++i) {
+    opened.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
+    if (opened.back().valid()) continue;
+    rlimit limit{};
+    getrlimit(RLIMIT_NOFILE, &limit);
+    throw ResourceError(what + " needs " + text(count) + " more file descriptors, only " + text(i) +
+                        " are left of " + text(static_cast<int64_t>(limit.rlim_cur)) +
+                        "; raise the limit (ulimit -n)");
+  }
+}
+
+struct Peers::Message {
+  char key[48];
+  int32_t round;
+  int32_t words;  // of a refusal: the other channel, and as its word the number there
+  int64_t word[kMaxWords];
+  char text[256];  // the call; of a refusal the reason
+};
+
 Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
-             milliseconds timeout)
+             milliseconds timeout, const Meeting& meeting)
     : group_(std::move(group)),
       rank_(rank),
       world_size_(world_size),
       timeout_(timeout),
-      peers_(static_cast<size_t>(world_size)) {
-  if (world_size == 1) return;
-  const std::string token = random_token();
-  Descriptor listener = listen_on(token, world_size);
-  bootstrap.set(key_of(rank), token + host_identity());
-  const auto deadline = steady_clock::now() + timeout;
-  // Lower ranks are called, higher ranks call: one socket for each pair.
-  while (true) {
-    int missing = -1;
-    for (int peer = 0; peer < world_size; ++peer) {
-      if (peer == rank || peers_[peer].socket.valid()) continue;
-      if (peer > rank || !connect_to(bootstrap, peer)) missing = peer;
-    }
-    if (missing < 0) return;
-    if (steady_clock::now() >= deadline)
-      throw PeerError("rendezvous of group '" + group_ + "': rank " + std::to_string(rank_) +
-                      " found no rank " + std::to_string(missing) + " on this host within " +
-                      std::to_string(timeout.count()) + " ms");
-    while (readable(listener.get(), kRetry)) accept_from(listener.get(), token);
+      forks_(fork_count()),
+      peers_(static_cast<size_t>(world_size)),
+      boards_(static_cast<size_t>(world_size)) {
+  try {
+    // For each peer a socket, a process and, for a moment, a board; and what this rank opens.
+    require_descriptors(3 * world_size + 4, meeting.what);
+    boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
+    if (world_size_ == 1) return;
+    meet(bootstrap, meeting);
+    exchange_boards(meeting);
+  } catch (const std::exception& error) {
+    refuse_before(bootstrap, rank_, meeting.key, cause_of(error, rank_));
+    throw;
   }
 }
 
-bool Peers::connect_to(Bootstrap& bootstrap, int peer) {
-  const auto value = bootstrap.get(key_of(peer));
-  if (!value || value->size() < 32) return false;
-  if (value->substr(32) != host_identity())
-    throw PeerError("group '" + group_ + "' spans hosts: rank " + std::to_string(peer) +
-                    " is not on the host of rank " + std::to_string(rank_));
-  const std::string token = value->substr(0, 32);
-  Descriptor fd = new_socket();
-  const auto [address, length] = address_of(token);
-  // Refused: the entry is that of an earlier group of the same name; look again later.
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) return false;
-  Hello hello{kMagic, rank_, world_size_, {}};
-  std::memcpy(hello.token, token.data(), sizeof(hello.token));
-  if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) return false;
-  adopt(peer, std::move(fd));
-  return true;
+void Peers::check_refusal(Bootstrap& bootstrap, const Meeting& meeting, int peer) {
+  const auto refusal = bootstrap.get(refusal_of(peer));
+  if (!refusal) return;
+  const size_t line = refusal->find('\n');
+  const auto theirs = number_like(meeting.key, refusal->substr(0, line));
+  const auto own = number_like(meeting.key, meeting.key);
+  if (!theirs || !own || *theirs < *own) return;
+  const std::string cause = refusal->substr(line + 1);
+  throw PeerError(meeting.what + ": rank " + text(peer) + " failed: " + cause, cause);
 }
 
-void Peers::accept_from(int listener, const std::string& token) {
-  Descriptor fd(accept4(listener, nullptr, nullptr, SOCK_CLOEXEC));
-  if (!fd.valid()) return;
-  Hello hello{};
-  if (!readable(fd.get(), milliseconds(1000)) ||
-      recv(fd.get(), &hello, sizeof(hello), 0) != sizeof(hello))
+void Peers::refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
+                          const std::string& reason) {
+  bootstrap.set(refusal_of(rank), key + "\n" + reason);
+}
+
+void Peers::check_owned(const std::string& what) const {
+  if (!owned())
+    throw PeerError(what + ": this process was forked from rank " + text(rank_) + " of group '" +
+                    group_ + "' and is no rank of it: call it in the parent process only");
+}
+
+// Looks for a peer in the store and connects to it, when that is this rank's part. Lower ranks are
+// called, higher ranks call: one socket for each pair.
+void Peers::look_for(Bootstrap& bootstrap, const Meeting& meeting, int peer, bool closely,
+                     Suspicion& suspicion) {
+  if (closely) check_refusal(bootstrap, meeting, peer);
+  const auto entry = bootstrap.get(key_of(peer));
+  if (!entry) {
+    if (closely && bootstrap.lost(peer))
+      throw_missing(peer, meeting.what, "died or left before its first call");
     return;
-  const bool known = hello.magic == kMagic && hello.world_size == world_size_ &&
-                     hello.rank > rank_ && hello.rank < world_size_ &&
-                     std::memcmp(hello.token, token.data(), sizeof(hello.token)) == 0 &&
-                     credentials_of(fd.get()).uid == getuid();
-  if (known) adopt(hello.rank, std::move(fd));  // a stranger is ignored
+  }
+  if (closely && Door::gone(*entry)) {
+    // The entry may be of an earlier process; then the present one will write its own.
+    if (suspicion.entry != *entry) suspicion = {*entry, Clock::now()};
+    if (Clock::now() - suspicion.since > kPatience) throw_missing(peer, meeting.what, "died");
+    return;
+  }
+  if (peer < rank_) connect_to(*entry, peer);
+}
+
+void Peers::meet(Bootstrap& bootstrap, const Meeting& meeting) {
+  Door door(group_, rank_, world_size_);
+  bootstrap.set(key_of(rank_), door.entry());
+  const Waiting waiting(meeting.budget);
+  std::vector<Suspicion> suspicions(peers_.size());
+  Clock::time_point next_look{};
+  while (true) {
+    const bool closely = Clock::now() >= next_look;
+    if (closely) next_look = Clock::now() + kSlice;
+    for (int peer = 0; peer < world_size_; ++peer)
+      if (peer != rank_ && !peers_[peer].socket.valid() && (peer < rank_ || closely))
+        look_for(bootstrap, meeting, peer, closely, suspicions[peer]);
+    for (auto& [peer, socket] : door.arrivals()) adopt(peer, std::move(socket));
+    int missing = -1;
+    for (int peer = 0; peer < world_size_; ++peer)
+      if (peer != rank_ && !peers_[peer].socket.valid()) missing = peer;
+    if (missing < 0) return;
+    throw_if_interrupted();
+    meeting.on_slice();
+    if (waiting.expired())
+      throw_missing(missing, meeting.what,
+                    "was not found on the host of rank " + text(rank_) + " within " +
+                        text(meeting.budget.limit.count()) + " ms");
+    door.wait(milliseconds(5));
+  }
+}
+
+void Peers::connect_to(const std::string& entry, int peer) {
+  if (!Door::same_host(entry))
+    throw PeerError("group '" + group_ + "' spans hosts: rank " + text(peer) +
+                    " is not on the host of rank " + text(rank_));
+  Descriptor socket = Door::knock(entry, rank_, world_size_);
+  if (socket.valid()) adopt(peer, std::move(socket));
 }
 
 void Peers::adopt(int peer, Descriptor socket) {
-  const ucred credentials = credentials_of(socket.get());
+  const ucred credentials = Door::credentials(socket.get());
   if (credentials.uid != getuid())
-    throw PeerError("rendezvous of group '" + group_ + "': rank " + std::to_string(peer) +
+    throw PeerError("rendezvous of group '" + group_ + "': rank " + text(peer) +
                     " belongs to another user");
 #ifdef SYS_pidfd_open
   peers_[peer].process = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, credentials.pid, 0)));
 #endif
   peers_[peer].socket = std::move(socket);
+}
+
+// Not under the key of a call: ranks may come here for different calls first.
+void Peers::exchange_boards(const Meeting& meeting) {
+  const Parcel own{{}, {boards_[rank_].fd()}};
+  auto received = exchange({"board", meeting.what, meeting.budget, meeting.on_slice}, 0, own, true);
+  for (int peer = 0; peer < world_size_; ++peer)
+    if (peer != rank_)
+      boards_[peer] = Segment::map(std::move(received[peer].fds.at(0)), boards_[rank_].size());
 }
 
 bool Peers::dead(int rank) const {
@@ -174,72 +201,191 @@ bool Peers::dead(int rank) const {
   return has_pidfd || (entry.revents & (POLLHUP | POLLERR)) != 0;
 }
 
-void Peers::send_parcel(int peer, const Parcel& parcel) {
-  iovec data{const_cast<int64_t*>(parcel.words.data()), parcel.words.size() * sizeof(int64_t)};
+// False when the peer's buffer is full. That a peer is gone shows when this rank reads.
+bool Peers::send_message(int peer, const Message& message, const std::vector<int>& fds) {
+  iovec data{const_cast<Message*>(&message), sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  if (!parcel.fds.empty()) {
-    const size_t bytes = parcel.fds.size() * sizeof(int);
-    message.msg_control = control;
-    message.msg_controllen = CMSG_SPACE(bytes);
-    cmsghdr* header = CMSG_FIRSTHDR(&message);
-    header->cmsg_level = SOL_SOCKET;
-    header->cmsg_type = SCM_RIGHTS;
-    header->cmsg_len = CMSG_LEN(bytes);
-    std::memcpy(CMSG_DATA(header), parcel.fds.data(), bytes);
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  if (!fds.empty()) {
+    const size_t bytes = fds.size() * sizeof(int);
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(bytes);
+    cmsghdr* rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(bytes);
+    std::memcpy(CMSG_DATA(rights), fds.data(), bytes);
   }
-  if (sendmsg(peers_[peer].socket.get(), &message, MSG_NOSIGNAL) < 0)
-    throw PeerError("rendezvous of group '" + group_ + "': rank " + std::to_string(peer) +
-                    " is gone (" + std::strerror(errno) + ")");
+  const ssize_t sent = sendmsg(peers_[peer].socket.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
+  return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS);
 }
 
-Received Peers::receive_parcel(int peer, steady_clock::time_point deadline) {
-  const std::string who = "rendezvous of group '" + group_ + "': rank " + std::to_string(peer);
-  const int fd = peers_[peer].socket.get();
-  while (!readable(fd, milliseconds(100))) {
-    if (dead(peer)) throw PeerError(who + " died");
-    if (steady_clock::now() >= deadline)
-      throw PeerError(who + " did not come within " + std::to_string(timeout_.count()) + " ms");
-  }
-  Received received;
-  received.words.resize(kMaxWords);
-  iovec data{received.words.data(), kMaxWords * sizeof(int64_t)};
+// Reads one letter, if there is one.
+bool Peers::read_letter(Peer& peer) {
+  Message message{};
+  iovec data{&message, sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))];
-  msghdr message{};
-  message.msg_iov = &data;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  const ssize_t bytes = recvmsg(fd, &message, MSG_CMSG_CLOEXEC);
-  if (bytes <= 0) throw PeerError(who + (dead(peer) ? " died" : " left or gave up"));
-  received.words.resize(static_cast<size_t>(bytes) / sizeof(int64_t));
-  for (cmsghdr* header = CMSG_FIRSTHDR(&message); header != nullptr;
-       header = CMSG_NXTHDR(&message, header)) {
-    if (header->cmsg_level != SOL_SOCKET || header->cmsg_type != SCM_RIGHTS) continue;
-    const size_t count = (header->cmsg_len - CMSG_LEN(0)) / sizeof(int);
-    const int* fds = reinterpret_cast<const int*>(CMSG_DATA(header));
+  msghdr header{};
+  header.msg_iov = &data;
+  header.msg_iovlen = 1;
+  header.msg_control = control;
+  header.msg_controllen = sizeof(control);
+  const ssize_t bytes = recvmsg(peer.socket.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
+  if (bytes != sizeof(message)) {
+    peer.closed = true;
+    return false;
+  }
+  message.key[sizeof(message.key) - 1] = message.text[sizeof(message.text) - 1] = 0;
+  Received received;
+  for (cmsghdr* rights = CMSG_FIRSTHDR(&header); rights != nullptr;
+       rights = CMSG_NXTHDR(&header, rights)) {
+    if (rights->cmsg_level != SOL_SOCKET || rights->cmsg_type != SCM_RIGHTS) continue;
+    const size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
+    const int* fds = reinterpret_cast<const int*>(CMSG_DATA(rights));
     for (size_t i = 0; i < count; ++i) received.fds.emplace_back(fds[i]);
   }
-  return received;
+  if (std::find(ended_.begin(), ended_.end(), message.key) != ended_.end()) return true;
+  Letter& letter = peer.letters[{message.key, message.round}];
+  letter.truncated = (header.msg_flags & MSG_CTRUNC) != 0;
+  if (message.round == kRefusal) {
+    letter.refused = true;
+    letter.refusal = message.text;
+    if (message.word[0] != 0) letter.other = CallSite{message.words, message.word[0], {}};
+    return true;
+  }
+  const auto words = std::min(static_cast<size_t>(std::max(message.words, 0)), kMaxWords);
+  received.words.assign(message.word, message.word + words);
+  received.what = message.text;
+  letter.parcel = std::move(received);
+  return true;
 }
 
-std::vector<Received> Peers::exchange(const Parcel& parcel) {
+void Peers::read_letters() {
+  for (Peer& peer : peers_)
+    while (peer.socket.valid() && !peer.closed && read_letter(peer)) {
+    }
+}
+
+// What comes under this key from now on is of no use.
+void Peers::end(const std::string& key) {
+  for (Peer& peer : peers_)
+    for (auto it = peer.letters.lower_bound({key, kRefusal});
+         it != peer.letters.end() && it->first.first == key;)
+      it = peer.letters.erase(it);
+  if (std::find(ended_.begin(), ended_.end(), key) != ended_.end()) return;
+  ended_.push_back(key);
+  if (ended_.size() > kMaxEnded) ended_.pop_front();
+}
+
+void Peers::refuse(const std::string& key, const std::string& reason, const CallSite* other) {
+  Message message{};
+  if (other != nullptr) {
+    message.words = other->channel;
+    message.word[0] = other->number;
+  }
+  put(message.key, key);
+  put(message.text, reason);
+  message.round = kRefusal;
+  for (int peer = 0; peer < world_size_; ++peer)
+    if (peers_[peer].socket.valid()) send_message(peer, message, {});
   std::lock_guard<std::mutex> lock(mutex_);
+  end(key);
+}
+
+void Peers::throw_missing(int peer, const std::string& what, const std::string& why) {
+  throw PeerError(what + ": rank " + text(peer) + " " + why,
+                  "rank " + text(peer) + " " + why + " (noticed by rank " + text(rank_) + ")");
+}
+
+// Moves what has come to `all`; throws what a peer refused with. True when nothing is missing.
+bool Peers::collect(const std::string& key, int round, const std::string& what,
+                    std::vector<Received>& all, std::vector<bool>& have) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  read_letters();
+  for (int peer = 0; peer < world_size_; ++peer) {
+    auto& letters = peers_[peer].letters;
+    const auto refusal = letters.find({key, kRefusal});
+    if (refusal != letters.end()) {
+      const Letter& theirs = refusal->second;
+      throw GaveUp(what + ": rank " + text(peer) + " failed: " + theirs.refusal, theirs.refusal,
+                   theirs.other);
+    }
+    const auto letter = letters.find({key, round});
+    if (letter == letters.end()) continue;
+    if (letter->second.truncated)
+      throw ResourceError(what + ": too few file descriptors for what rank " + text(peer) +
+                          " sent; raise the limit (ulimit -n)");
+    all[peer] = std::move(*letter->second.parcel);
+    have[peer] = true;
+    letters.erase(letter);
+  }
+  return std::all_of(have.begin(), have.end(), [](bool came) { return came; });
+}
+
+// Throws when one that has not come never will.
+void Peers::check_missing(const std::string& key, const std::string& what,
+                          const std::vector<bool>& have, bool expired, const WaitBudget& budget) {
+  for (int peer = 0; peer < world_size_; ++peer) {
+    if (have[peer]) continue;
+    bool closed;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      read_letters();
+      closed = peers_[peer].closed;
+      // What came just before its end counts: the next look finds it.
+      const auto& letters = peers_[peer].letters;
+      const auto letter = letters.lower_bound({key, kRefusal});
+      if (letter != letters.end() && letter->first.first == key) continue;
+    }
+    if (closed) {
+      // The socket of a process closes a little before the process ends.
+      const auto until = Clock::now() + kPatience;
+      while (!dead(peer) && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
+    }
+    if (dead(peer)) throw_missing(peer, what, "died");
+    if (closed) throw_missing(peer, what, "has left the group");
+    if (expired)
+      throw_missing(peer, what, "did not come within " + text(budget.limit.count()) + " ms");
+  }
+}
+
+std::vector<Received> Peers::exchange(const Meeting& meeting, int round, const Parcel& parcel,
+                                      bool last) {
   std::vector<Received> all(static_cast<size_t>(world_size_));
-  const auto deadline = steady_clock::now() + timeout_;
+  std::vector<bool> have(static_cast<size_t>(world_size_), false);
+  have[rank_] = true;
+  Message message{};
+  put(message.key, meeting.key);
+  put(message.text, meeting.what);
+  message.round = round;
+  message.words = static_cast<int32_t>(parcel.words.size());
+  std::copy(parcel.words.begin(), parcel.words.end(), message.word);
+  const std::string what =
+      meeting.what + ": rendezvous of group '" + group_ + "' on rank " + text(rank_);
   try {
-    for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_) send_parcel(peer, parcel);
-    for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_) all[peer] = receive_parcel(peer, deadline);
-  } catch (...) {
-    // Parcels of this exchange may still arrive, and the next one would take them for its own. A
-    // peer that comes late finds the socket shut, and makes a new mesh with the others.
-    broken_ = true;
-    for (const Peer& peer : peers_)
-      if (peer.socket.valid()) shutdown(peer.socket.get(), SHUT_RDWR);
+    const Waiting waiting(meeting.budget);
+    std::vector<bool> sent = have;
+    while (true) {
+      for (int peer = 0; peer < world_size_; ++peer)
+        sent[peer] = sent[peer] || send_message(peer, message, parcel.fds);
+      if (collect(meeting.key, round, what, all, have)) break;
+      throw_if_interrupted();
+      check_missing(meeting.key, what, have, waiting.expired(), meeting.budget);
+      meeting.on_slice();
+      std::vector<pollfd> sockets;
+      for (const Peer& peer : peers_)
+        if (peer.socket.valid() && !peer.closed) sockets.push_back({peer.socket.get(), POLLIN, 0});
+      poll(sockets.data(), sockets.size(), static_cast<int>(kPoll.count()));
+    }
+    if (last) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      end(meeting.key);
+    }
+  } catch (const std::exception& error) {
+    refuse(meeting.key, cause_of(error, rank_), other_of(error));
     throw;
   }
   return all;

@@ -1,16 +1,20 @@
 // Backend of torch's symmetric memory for CPU tensors: registers itself when this library loads.
 //
-// The only file that sees torch's headers, which keeps the build short.
+// Few files see torch's headers, which keeps the build short.
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 #include <torch/csrc/distributed/c10d/symm_mem/SymmetricMemory.hpp>
 
+#include <cstdlib>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
+#include <thread>
 
 #include "error.h"
-#include "gil.h"
+#include "link_probe.h"
 #include "mapping.h"
+#include "python.h"
 
 namespace symm_cp {
 
@@ -21,7 +25,8 @@ using std::chrono::milliseconds;
 
 class StoreBootstrap : public Bootstrap {
  public:
-  explicit StoreBootstrap(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::unique_ptr<LinkProbe> probe)
+      : store_(std::move(store)), probe_(std::move(probe)) {}
   void set(const std::string& key, const std::string& value) override {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   }
@@ -30,19 +35,27 @@ class StoreBootstrap : public Bootstrap {
     const auto value = store_->get(key);
     return std::string(value.begin(), value.end());
   }
+  bool lost(int rank) override { return probe_ != nullptr && probe_->lost(rank); }
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
+  std::unique_ptr<LinkProbe> probe_;
 };
 
-// A group that has rendezvoused. It is tied to the process group object, not to its name: names
-// are used again after a group was destroyed.
-struct Group {
+// The peers of a group. They are tied to the process group object, not to its name: names are used
+// again after a group was destroyed.
+struct Party {
   std::shared_ptr<Peers> peers;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group{
       c10::intrusive_ptr<c10d::ProcessGroup>()};
   c10::intrusive_ptr<c10d::Store> store;  // of a group known by set_group_info only
-  int64_t rendezvous_count = 0;
+};
+
+// The rendezvous of tensors that this rank has begun in a process group, also those that failed:
+// the same on all ranks.
+struct Count {
+  const void* process_group = nullptr;
+  int64_t value = 0;
 };
 
 struct Block {
@@ -55,7 +68,9 @@ struct Block {
 struct Registry {
   std::mutex mutex;
   std::map<const char*, std::shared_ptr<Block>> blocks;  // by start address
-  std::map<std::string, std::shared_ptr<Group>> groups;
+  std::map<std::string, std::shared_ptr<Party>> parties;
+  std::map<std::string, Count> rendezvous;
+  std::set<std::string> being_made;  // parties that a thread of this process makes now
 
   std::shared_ptr<Block> find(const void* address) {
     const char* at = static_cast<const char*>(address);
@@ -80,54 +95,93 @@ c10::intrusive_ptr<c10d::ProcessGroup> try_resolve(const std::string& name) {
   }
 }
 
-milliseconds timeout_of(c10d::ProcessGroup& group) {
+c10::intrusive_ptr<c10d::Backend> cpu_backend(c10d::ProcessGroup& group) {
   try {
-    const auto options = group.getBackend(c10::DeviceType::CPU)->getBackendOptions();
-    return options->timeout;
+    return group.getBackend(c10::DeviceType::CPU);
   } catch (const std::exception&) {
-    return kProcessGroupDefaultTimeout;  // a backend without options
+    return {};  // of CUDA alone
   }
 }
 
-bool current(const Group& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+milliseconds timeout_of(c10d::ProcessGroup& group) {
+  if (const char* chosen = std::getenv("SYMM_CP_TIMEOUT_MS"); chosen && std::atoll(chosen) > 0)
+    return milliseconds(std::atoll(chosen));
+  try {
+    const auto backend = cpu_backend(group);
+    if (backend) return backend->getBackendOptions()->timeout;
+  } catch (const std::exception&) {  // a backend without options
+  }
+  return kProcessGroupDefaultTimeout;
+}
+
+bool current(const Party& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
              const std::string& name) {
-  if (known.peers->broken()) return false;
   if (process_group) return known.process_group.lock().get() == process_group.get();
   return known.store == symm::get_group_info(name).store;
 }
 
-std::shared_ptr<Group> make_group(const std::string& name,
-                                  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
-  auto group = std::make_shared<Group>();
+StoreBootstrap bootstrap_of(const std::string& name,
+                            const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+  if (!process_group) return {symm::get_group_info(name).store, nullptr};
+  return {process_group->getStore(), LinkProbe::of(cpu_backend(*process_group))};
+}
+
+std::shared_ptr<Party> make_party(const std::string& name,
+                                  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+                                  const Meeting& meeting) {
+  auto party = std::make_shared<Party>();
+  StoreBootstrap bootstrap = bootstrap_of(name, process_group);
   if (process_group) {
-    group->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
-    StoreBootstrap bootstrap(process_group->getStore());
-    group->peers = std::make_shared<Peers>(bootstrap, name, process_group->getRank(),
-                                           process_group->getSize(), timeout_of(*process_group));
+    party->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
+    party->peers =
+        std::make_shared<Peers>(bootstrap, name, process_group->getRank(), process_group->getSize(),
+                                timeout_of(*process_group), meeting);
   } else {
     const auto& info = symm::get_group_info(name);
-    group->store = info.store;
-    StoreBootstrap bootstrap(info.store);
-    group->peers = std::make_shared<Peers>(bootstrap, name, info.rank, info.world_size,
-                                           info.store->getTimeout());
+    party->store = info.store;
+    party->peers = std::make_shared<Peers>(bootstrap, name, info.rank, info.world_size,
+                                           info.store->getTimeout(), meeting);
   }
-  return group;
+  return party;
 }
 
 // Collective on the first call for a group. The registry's lock is not held meanwhile, so that
-// two threads can rendezvous in two groups.
-std::shared_ptr<Group> group_of(const std::string& name) {
+// two threads can rendezvous in two groups; of two in one group the second waits.
+std::shared_ptr<Party> party_of(const std::string& name, const Meeting& meeting) {
   release_groups();
   const auto process_group = try_resolve(name);
+  Registry& all = registry();
   {
-    std::lock_guard<std::mutex> lock(registry().mutex);
-    auto it = registry().groups.find(name);
-    if (it != registry().groups.end() && current(*it->second, process_group, name))
-      return it->second;
+    const Waiting waiting(meeting.budget);
+    std::unique_lock<std::mutex> lock(all.mutex);
+    while (true) {
+      const auto it = all.parties.find(name);
+      if (it != all.parties.end() && current(*it->second, process_group, name)) {
+        it->second->peers->check_owned(meeting.what);
+        return it->second;
+      }
+      if (all.being_made.insert(name).second) break;
+      lock.unlock();
+      std::this_thread::sleep_for(milliseconds(2));
+      throw_if_interrupted();
+      meeting.on_slice();
+      if (waiting.expired())
+        throw PeerError(meeting.what + ": another thread did not make the rendezvous of group '" +
+                        name + "' within " + std::to_string(meeting.budget.limit.count()) + " ms");
+      lock.lock();
+    }
   }
-  auto group = make_group(name, process_group);
-  std::lock_guard<std::mutex> lock(registry().mutex);
-  return registry().groups[name] = group;
+  std::shared_ptr<Party> party;
+  try {
+    party = make_party(name, process_group, meeting);
+  } catch (...) {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.being_made.erase(name);
+    throw;
+  }
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.being_made.erase(name);
+  return all.parties[name] = party;
 }
 
 class CpuSymmetricMemory : public symm::SymmetricMemory {
@@ -233,7 +287,7 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
       return c10::make_intrusive<CpuSymmetricMemory>(block, mapping_of(*block, *name), offset);
     } catch (const PeerError& error) {
       TORCH_CHECK(false, error.what());
-    } catch (const SystemError& error) {
+    } catch (const ResourceError& error) {
       TORCH_CHECK(false, "rendezvous of group '", *name, "': ", error.what());
     }
   }
@@ -244,16 +298,25 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
 
  private:
   static std::shared_ptr<Mapping> mapping_of(Block& block, const std::string& name) {
-    auto group = group_of(name);
+    const auto process_group = try_resolve(name);
     int64_t sequence;
     {
       std::lock_guard<std::mutex> lock(registry().mutex);
-      auto it = block.mappings.find(name);
-      if (it != block.mappings.end() && it->second->peers() == group->peers) return it->second;
-      sequence = group->rendezvous_count++;
+      const auto party = registry().parties.find(name);
+      const auto known = block.mappings.find(name);
+      if (party != registry().parties.end() && known != block.mappings.end() &&
+          current(*party->second, process_group, name) &&
+          known->second->peers() == party->second->peers)
+        return known->second;
+      Count& count = registry().rendezvous[name];
+      if (count.process_group != process_group.get()) count = {process_group.get(), 0};
+      sequence = count.value++;
     }
-    auto mapping = std::make_shared<Mapping>(group->peers, block.segment, block.bytes,
-                                             symm::get_signal_pad_size(), sequence);
+    WaitBudget budget(symm_cp::timeout_of(name));
+    const Meeting meeting{"tensor/" + std::to_string(sequence), "symm_mem.rendezvous", budget};
+    const auto party = party_of(name, meeting);
+    auto mapping = std::make_shared<Mapping>(party->peers, block.segment, block.bytes,
+                                             symm::get_signal_pad_size(), sequence, meeting);
     std::lock_guard<std::mutex> lock(registry().mutex);
     return block.mappings[name] = mapping;
   }
@@ -276,15 +339,16 @@ std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers) {
 }
 
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& name) {
-  std::shared_ptr<Group> group;
+  std::shared_ptr<Party> party;
   const auto process_group = try_resolve(name);
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    const auto it = registry().groups.find(name);
-    if (it == registry().groups.end() || !current(*it->second, process_group, name)) return nullptr;
-    group = it->second;
+    const auto it = registry().parties.find(name);
+    if (it == registry().parties.end() || !current(*it->second, process_group, name))
+      return nullptr;
+    party = it->second;
   }
-  return find_mapping(address, *group->peers);
+  return find_mapping(address, *party->peers);
 }
 
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
@@ -295,25 +359,54 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
   return nullptr;
 }
 
-void decline_rendezvous(const std::string& name, const std::string& reason) {
-  const WithoutGil others_may_run;
-  const auto group = group_of(name);
-  int64_t sequence;
-  {
-    std::lock_guard<std::mutex> lock(registry().mutex);
-    sequence = group->rendezvous_count++;
-  }
-  Mapping::decline(*group->peers, sequence, reason);
+std::shared_ptr<Peers> peers_of(const std::string& name, const Meeting& meeting) {
+  return party_of(name, meeting)->peers;
+}
+
+void refuse_peers(const std::string& name, const std::string& key, const std::string& reason) {
+  const auto process_group = try_resolve(name);
+  const int rank = process_group ? process_group->getRank() : symm::get_group_info(name).rank;
+  StoreBootstrap bootstrap = bootstrap_of(name, process_group);
+  Peers::refuse_before(bootstrap, rank, key, reason);
+}
+
+void check_refused_peers(const std::string& name, const Meeting& meeting, int peer) {
+  StoreBootstrap bootstrap = bootstrap_of(name, try_resolve(name));
+  Peers::check_refusal(bootstrap, meeting, peer);
+}
+
+milliseconds timeout_of(const std::string& name) {
+  const auto process_group = try_resolve(name);
+  return process_group ? timeout_of(*process_group)
+                       : symm::get_group_info(name).store->getTimeout();
 }
 
 void release_groups() {
-  std::vector<std::shared_ptr<Group>> ended;  // their sockets close after the lock is released
+  std::vector<std::shared_ptr<Party>> ended;  // their sockets close after the lock is released
   std::lock_guard<std::mutex> lock(registry().mutex);
-  for (auto it = registry().groups.begin(); it != registry().groups.end();) {
+  for (auto it = registry().parties.begin(); it != registry().parties.end();) {
     const bool gone = !it->second->store && it->second->process_group.use_count() == 0;
     if (gone) ended.push_back(std::move(it->second));
-    it = gone ? registry().groups.erase(it) : std::next(it);
+    it = gone ? registry().parties.erase(it) : std::next(it);
   }
 }
 
 }  // namespace symm_cp
+
+extern "C" {
+
+// Looks at the links of a group to its peers while something else is awaited; null when the group
+// has none that tell.
+void* symm_cp_probe_links(const char* group) {
+  const auto process_group = symm_cp::try_resolve(group);
+  if (!process_group) return nullptr;
+  return symm_cp::LinkProbe::of(symm_cp::cpu_backend(*process_group)).release();
+}
+
+int symm_cp_link_lost(void* links, int rank) {
+  return static_cast<symm_cp::LinkProbe*>(links)->lost(rank) ? 1 : 0;
+}
+
+void symm_cp_links_close(void* links) { delete static_cast<symm_cp::LinkProbe*>(links); }
+
+}  // extern "C"

@@ -1,7 +1,7 @@
 // Waiting for a 32-bit word in shared memory: spin briefly, then sleep in the kernel.
 //
 // Memory order: `publish` makes every earlier write of the caller visible to whoever sees the new
-// value through `wait_until` (release / acquire, by way of sequentially consistent operations).
+// value through `wait_until` (release / acquire, through sequentially consistent operations).
 #pragma once
 
 #include <linux/futex.h>
@@ -15,7 +15,7 @@
 #include <cstdint>
 #include <ctime>
 
-#include "gil.h"
+#include "python.h"
 
 namespace symm_cp {
 
@@ -23,6 +23,29 @@ using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
 using Clock = std::chrono::steady_clock;
+
+// How long a call may wait for its peers, all its waits together. What the rank computes in between
+// does not count: a long kernel must not use up the time that a peer has.
+struct WaitBudget {
+  explicit WaitBudget(std::chrono::milliseconds all) : limit(all), left(all) {}
+  std::chrono::milliseconds limit;
+  Clock::duration left;
+};
+
+// Charges a budget for the time that this object lives.
+class Waiting {
+ public:
+  explicit Waiting(WaitBudget& budget) : budget_(budget), begin_(Clock::now()) {}
+  ~Waiting() { budget_.left -= Clock::now() - begin_; }
+  Waiting(const Waiting&) = delete;
+  Waiting& operator=(const Waiting&) = delete;
+  Clock::duration left() const { return budget_.left - (Clock::now() - begin_); }
+  bool expired() const { return left() <= Clock::duration::zero(); }
+
+ private:
+  WaitBudget& budget_;
+  Clock::time_point begin_;
+};
 
 inline void cpu_relax() {
 #if defined(__x86_64__)
@@ -37,6 +60,7 @@ inline void futex_wake(Word* word) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
+// Also returns when a signal arrives.
 inline void futex_sleep(Word* word, uint32_t seen, std::chrono::nanoseconds limit) {
   timespec ts{};
   ts.tv_sec = limit.count() / 1000000000;
@@ -64,29 +88,38 @@ inline int spin_rounds(int world_size) {
   return known && world_size <= CPU_COUNT(&allowed) ? 2000 : 20;
 }
 
-// Returns once `ready(value of word)` holds. `still_hopeful(expired)` runs about every 50 ms while
-// asleep, and with expired = true once the time is over: it must throw when the wait is in vain.
-template <class Ready, class StillHopeful>
-void wait_until(Word* word, Word* sleepers, int spins, Clock::duration timeout, Ready ready,
-                StillHopeful still_hopeful) {
+// How often a rank that waits looks around: for peers that died or failed, and for Ctrl-C.
+inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
+
+// Returns once `ready(value of word)` holds. While asleep, `on_slice(expired)` runs about every
+// `kSlice`, and with expired = true once the budget is used up: it throws when the wait cannot end.
+// A peer that raised the word and then died or failed has raised it: the word decides.
+template <class Ready, class OnSlice>
+void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready ready,
+                OnSlice on_slice) {
   for (int i = 0; i < spins; ++i) {
     if (ready(word->load(std::memory_order_acquire))) return;
     cpu_relax();
   }
   const WithoutGil others_may_run;
-  const auto deadline = Clock::now() + timeout;
-  constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
+  const Waiting waiting(budget);
   while (true) {
     sleepers->fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = word->load(std::memory_order_seq_cst);
     const bool arrived = ready(seen);
     if (!arrived) {
-      const auto left = std::chrono::nanoseconds(deadline - Clock::now());
+      const auto left = std::chrono::nanoseconds(waiting.left());
       if (left.count() > 0) futex_sleep(word, seen, left < kSlice ? left : kSlice);
     }
     sleepers->fetch_sub(1, std::memory_order_seq_cst);
     if (arrived || ready(word->load(std::memory_order_acquire))) return;
-    still_hopeful(Clock::now() >= deadline);
+    try {
+      throw_if_interrupted();
+      on_slice(waiting.expired());
+    } catch (...) {
+      if (ready(word->load(std::memory_order_acquire))) return;
+      throw;
+    }
   }
 }
 

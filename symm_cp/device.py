@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
-from symm_cp.hosts import hosts_of, wait_limit, watched_processes
+from symm_cp.hosts import hosts_of, watched_processes
 from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
 
@@ -168,7 +168,7 @@ class DeviceWorkspace(Calls):
         self.slot_bytes = pages(slot_bytes)
         self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size)
         self.last_stream: int | None = None
-        self.limit_ms = int(wait_limit(group).total_seconds() * 1000)
+        self.limit_ms = int(group.wait_limit().total_seconds() * 1000)
         self.given_up = False
         self.memory, bases = self._allocate(group, self._header + self.slots * self.slot_bytes)
         self.handle = self._open(group, graph, bases)
@@ -356,7 +356,6 @@ def reserve(group: GroupLike, nbytes: int, *, device: torch.device | str = "cpu"
         spread = hosts_of(state, where)
         state = state if spread is None else spread.local
     if where.type == "cpu":
-        with state.lock:
-            state.reserve(nbytes)
+        state.reserve(nbytes)
     else:
         reserve_on(state, device_for(state, where), nbytes)

@@ -9,11 +9,11 @@ several hosts.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import os
 import secrets
 import warnings
+import weakref
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import env
-from symm_cp.memory import Group, resolve
+from symm_cp.memory import Group, resolve, timeout_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -115,18 +115,69 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
     return found
 
 
+def publish(group: Group) -> None:
+    """Says where this rank is, for ranks that ask for CPU tensors. Not collective.
+
+    Once for the process, under its number in the world: ranks that meet in one group must not wait
+    for each other because they first used different ones.
+    """
+    if group.world_size == 1 or group.name in _published:
+        return
+    world, _ = _keys_of_world(group)
+    if world is not None:
+        world.set(_key(dist.get_rank()), _text(torch.device("cpu")))
+    else:
+        group.store().set(f"symm_cp/host/cpu/{group.rank}", _text(torch.device("cpu")))
+    _published.add(group.name)
+    weakref.finalize(
+        _resolve_process_group(group.name),  # type: ignore[arg-type]
+        _published.discard,
+        group.name,
+    ).atexit = False
+
+
+_published: set[str] = set()
+
+
+def _key(world_rank: int) -> str:
+    return f"symm_cp/host/{world_rank}"
+
+
+def _text(device: torch.device) -> str:
+    return json.dumps(astuple(_place(device)))
+
+
+def _keys_of_world(group: Group) -> tuple[dist.Store | None, list[str]]:
+    """Where the processes of a group say where they are; no store for groups out of the world.
+
+    Nor where the user chose what tells hosts apart: that may differ from group to group.
+    """
+    process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
+    world = dist.distributed_c10d._world
+    if env.host() is not None or process_group not in world.pg_group_ranks:
+        return None, []
+    members = dist.get_process_group_ranks(process_group)
+    return dist.distributed_c10d._get_default_store(), [_key(rank) for rank in members]
+
+
 def _find(group: Group, device: torch.device) -> Hosts | None:
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-    kind, about = device.type, [astuple(_place(device)), secrets.token_hex(8)]
-    found = [json.loads(text) for text in group.share(f"host/{kind}", json.dumps(about))]
-    places = [Place(host, gpu, tuple(unreachable)) for (host, gpu, unreachable), _ in found]
+    kind = device.type
+    store, keys = _keys_of_world(group) if kind == "cpu" else (None, [])
+    if store is not None:
+        publish(group)
+        about = group.read(store, keys)
+    else:
+        about = group.share(f"host/{kind}", _text(device))
+    found = [json.loads(text) for text in about]
+    places = [Place(host, gpu, tuple(unreachable)) for host, gpu, unreachable in found]
     ranks = spread(places)
     if len(ranks) == 1:
         return None
     if len({len(there) for there in ranks}) > 1:
         raise NotImplementedError(
-            f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}: "
-            "needs as many on each"
+            f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}; "
+            "every host must hold the same number of ranks"
         )
     if group.rank == 0 and len(ranks) > len({place.host for place in places}):
         warnings.warn(
@@ -138,7 +189,8 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     host = next(index for index, there in enumerate(ranks) if group.rank in there)
     place = ranks[host].index(group.rank)
     # In no keys of the store that an earlier group of that name may have left.
-    prefix = f"symm_cp/local/{found[ranks[host][0]][1]}"
+    tokens = group.share(f"local/{kind}", secrets.token_hex(8))
+    prefix = f"symm_cp/local/{tokens[ranks[host][0]]}"
     store = dist.PrefixStore(prefix, group.store())
     name = f"{group.name}, {kind}, host {host}"
     local = _local_group(process_group, store, name, place, len(ranks[host]))
@@ -190,19 +242,3 @@ def _descriptor(pid: int) -> int:
         return os.pidfd_open(pid)
     except OSError:  # a kernel without them; that a process is gone shows at the next time-out
         return -1
-
-
-def wait_limit(group: Group) -> datetime.timedelta:
-    """Returns how long ops of a group wait for a peer: `SYMM_CP_TIMEOUT_MS`, or its time-out."""
-    if env.timeout_ms():
-        return datetime.timedelta(milliseconds=env.timeout_ms())
-    return timeout_of(_resolve_process_group(group.name))  # type: ignore[arg-type]
-
-
-def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
-    """Returns how long a group waits for a peer."""
-    for device in process_group._device_types:
-        options = getattr(process_group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout
-    return dist.default_pg_timeout

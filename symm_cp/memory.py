@@ -2,31 +2,35 @@
 
 A group has up to two workspaces, each a *channel* with calls of its own: `"sync"` for ops that run
 in the calling thread, `"async"` for those that a copy engine carries out, so that both kinds may be
-in flight at once. The calls of a channel are numbered 1, 2, 3, ... alike on every rank (the
+in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; what
+a rank refuses to do is a call as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
-    4096 * ceil((4 * 64 * W + 2 * 128) / 4096) + 2 * 4096 * ceil(slot / 4096)   bytes a rank
+    4096 * ceil((4 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
 
-for a slot of `slot` bytes and W ranks: flags (a cache line for each name and writer), records (what
-each of the two calls under way is), then the two slots. The slot is as large as the largest call so
-far; a larger one replaces the workspace, which is collective but happens inside an op that is
-collective anyway, on sizes that all ranks know. So does the call after `LAST_EPOCH`. Nothing is
-collective when memory is returned.
+bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
+writer), records (what each of the two calls under way is), why the last calls failed that did,
+then the two slots. The slot is as large as the largest call so far; a larger one replaces the
+workspace, which is collective but happens inside an op that is collective anyway, on sizes that
+all ranks know. So does the call after `LAST_EPOCH`. Nothing is collective when memory is returned.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import datetime
 import math
+import os
 import threading
+import time
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import _SymmetricMemory
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
@@ -42,10 +46,11 @@ FLAG_BYTES = 64
 
 #: The calls of a workspace. A wait compares 32-bit numbers by their difference: a flag that few ops
 #: raise would, 2^31 calls later, look as if it had been raised (tests/model/protocol.pml, WRAP).
-LAST_EPOCH = (1 << 31) - 1
+LAST_EPOCH = (1 << 31) - 2
 
 _SLOTS = 2
-_RECORD_BYTES = 128
+_RECORD_BYTES = 192
+_FAILURES_BYTES = 8 * 256
 _PAGE = 4096
 _MAX_VIEWS = 1024
 _MAX_PLANS = 512
@@ -60,7 +65,7 @@ def pages(nbytes: int) -> int:
 
 def workspace_bytes(world_size: int, slot_bytes: int) -> int:
     """Returns the bytes that a workspace takes on each rank (the formula above)."""
-    header = len(FLAGS) * FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES
+    header = len(FLAGS) * FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES + _FAILURES_BYTES
     return pages(header) + _SLOTS * pages(slot_bytes)
 
 
@@ -111,46 +116,45 @@ class Calls:
         return self.slot_bytes >= slot_bytes and self.epoch < LAST_EPOCH
 
 
-class Workspace(Calls):
+class Workspace:
     """Symmetric memory of one channel of a group, with two slots that its calls take in turn.
 
+    Made by the first call, and replaced by larger memory when a call needs it (csrc/group.h).
     Not for several threads at once: `Group.lock` serialises them.
     """
 
-    def __init__(self, group: Group, slot_bytes: int) -> None:
-        self.rank = group.rank
-        self.world_size = group.world_size
-        self.slot_bytes = pages(slot_bytes)
-        self.nbytes = workspace_bytes(group.world_size, slot_bytes)
+    def __init__(self, group: Group, channel: str) -> None:
+        self.handle = group.handle
+        self._index = CHANNELS.index(channel)
         self._library = native.load()
-        try:
-            self._memory = _SymmetricMemory.empty_strided_p2p(
-                (self.nbytes,), [1], torch.uint8, torch.device("cpu"), group.name
-            )
-        except RuntimeError as error:
-            # The others are on their way to the rendezvous.
-            if self._library.symm_cp_decline(group.name.encode(), str(error).encode()) < 0:
-                raise RuntimeError(native.error()) from error
-            raise
-        _SymmetricMemory.rendezvous(self._memory, group.name)
-        header = self.nbytes - _SLOTS * self.slot_bytes
-        layout = native.Layout(
-            flags=0,
-            flag_count=len(FLAGS),
-            records=len(FLAGS) * FLAG_BYTES * group.world_size,
-            slots=header,
-            slot_bytes=self.slot_bytes,
-            slot_count=_SLOTS,
-        )
-        self.handle: int = self._library.symm_cp_open(
-            self._memory.data_ptr(), group.name.encode(), ctypes.byref(layout), env.timeout_ms()
-        )
-        if not self.handle:
-            raise RuntimeError(native.error())
-        # Freed with this object, not before: work in flight holds it. Not at exit, when torch's
-        # own memory may be gone already and the kernel frees everything anyway.
-        weakref.finalize(self, self._library.symm_cp_close, self.handle).atexit = False
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of a slot; 0 before the first call."""
+        size: int = self._library.symm_cp_slot_bytes(self.handle, self._index)
+        return size
+
+    @property
+    def nbytes(self) -> int:
+        """What the workspace takes on each rank; 0 before the first call."""
+        size: int = self._library.symm_cp_workspace_bytes(self.handle, self._index)
+        return size
+
+    @property
+    def epoch(self) -> int:
+        """The last call that began, of those that the present memory has seen."""
+        epoch: int = self._library.symm_cp_epoch(self.handle, self._index)
+        return epoch
+
+    def skip(self, calls: int) -> None:
+        """Passes over so many calls as if they had been made. Collective. For tests."""
+        self._library.symm_cp_skip(self.handle, self._index, calls)
+
+    def began(self, epoch: int) -> None:
+        """Notes which call is under way."""
+        if epoch == 1:
+            self._views.clear()  # of the memory before
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -162,24 +166,28 @@ class Workspace(Calls):
             tensor = self._views[key] = tensor_at(*key)
         return tensor
 
-    def slot(self, epoch: int) -> int:
-        """Returns the address of this rank's slot in call `epoch`."""
-        address: int = self._library.symm_cp_slot(self.handle, self.rank, epoch)
-        return address
+    def slot(self) -> int:
+        """Returns the address of this rank's slot in the call that is under way."""
+        return self._address(self._library.symm_cp_slot(self.handle))
 
-    def shard(self, peer: int, epoch: int, what: bytes) -> int:
-        """Returns where the shard of `peer` lies, after its ready flag was waited for.
+    def shard(self, peer: int) -> int:
+        """Returns where the shard of `peer` lies, after its ready flag was waited for."""
+        return self._address(self._library.symm_cp_shard(self.handle, peer))
 
-        Raises `RuntimeError` when the peer's call is not `what`.
-        """
-        address: int | None = self._library.symm_cp_shard(self.handle, peer, epoch, what)
+    def _address(self, address: int | None) -> int:
         if address is None:
-            raise RuntimeError(native.error())
+            raise reported(RuntimeError(native.error()))
         return address
 
-    def abort(self, reason: str) -> None:
-        """Tells the peers that this rank gives up, so that none waits for it in vain."""
-        self._library.symm_cp_abort(self.handle, reason.encode())
+
+class PeerLostError(RuntimeError):
+    """A rank died, or said nothing in time, before the group had memory in common."""
+
+
+def reported(error: Exception) -> Exception:
+    """Marks an error of which the peers have heard, and returns it."""
+    error._symm_cp_reported = True  # type: ignore[attr-defined]
+    return error
 
 
 class Group:
@@ -191,10 +199,19 @@ class Group:
         self.world_size: int = process_group.size()
         # Ops of several threads on one group take turns; each group has its own lock.
         self.lock = threading.RLock()
+        self._process = os.getpid()
+        self._library = native.load()
+        self.handle: int = self._library.symm_cp_group_open(
+            self.name.encode(), self.rank, self.world_size, env.timeout_ms()
+        )
+        if not self.handle:
+            raise RuntimeError(native.error())
+        # Freed with this object, not before: work in flight holds it. Not at exit, when torch's
+        # own memory may be gone already and the kernel frees everything anyway.
+        weakref.finalize(self, self._library.symm_cp_group_close, self.handle).atexit = False
         #: What ops keep from call to call, by a key of theirs.
         self.plans: dict[Hashable, Any] = {}
-        self._workspaces: dict[str, Workspace] = {}
-        self._reserved = 0
+        self._workspaces = {channel: Workspace(self, channel) for channel in CHANNELS}
         #: Kept for device.py: workspaces by device and channel, and those that graphs still use.
         self.device_workspaces: dict[Hashable, Any] = {}
         self.retained: list[Any] = []
@@ -211,34 +228,130 @@ class Group:
         #: Kept for runtime/agreement.py: how many calls the ranks have compared.
         self.compared_calls = 0
 
+    def own_lock(self) -> threading.RLock:  # type: ignore[valid-type]
+        """Returns the lock of the group's calls.
+
+        Raises `RuntimeError` in a process that was forked from this rank.
+        """
+        if os.getpid() != self._process:
+            raise reported(
+                RuntimeError(
+                    f"symm_cp: this process was forked from rank {self.rank} of group "
+                    f"{self.name!r} and is no rank of it: call ops of the group in the parent "
+                    "process only"
+                )
+            )
+        return self.lock
+
     def store(self) -> dist.Store:
         """Returns the group's key-value store."""
         return _get_process_group_store(_resolve_process_group(self.name))  # type: ignore[arg-type]
 
+    def wait_limit(self) -> datetime.timedelta:
+        """Returns how long ops wait for a peer: `SYMM_CP_TIMEOUT_MS`, or the group's time-out."""
+        if env.timeout_ms():
+            return datetime.timedelta(milliseconds=env.timeout_ms())
+        return timeout_of(_resolve_process_group(self.name))  # type: ignore[arg-type]
+
     def share(self, key: str, text: str) -> list[str]:
-        """Returns what each rank says under a key of the store. Collective."""
-        store = self.store()
-        store.set(f"symm_cp/{key}/{self.rank}", text)
-        return [store.get(f"symm_cp/{key}/{rank}").decode() for rank in range(self.world_size)]
+        """Returns what each rank says under a key of the store. Collective.
 
-    def workspace(self, channel: str, slot_bytes: int) -> Workspace:
-        """Returns the workspace of a channel with slots of at least `slot_bytes`.
-
-        Collective when it has to be made or to grow; every rank must ask for the same size.
+        Raises `RuntimeError` when a rank dies first, or says nothing within the time-out.
         """
-        known = self._workspaces.get(channel)
-        if known is not None and known.serves(slot_bytes):
-            return known
-        wanted = max(slot_bytes, self._reserved, known.slot_bytes if known is not None else 0)
-        if known is not None:
-            # Whatever failed there was told to whom it concerned, and ends with that workspace.
-            native.load().symm_cp_lane_drain(known.handle)
-        fresh = self._workspaces[channel] = Workspace(self, wanted)
-        return fresh
+        store = self.store()
+        keys = [f"symm_cp/{key}/{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], text)
+        return self.read(store, keys)
 
-    def known(self, channel: str) -> Workspace | None:
-        """Returns the workspace of a channel as it is now."""
-        return self._workspaces.get(channel)
+    def read(self, store: dist.Store, keys: Sequence[str]) -> list[str]:
+        """Returns what the store has under a key for each rank, when all have written it.
+
+        Raises `RuntimeError` when a rank dies first, or says nothing within the time-out.
+        """
+        limit = self.wait_limit()
+        deadline = time.monotonic() + limit.total_seconds()
+        with self._links() as lost:
+            for rank, key in enumerate(keys):
+                pause = 0.0005
+                while not store.check([key]):
+                    late = time.monotonic() > deadline
+                    if (late or lost(rank)) and not store.check([key]):
+                        why = (
+                            f"said nothing within {limit.total_seconds():g} s"
+                            if late
+                            else "died or left before its first call"
+                        )
+                        raise PeerLostError(
+                            f"rank {rank} of group {self.name!r} {why} (rank {self.rank} waited "
+                            f"for {key!r})"
+                        )
+                    time.sleep(pause)
+                    pause = min(2 * pause, 0.02)
+        return [store.get(key).decode() for key in keys]
+
+    @contextmanager
+    def _links(self) -> Iterator[Callable[[int], bool]]:
+        """Tells whether the link to a rank is broken; looks only when it is asked."""
+        links: list[int] = []
+
+        def lost(rank: int) -> bool:
+            if rank == self.rank:
+                return False
+            if not links:
+                links.append(self._library.symm_cp_probe_links(self.name.encode()))
+            return bool(links[0] and self._library.symm_cp_link_lost(links[0], rank))
+
+        try:
+            yield lost
+        finally:
+            if links and links[0]:
+                self._library.symm_cp_links_close(links[0])
+
+    def workspace(self, channel: str) -> Workspace:
+        """Returns the workspace of a channel, as it is now."""
+        return self._workspaces[channel]
+
+    def reserve(self, slot_bytes: int, channels: Sequence[str] = CHANNELS) -> None:
+        """Sizes workspaces for calls of up to `slot_bytes`. Collective where they have to grow."""
+        with self.own_lock():
+            for channel in channels:
+                index = CHANNELS.index(channel)
+                if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
+                    raise reported(RuntimeError(native.error()))
+
+    @contextmanager
+    def call(self, slot_bytes: int, what: bytes) -> Iterator[tuple[Workspace, int]]:
+        """Begins a call of the channel `"sync"`: gives its workspace and epoch.
+
+        An exception inside ends the call on this rank: for the peers it is then a call that failed,
+        and those that wait for it raise, with the reason. The next call goes on with the same
+        workspace.
+        """
+        with self.own_lock():
+            workspace = self._workspaces["sync"]
+            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, what)
+            if epoch < 0:
+                raise reported(RuntimeError(native.error()))
+            workspace.began(epoch)
+            try:
+                yield workspace, epoch
+            except BaseException as error:
+                self._library.symm_cp_fail(self.handle, _cause(self, what, error))
+                with contextlib.suppress(AttributeError):  # a type without attributes
+                    error._symm_cp_reported = True  # type: ignore[attr-defined]
+                raise
+
+    def refuse(self, channel: str, error: BaseException) -> None:
+        """Tells the peers that this rank does not make the call that they may be making now.
+
+        Does nothing when they have heard of the error already. Never waits.
+        """
+        if getattr(error, "_symm_cp_reported", False) or self.world_size == 1:
+            return
+        with self.own_lock():
+            self._library.symm_cp_refuse(
+                self.handle, CHANNELS.index(channel), _cause(self, b"", error)
+            )
 
     def remember(self, key: Hashable, plan: Any) -> Any:
         """Keeps a plan for later calls, and few enough of them."""
@@ -247,45 +360,28 @@ class Group:
         self.plans[key] = plan
         return plan
 
-    def reserve(self, slot_bytes: int) -> None:
-        """Sizes both workspaces for calls of up to `slot_bytes`. Collective."""
-        self._reserved = max(self._reserved, slot_bytes)
-        for channel in CHANNELS:
-            self.workspace(channel, slot_bytes)
-
-    @contextmanager
-    def call(self, channel: str, slot_bytes: int) -> Iterator[tuple[Workspace, int]]:
-        """Begins a call of the channel: gives its workspace and epoch.
-
-        An exception inside ends the workspace, here and - through its abort mark - at the peers,
-        where every wait then raises; the next call makes a new one, collectively.
-        """
-        with self.lock:
-            workspace = self.workspace(channel, slot_bytes)
-            epoch = workspace.next_epoch()
-            try:
-                yield workspace, epoch
-            except BaseException as error:
-                workspace.abort(f"{type(error).__name__}: {error}")
-                self.discard(channel)
-                raise
-
-    def discard(self, channel: str, workspace: Workspace | None = None) -> None:
-        """Lets go of the workspace of a channel, or of just that one if it still is the current.
-
-        It is freed once no work in flight holds it.
-        """
-        if workspace is None or self._workspaces.get(channel) is workspace:
-            self._workspaces.pop(channel, None)
-
     def close(self) -> None:
-        """Closes all workspaces; runs when the process group is gone."""
-        for channel in CHANNELS:
-            self.discard(channel)
+        """Lets go of everything; runs when the process group is gone."""
+        self._workspaces.clear()
         self.device_workspaces.clear()
         self.retained.clear()
         self.hosts.clear()
-        native.load().symm_cp_release_groups()
+        self._library.symm_cp_release_groups()
+
+
+def _cause(group: Group, what: bytes, error: BaseException) -> bytes:
+    """What peers are told of an error on this rank."""
+    op = f"{what.decode()}: " if what else ""
+    return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
+
+
+def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
+    """Returns how long a group waits for a peer."""
+    for device in process_group._device_types:
+        options = getattr(process_group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return dist.default_pg_timeout
 
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
@@ -335,8 +431,8 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
     if nbytes < 0:
         raise ValueError(f"get_workspace: {nbytes=} must not be negative")
     state = resolve(group)
-    with state.lock:
-        return state.workspace(channel, nbytes)
+    state.reserve(nbytes, (channel,))
+    return state.workspace(channel)
 
 
 def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:

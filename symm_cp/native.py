@@ -29,7 +29,7 @@ import torch
 
 from . import env
 
-_ABI = 7  # symm_cp_abi() of csrc/c_api.cpp
+_ABI = 8  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
@@ -283,17 +283,25 @@ _EPOCH = ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (_TEXT, []),
     "symm_cp_abi": (_INT, []),
-    "symm_cp_open": (_VOID, [_VOID, _TEXT, ctypes.POINTER(Layout), _LONG]),
-    "symm_cp_close": (None, [_VOID]),
+    "symm_cp_group_open": (_VOID, [_TEXT, _INT, _INT, _LONG]),
+    "symm_cp_group_close": (None, [_VOID]),
     "symm_cp_release_groups": (None, []),
-    "symm_cp_decline": (_LONG, [_TEXT, _TEXT]),
-    "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _TEXT]),
+    "symm_cp_begin": (_LONG, [_VOID, _LONG, _TEXT]),
+    "symm_cp_fail": (None, [_VOID, _TEXT]),
+    "symm_cp_refuse": (None, [_VOID, _INT, _TEXT]),
+    "symm_cp_reserve": (_LONG, [_VOID, _INT, _LONG]),
+    "symm_cp_slot_bytes": (_LONG, [_VOID, _INT]),
+    "symm_cp_workspace_bytes": (_LONG, [_VOID, _INT]),
+    "symm_cp_epoch": (_LONG, [_VOID, _INT]),
+    "symm_cp_skip": (None, [_VOID, _INT, _LONG]),
+    "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID]),
     "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
     "symm_cp_plan_free": (None, [_VOID]),
-    "symm_cp_lane_drain": (_LONG, [_VOID]),
-    "symm_cp_shard": (_VOID, [_VOID, _INT, _EPOCH, _TEXT]),
-    "symm_cp_slot": (_VOID, [_VOID, _INT, _EPOCH]),
-    "symm_cp_abort": (None, [_VOID, _TEXT]),
+    "symm_cp_shard": (_VOID, [_VOID, _INT]),
+    "symm_cp_slot": (_VOID, [_VOID]),
+    "symm_cp_probe_links": (_VOID, [_TEXT]),
+    "symm_cp_link_lost": (_INT, [_VOID, _INT]),
+    "symm_cp_links_close": (None, [_VOID]),
     "symm_cp_prefault": (None, [_VOID, _LONG]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),

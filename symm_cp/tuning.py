@@ -181,13 +181,21 @@ def _facts(group: Group) -> _Facts:
     if isinstance(known, _Facts):
         return known
     reading = known or 0
-    store = group.store()
-    if group.rank == 0:
-        texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
-        store.set(f"symm_cp/tuning/{reading}", json.dumps(texts))
-    texts = json.loads(store.get(f"symm_cp/tuning/{reading}").decode())
+    publish(group)
+    texts = json.loads(group.read(group.store(), [_key(reading)])[0])
     found = group.tuning = _Facts(reading, *texts)
     return found
+
+
+def _key(reading: int) -> str:
+    return f"symm_cp/tuning/{reading}"
+
+
+def publish(group: Group) -> None:
+    """Rank 0 says what the ranks choose by. Not collective."""
+    if group.rank == 0 and not isinstance(group.tuning, _Facts):
+        texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
+        group.store().set(_key(group.tuning or 0), json.dumps(texts))
 
 
 def _of_device(device: torch.device, measured: Machine) -> Machine:

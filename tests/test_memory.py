@@ -38,22 +38,21 @@ def test_the_formula(world_size: int, slot: int, expected: int) -> None:
 def sizes(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     state = memory.resolve(own)
-    assert state.known("sync") is None
+    workspace = state.workspace("sync")
+    assert workspace.nbytes == 0
     x, w = torch.ones(100, 64), torch.ones(64, 8)
     symm_cp.all_gather_matmul(x, w, group=own)
-    first = state.known("sync")
-    assert first is not None
-    assert first.nbytes == memory.workspace_bytes(own.size(), 100 * 64 * 4)
+    assert workspace.nbytes == memory.workspace_bytes(own.size(), 100 * 64 * 4)
     symm_cp.all_gather_matmul(x[:10], w, group=own)
-    assert state.known("sync") is first  # a smaller call fits
+    assert workspace.epoch == 2  # a smaller call fits
     symm_cp.all_gather_matmul(torch.ones(200, 64), w, group=own)
-    assert state.known("sync").nbytes == memory.workspace_bytes(own.size(), 200 * 64 * 4)
+    assert workspace.nbytes == memory.workspace_bytes(own.size(), 200 * 64 * 4)
     symm_cp.reserve(own, 1 << 20)
-    reserved = [symm_cp.get_workspace(own, 0, channel=c) for c in memory.CHANNELS]
+    reserved = [symm_cp.get_workspace(own, 0, channel=c).nbytes for c in memory.CHANNELS]
     for _ in range(3):
         symm_cp.all_gather_matmul(torch.ones(4096, 64), w, group=own)
         symm_cp.low_contention_all_gather(torch.ones(4096, 64), group=own).sum()
-    assert [state.known(c) for c in memory.CHANNELS] == reserved  # nothing had to grow
+    assert [state.workspace(c).nbytes for c in memory.CHANNELS] == reserved  # nothing had to grow
     dist.destroy_process_group(own)
 
 
@@ -83,17 +82,17 @@ def outlives_its_epochs(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     expected = results(own, list(ALL), 0)
     state = memory.resolve(own)
-    worn = {channel: state.known(channel) for channel in memory.CHANNELS}
+    spaces = [state.workspace(channel) for channel in memory.CHANNELS]
     dist.barrier(own)
-    for space in worn.values():
-        space.epoch = memory.LAST_EPOCH - 3
+    for space in spaces:
+        space.skip(memory.LAST_EPOCH - 3 - space.epoch)
+        assert space.epoch == memory.LAST_EPOCH - 3
     for _ in range(3):
         with probing(seed=group.rank(), delay_us=200):
             found = results(own, list(ALL), 0)
         assert all(map(torch.equal, found, expected))
-    for channel, space in worn.items():
-        assert space.epoch == memory.LAST_EPOCH
-        assert 0 < state.known(channel).epoch < 100
+    for space in spaces:
+        assert 0 < space.epoch < 100
     dist.destroy_process_group(own)
 
 
@@ -120,7 +119,7 @@ def without_memory(group: dist.ProcessGroup, victim: int) -> None:
             size = memory.workspace_bytes(own.size(), 4 << 20)
             with pytest.raises(RuntimeError, match=rf"shared memory of {size} bytes") as caught:
                 call(1 << 20)
-            told = f"rank {victim} gave up: " in str(caught.value)
+            told = f"(on rank {victim})" in str(caught.value)
             assert told == (own.rank() != victim)
             assert torch.equal(call(4), small)  # in the workspace from before
         finally:

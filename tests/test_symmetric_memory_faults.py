@@ -208,7 +208,7 @@ def test_killing_all_leaves_nothing() -> None:
     named_before = set(os.listdir("/dev/shm"))
     with launch(3, hold_memory, 1 << 20) as ranks:
         inodes = set(" ".join(ranks.hear_all()).split())
-        assert len(inodes) == 6  # data and control of each rank
+        assert len(inodes) == 9  # data, control and board of each rank
         assert inodes <= inodes_in_use()
         ranks.kill(0, 1, 2)
         for process in ranks.processes:

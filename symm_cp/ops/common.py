@@ -2,22 +2,85 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import inspect
 from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import native
-from symm_cp.memory import Group, resolve, unknown_group
+from symm_cp import hosts, native, tuning
+from symm_cp.memory import Group, GroupLike, PeerLostError, reported, resolve, unknown_group
 from symm_cp.runtime.cpu import REDUCIBLE
 
-#: Joins the namespace that torch defines; what torch registered there stays.
-lib = torch.library.Library("symm_mem", "FRAGMENT")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_WHAT = 103  # csrc/channel.h: Record::what
+
+
+class _Library(torch.library.Library):
+    """Kernels for CPU tensors tell the peers when they refuse a call."""
+
+    def impl(
+        self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
+    ) -> None:
+        if dispatch_key == "CPU":
+            channel = "async" if str(op_name).startswith("_low_contention") else "sync"
+            fn = tells_peers(fn, "group_name", channel, str(op_name))
+        super().impl(op_name, fn, dispatch_key, *args, **kwargs)
+
+
+def tells_peers(
+    function: Callable[P, R], group: str = "group", channel: str = "sync", op: str = ""
+) -> Callable[P, R]:
+    """Returns the function, which tells the peers when it raises.
+
+    They may be making the same call, and would wait for this rank until their time-out. `group`
+    names the argument that holds the group, `channel` the channel of the call. Errors that know no
+    op are given the name `op`.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if op and isinstance(error, PeerLostError):
+                error.args = (f"{op}: {error}",)
+            with contextlib.suppress(Exception):  # no group, nobody to tell
+                refuse(signature.bind(*args, **kwargs).arguments[group], channel, error)
+            raise
+
+    return call
+
+
+def refuse(group: GroupLike, channel: str, error: Exception) -> None:
+    """Tells the peers that this rank does not make the call that they may be making now.
+
+    Does nothing when they have heard of the error. Never waits.
+    """
+    state = resolve(group)
+    if state.world_size == 1 or getattr(error, "_symm_cp_reported", False):
+        return
+    # What peers may want to know of this rank before they come to the call.
+    hosts.publish(state)
+    tuning.publish(state)
+    spread = state.hosts.get("cpu")
+    (state if spread is None else spread.local).refuse(channel, error)
+    reported(error)
+
+
+#: Joins the namespace that torch defines; what torch registered there stays.
+lib = _Library("symm_mem", "FRAGMENT")
 
 
 def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:

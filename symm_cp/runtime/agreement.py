@@ -8,7 +8,6 @@ compare what they call by way of the group's store. That takes a round trip for 
 from __future__ import annotations
 
 from symm_cp import env
-from symm_cp.hosts import wait_limit
 from symm_cp.memory import Group
 
 
@@ -24,7 +23,7 @@ def agree(group: Group, what: bytes) -> None:
         group.compared_calls += 1
         number = group.compared_calls
     store.set(_key(number, group.rank), what)
-    limit = wait_limit(group)
+    limit = group.wait_limit()
     found = []
     for rank in range(group.world_size):
         try:

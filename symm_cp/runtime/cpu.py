@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 import torch
 
-from symm_cp.memory import Group, Workspace, is_symmetric
+from symm_cp.memory import Group, Workspace, is_symmetric, reported
 from symm_cp.runtime.program import Binding, Extent, Kernel, Program, Reduction, lower
 from symm_cp.schedule import builders
 from symm_cp.schedule.steps import Schedule
@@ -146,7 +146,7 @@ def all_gather_and_consume(
     program = _consume_program(
         rank, world_size, in_place, shards.nbytes, rows, shards.strided, gathered is not None
     )
-    with group.call("sync", 0 if in_place else shards.slot_bytes) as (workspace, epoch):
+    with group.call(0 if in_place else shards.slot_bytes, what) as (workspace, epoch):
 
         def fill_gathered(chunk: int) -> None:
             assert gathered is not None
@@ -154,9 +154,9 @@ def all_gather_and_consume(
 
         def run_consume(source: int) -> None:
             if source != rank:
-                consume(shards.at(workspace, workspace.shard(source, epoch, what), source), source)
+                consume(shards.at(workspace, workspace.shard(source), source), source)
             elif shards.strided and world_size > 1:
-                consume(shards.at(workspace, workspace.slot(epoch), rank), rank)
+                consume(shards.at(workspace, workspace.slot(), rank), rank)
             else:
                 consume([t.contiguous() for t in shard], rank)
 
@@ -165,7 +165,7 @@ def all_gather_and_consume(
             operands.append(gathered.data_ptr())
         kernels = {
             "consume": run_consume,
-            "input->slot": lambda _: shards.fill(workspace, workspace.slot(epoch)),
+            "input->slot": lambda _: shards.fill(workspace, workspace.slot()),
             "input->gathered": fill_gathered,
         }
         program.run(workspace, epoch, operands, what, kernels)
@@ -200,13 +200,13 @@ def all_gather_and_combine(
     program = _combine_program(
         group.rank, group.world_size, in_place, nbytes, not shard.is_contiguous()
     )
-    with group.call("sync", 0 if in_place else nbytes) as (workspace, epoch):
+    with group.call(0 if in_place else nbytes, what) as (workspace, epoch):
 
         def view(rank: int) -> torch.Tensor:
             if rank != group.rank:
-                at = workspace.shard(rank, epoch, what)
+                at = workspace.shard(rank)
             else:
-                at = shard.data_ptr() if in_place else workspace.slot(epoch)
+                at = shard.data_ptr() if in_place else workspace.slot()
             return workspace.view(at, shard.shape, shard.dtype)
 
         kernels = {
@@ -242,13 +242,13 @@ def produce_and_reduce_scatter(
     """
     nbytes = out.numel() * out.element_size()
     program = _produce_program(group.rank, group.world_size, nbytes, REDUCIBLE[out.dtype], mean)
-    with group.call("sync", nbytes * group.world_size) as (workspace, epoch):
+    with group.call(nbytes * group.world_size, what) as (workspace, epoch):
 
         def run_produce(target: int) -> None:
             if target == group.rank:
                 produce(target, out)
             else:
-                at = workspace.slot(epoch) + target * nbytes
+                at = workspace.slot() + target * nbytes
                 produce(target, workspace.view(at, out.shape, out.dtype))
 
         program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})
@@ -300,20 +300,20 @@ def consume_and_reduce_scatter(
     program = _exchange_program(rank, group.world_size, sizes, REDUCIBLE[out.dtype], ring)
     places = _exchange_offsets(sizes, ring)
     turns = {peer: turn for turn, peer in enumerate(builders.peers(rank, group.world_size))}
-    with group.call("sync", places[-1] + shards.slot_bytes) as (workspace, epoch):
+    with group.call(places[-1] + shards.slot_bytes, what) as (workspace, epoch):
 
         def run_consume(source: int) -> None:
             if source == rank:
                 consume(list(shard), rank, out)
                 return
-            at = workspace.slot(epoch) + places[turns[source] % 2 if ring else source]
+            at = workspace.slot() + places[turns[source] % 2 if ring else source]
             partial = workspace.view(at, partials[source], out.dtype)
-            base = workspace.shard(source, epoch, what) + places[-1]
+            base = workspace.shard(source) + places[-1]
             consume(shards.at(workspace, base, source), source, partial)
 
         kernels: dict[str, Kernel] = {
             "consume": run_consume,
-            "input->slot": lambda _: shards.fill(workspace, workspace.slot(epoch) + places[-1]),
+            "input->slot": lambda _: shards.fill(workspace, workspace.slot() + places[-1]),
         }
         program.run(workspace, epoch, [out.data_ptr()], what, kernels)
 
@@ -351,51 +351,30 @@ class Collective:
         always: bool = False,
     ) -> None:
         self._plans = (plain.plan(what), in_place.plan(what))
-        self._handles = (self._plans[0].handle, self._plans[1].handle)
+        handles = (self._plans[0].handle, self._plans[1].handle)
         self.output = output
-        self._slot_bytes = slot_bytes
-        self._always = always
         self._wake = slot_bytes > _WAKE_BYTES
-        self._background = self._handles if self._wake else (self._handles[0],) * 2
-
-    def _workspace(self, group: Group, channel: str, tensor: torch.Tensor) -> Workspace:
-        known = group.known(channel)
-        if known is not None and known.serves(self._slot_bytes):
-            return known
-        may_be_spared = not self._always and (channel == "sync" or self._wake)
-        spared = may_be_spared and tensor.is_contiguous() and is_symmetric(tensor, group)
-        return group.workspace(channel, 0 if spared else self._slot_bytes)
+        slots = (slot_bytes, slot_bytes if always else 0)
+        self._run = (*handles, *slots)
+        self._start = (*handles, *slots) if self._wake else (handles[0],) * 2 + (slots[0],) * 2
 
     def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
         """Carries the collective out in the calling thread. Raises `RuntimeError`."""
-        with group.lock:
-            workspace = self._workspace(group, "sync", tensor)
+        with group.own_lock():
             try:
-                torch.ops.symm_cp.run_collective.default(
-                    workspace.handle, *self._handles, tensor, output, workspace.next_epoch()
-                )
-            except RuntimeError:
-                group.discard("sync", workspace)
-                raise
+                torch.ops.symm_cp.run_collective.default(group.handle, *self._run, tensor, output)
+            except RuntimeError as error:
+                raise reported(error)  # noqa: B904 - the same error
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Starts the collective on a copy engine; `wait_tensor` completes the returned output."""
-        with group.lock:
-            while True:
-                workspace = self._workspace(group, "async", tensor)
-                try:
-                    output = torch.ops.symm_cp.start_transfer.default(
-                        workspace.handle,
-                        *self._background,
-                        tensor,
-                        self.output,
-                        workspace.next_epoch(),
-                        self._wake,
-                    )
-                except RuntimeError:
-                    group.discard("async", workspace)
-                    raise
-                if output is not None:
-                    return output
-                # An earlier transfer failed, here as at the peers: all make a new workspace.
-                group.discard("async", workspace)
+        """Starts the collective on a copy engine; `wait_tensor` completes the returned output.
+
+        Waits for no peer, at the first call neither.
+        """
+        with group.own_lock():
+            try:
+                return torch.ops.symm_cp.start_transfer.default(
+                    group.handle, *self._start, tensor, self.output, self._wake
+                )
+            except RuntimeError as error:
+                raise reported(error)  # noqa: B904 - the same error

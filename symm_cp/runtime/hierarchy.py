@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.hosts import Hosts, hosts_of
-from symm_cp.memory import CHANNELS, Group
+from symm_cp.memory import Group
 from symm_cp.runtime.cpu import Consume, Shapes, part_offsets
 
 _SHARD, _SUM = 1, 2  # tags of messages
@@ -85,11 +85,7 @@ class _Ring:
                 yield self
             except BaseException as error:
                 local = self.hosts.local
-                for channel in CHANNELS:
-                    workspace = local.known(channel)
-                    if workspace is not None:
-                        workspace.abort(f"{type(error).__name__}: {error}")
-                    local.discard(channel)
+                local.refuse("sync", error)
                 for on_device in local.device_workspaces.values():
                     on_device.give_up()
                 raise

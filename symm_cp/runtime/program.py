@@ -27,6 +27,7 @@ class _Kind(IntEnum):
     WAIT = 2
     REDUCE = 3
     PUBLISH = 4
+    VERIFY = 5
 
 
 class _Space(IntEnum):
@@ -92,7 +93,10 @@ class Program:
         what: bytes,
         kernels: Mapping[str, Kernel] | None = None,
     ) -> None:
-        """Carries the program out in the calling thread; raises `RuntimeError` if a peer fails."""
+        """Carries the program out in the calling thread; raises `RuntimeError` if a peer fails.
+
+        The call that is under way on the workspace is that of `Group.call`.
+        """
         run = native.load().symm_cp_run
         addresses = (ctypes.c_void_p * len(operands))(*operands)
         recording = recorder.active
@@ -105,7 +109,7 @@ class Program:
                     kernels[item](number)
                 else:
                     recording.kernel(kernels[item], item, number, what, epoch)
-            elif run(workspace.handle, item, number, self.references, addresses, epoch, what) < 0:
+            elif run(workspace.handle, item, number, self.references, addresses) < 0:
                 raise RuntimeError(native.error())
 
     def plan(self, what: bytes) -> Plan:
@@ -151,6 +155,9 @@ class _Lowering:
     def program(self) -> Program:
         for step in self.steps:
             self._lower(step)
+        if any(isinstance(step, Wait) for step in self.steps):
+            # No step of the schedule: what was read counts unless its owner has left the call.
+            self.commands.append(native.Command(kind=_Kind.VERIFY))
         self._flush()
         references = (native.Reference * max(1, len(self.references)))(*self.references)
         return Program(tuple(self.items), references)

@@ -1,4 +1,4 @@
-// Lets other Python threads run while this one waits.
+// What waiting needs of Python: other threads run meanwhile, and Ctrl-C ends it.
 //
 // torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held:
 // on CUDA they only enqueue. Here they block, and two threads that wait in two groups, in another
@@ -29,5 +29,13 @@ class WithoutGil {
  private:
   void* state_ = nullptr;
 };
+
+// Runs the handlers of signals that have arrived, in the main thread (elsewhere it does nothing).
+// Throws `Interrupted` when a handler raised, as that of Ctrl-C does; Python raises its exception
+// as soon as it runs again. Call it without Python's lock.
+void throw_if_interrupted();
+
+// Counts how often this process was forked from one that had loaded this library.
+int fork_count();
 
 }  // namespace symm_cp

@@ -1,0 +1,83 @@
+// What each rank of a group tells the others at any time: a page of shared memory for each rank.
+//
+// Only the rank that owns a board writes it. Peers read it when they have waited for a while, to
+// tell a peer that is slow from one that will never come.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <string>
+
+namespace symm_cp {
+
+// The channels of a group (CHANNELS of memory.py).
+enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
+inline constexpr const char* kChannelNames[] = {"sync", "async"};
+
+// A call as peers see it.
+struct CallSite {
+  int channel;
+  int64_t number;  // 1, 2, ... in each channel, identically on all ranks
+  std::string what;
+};
+
+class Board {
+ public:
+  // Of the last call that was made or refused on a channel.
+  int64_t made(int channel) const { return made_[channel].load(); }
+  void set_made(int channel, int64_t number) { made_[channel].store(number); }
+  // Of the last call that was begun or given up: an engine may be behind what was made.
+  int64_t entered(int channel) const { return entered_[channel].load(); }
+  void set_entered(int channel, int64_t number) { entered_[channel].store(number); }
+  // The call for which the memory of a channel was made; 0 without memory.
+  int64_t generation(int channel) const { return generation_[channel].load(); }
+  void set_generation(int channel, int64_t number) { generation_[channel].store(number); }
+  // Whether all calls were made by one thread: then a call in which it is blocked is the only one
+  // that can go on.
+  bool single_threaded() const { return threads_.load() == 1; }
+  void set_threads(uint32_t count) { threads_.store(count); }
+
+  // The call in which the only thread is blocked, if it is.
+  std::optional<CallSite> blocked() const {
+    const uint32_t before = version_.load();
+    CallSite site{blocked_channel_.load(), blocked_number_.load(), {}};
+    char text[sizeof(what_) + 1] = {};
+    for (size_t i = 0; i < what_.size(); ++i) {
+      const uint64_t word = what_[i].load();
+      std::memcpy(text + i * sizeof(word), &word, sizeof(word));
+    }
+    if (before % 2 != 0 || version_.load() != before || site.number == 0) return std::nullopt;
+    site.what = text;
+    return site;
+  }
+  void set_blocked(int channel, int64_t number, const char* what) {
+    ++version_;
+    blocked_channel_.store(channel);
+    blocked_number_.store(number);
+    char text[sizeof(what_)] = {};
+    std::strncpy(text, what, sizeof(text) - 1);
+    for (size_t i = 0; i < what_.size(); ++i) {
+      uint64_t word = 0;
+      std::memcpy(&word, text + i * sizeof(word), sizeof(word));
+      what_[i].store(word);
+    }
+    ++version_;
+  }
+  void clear_blocked() { set_blocked(0, 0, ""); }
+
+ private:
+  std::atomic<int64_t> made_[kChannels];
+  std::atomic<int64_t> entered_[kChannels];
+  std::atomic<int64_t> generation_[kChannels];
+  std::atomic<uint32_t> threads_;
+  std::atomic<uint32_t> version_;  // odd while the rest is being written
+  std::atomic<int32_t> blocked_channel_;
+  std::atomic<int64_t> blocked_number_;
+  std::array<std::atomic<uint64_t>, 13> what_;
+};
+static_assert(sizeof(Board) <= 4096 && std::atomic<int64_t>::is_always_lock_free);
+
+}  // namespace symm_cp

@@ -1,0 +1,270 @@
+#include "group.h"
+
+#include <algorithm>
+
+#include "error.h"
+
+namespace symm_cp {
+
+namespace {
+
+constexpr int64_t kPage = 4096;
+// How long the ranks may seem to use different memory: a rank that has just met the others for new
+// memory says so a moment later.
+constexpr std::chrono::seconds kSettle{1};
+
+int64_t pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+std::string text(int64_t value) { return std::to_string(value); }
+
+thread_local bool engine = false;
+
+}  // namespace
+
+Layout layout_of(int world_size, int64_t slot_bytes) {
+  Layout layout{};
+  layout.flag_count = static_cast<int64_t>(std::size(kFlagNames));
+  layout.slot_count = 2;
+  layout.records = layout.flag_count * kFlagBytes * world_size;
+  layout.slots = pages(layout.records + layout.slot_count * kRecordBytes +
+                       kFailures * static_cast<int64_t>(sizeof(Failure)));
+  layout.slot_bytes = pages(slot_bytes);
+  return layout;
+}
+
+// --- Workspace -----------------------------------------------------------------------------------
+
+Workspace::~Workspace() { close(); }
+
+void Workspace::close() {
+  if (channel_ != nullptr) channel_->close();
+}
+
+void Workspace::drop() {
+  close();
+  channel_.reset();
+  memory_ = Segment();
+  group_.set_generation(index_, 0);
+}
+
+bool Workspace::serves(int64_t number, int64_t slot_bytes) const {
+  return channel_ != nullptr && channel_->layout().slot_bytes >= slot_bytes &&
+         number - base_ <= kLastEpoch;
+}
+
+bool Workspace::at_hand(int64_t slot_bytes) const {
+  return serves(base_, slot_bytes) && !channel_->in_debt();
+}
+
+Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& what) {
+  group_.check_owned(what);
+  Call call{number, static_cast<uint32_t>(number - base_), what.substr(0, Record::kWhat - 1),
+            Place::kPlain, group_.budget()};
+  group_.set_entered(index_, number);
+  last_ = number;
+  if (channel_ != nullptr) channel_->begin(call);
+  if (serves(number, slot_bytes)) return call;
+  // All ranks make new memory for this call, or one of them makes another call.
+  if (channel_ != nullptr) channel_->meet(call);
+  open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
+  call.epoch = 1;
+  call.place = Place::kPlain;
+  return call;
+}
+
+void Workspace::open(Call& call, int64_t slot_bytes) {
+  opening_ = call.number;
+  const CallSite site{index_, call.number, call.what};
+  const Blocked blocked(group_);
+  Clock::time_point looked = Clock::now();
+  const Meeting meeting{key_of_call(index_, call.number), call.what, call.budget, [&] {
+                          group_.throw_if_closing();
+                          if (Clock::now() - looked < kSlice) return;
+                          for (int peer = 0; peer < group_.world_size(); ++peer)
+                            if (peer != group_.rank()) group_.check_agreement(site, peer, false);
+                          looked = Clock::now();
+                        }};
+  const auto peers = group_.peers(meeting);
+  const Layout layout = layout_of(group_.world_size(), slot_bytes);
+  const int64_t bytes = layout.slots + layout.slot_count * layout.slot_bytes;
+  Segment memory = [&] {
+    try {
+      return Segment::create(static_cast<size_t>(bytes), "symm_cp");
+    } catch (const std::exception& error) {
+      peers->refuse(meeting.key, cause_of(error, group_.rank()));
+      throw;
+    }
+  }();
+  std::shared_ptr<Mapping> mapping =
+      std::make_shared<Mapping>(peers, memory, memory.size(), 64, -1, meeting);
+  auto fresh = std::make_shared<Channel>(group_, index_, mapping, layout);
+  close();
+  channel_ = std::move(fresh);
+  std::swap(memory_, memory);
+  base_ = call.number - 1;
+  opening_ = 0;
+  group_.set_generation(index_, call.number);
+}
+
+void Workspace::fail(int64_t number, const std::string& cause, const CallSite* other) {
+  if (!group_.owned()) return;
+  group_.set_entered(index_, number);
+  last_ = number;
+  const std::string key = key_of_call(index_, number);
+  const bool opening = opening_ == number;
+  opening_ = 0;
+  if (channel_ != nullptr) channel_->fail(static_cast<uint32_t>(number - base_), cause, other);
+  if (channel_ != nullptr && !opening) return;
+  // Peers may be on their way to make memory for this call.
+  if (const auto peers = group_.known_peers())
+    peers->refuse(key, cause, other);
+  else if (group_.world_size() > 1)
+    refuse_peers(group_.name(), key, cause);
+}
+
+// --- Group ---------------------------------------------------------------------------------------
+
+Group::Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout)
+    : name_(std::move(name)),
+      rank_(rank),
+      world_size_(world_size),
+      timeout_(timeout.count() > 0 ? timeout : timeout_of(name_)),
+      forks_(fork_count()),
+      workspaces_{Workspace(*this, kSync), Workspace(*this, kAsync)},
+      lane_(*this) {}
+
+Group::~Group() {
+  closing_ = true;
+  lane_.close();
+}
+
+void Group::enter_engine() { engine = true; }
+bool Group::in_engine() { return engine; }
+
+int64_t Group::next(int index, bool by_user) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (by_user) {
+    const auto self = std::this_thread::get_id();
+    if (first_thread_ == std::thread::id()) first_thread_ = self;
+    if (first_thread_ != self) several_ = true;
+    board().set_threads(several_ ? 2 : 1);
+  }
+  const int64_t number = board().made(index) + 1;
+  board().set_made(index, number);
+  return number;
+}
+
+std::shared_ptr<Peers> Group::peers(const Meeting& meeting) {
+  auto known = known_peers();
+  if (known != nullptr) return known;
+  auto found = peers_of(name_, meeting);
+  std::lock_guard<std::mutex> lock(mutex_);
+  Board& shared = found->board(rank_);
+  // Another thread may be in a call of the other channel: what it notes meanwhile is later.
+  board_.store(&shared);
+  for (int index = 0; index < kChannels; ++index) {
+    shared.set_made(index, std::max(shared.made(index), own_board_.made(index)));
+    shared.set_entered(index, std::max(shared.entered(index), own_board_.entered(index)));
+  }
+  shared.set_threads(several_ ? 2 : 1);
+  std::atomic_store(&peers_, found);
+  return found;
+}
+
+void Group::refuse(int index, const std::string& reason) {
+  if (owned()) end(index, next(index), reason, nullptr);
+}
+
+void Group::give_up_at(int index, int64_t number, const std::string& cause, const CallSite* other) {
+  // All that the peer has started there, in order.
+  while (owned() && board().made(index) < number) end(index, next(index, false), cause, other);
+}
+
+void Group::end(int index, int64_t number, const std::string& cause, const CallSite* other) {
+  if (index == kAsync)
+    lane_.refuse(number, cause, other);  // behind what is in flight
+  else
+    workspaces_[index].fail(number, cause, other);
+}
+
+void Group::failed(int index, int64_t number, const std::exception& error) {
+  const std::string cause = cause_of(error, rank_);
+  const CallSite* other = other_of(error);
+  if (other != nullptr && other->channel != index) {
+    const CallSite own{index, board().made(index), {}};
+    give_up_at(other->channel, other->number, cause, &own);
+  }
+  workspaces_[index].fail(number, cause, other);
+  if (dynamic_cast<const OutOfStep*>(&error) == nullptr || !owned()) return;
+  if (const auto peers = known_peers()) peers->refuse(key_of_call(index, number), cause);
+  workspaces_[index].drop();
+}
+
+void Group::throw_if_closing() const {
+  if (closing_.load()) throw PeerError("group '" + name_ + "' was closed with work in flight");
+}
+
+void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
+  throw_if_closing();
+  const auto peers = known_peers();
+  if (peers == nullptr) return;
+  if (!in_engine()) block(call);
+  const Board& mine = board();
+  const Board& theirs = peers->board(peer);
+  const std::string who = "rank " + text(peer);
+  if (theirs.entered(call.channel) > call.number) {
+    if (!on_memory) {  // before there were peers it may have said why
+      WaitBudget none(std::chrono::milliseconds(0));
+      check_refused_peers(name_, {key_of_call(call.channel, call.number), call.what, none}, peer);
+    }
+    throw OutOfStep(call.what + ": " + who + " has gone on without call " + text(call.number) +
+                    " of channel '" + kChannelNames[call.channel] + "'");
+  }
+  if (on_memory) check_generation(call, peer);
+  const auto blocked = theirs.blocked(), own = mine.blocked();
+  if (!blocked || !own || blocked->channel == call.channel) return;
+  if (!mine.single_threaded() || !theirs.single_threaded()) return;
+  if (theirs.made(call.channel) >= call.number) return;  // it is on its way
+  if (mine.made(blocked->channel) >= blocked->number) return;
+  CallSite all = *blocked;
+  all.number = theirs.made(all.channel);
+  const std::string what = "ranks disagree: rank " + text(rank_) + " calls " + call.what + ", " +
+                           who + " calls " + blocked->what;
+  throw GaveUp(what, what, all);
+}
+
+void Group::check_generation(const CallSite& call, int peer) {
+  const Board& theirs = known_peers()->board(peer);
+  Clock::time_point& since = apart_since_[call.channel];
+  const bool apart = theirs.entered(call.channel) == call.number &&
+                     theirs.generation(call.channel) != board().generation(call.channel);
+  if (!apart) {
+    since = {};
+  } else if (since == Clock::time_point{}) {
+    since = Clock::now();
+  } else if (Clock::now() - since > kSettle) {
+    since = {};
+    throw OutOfStep(call.what + ": rank " + text(peer) + " and rank " + text(rank_) +
+                    " use different workspaces after a failure; the next call makes a new one");
+  }
+}
+
+void Group::block(const CallSite& call) {
+  const auto known = board().blocked();
+  if (known && known->channel == call.channel && known->number == call.number) return;
+  board().set_blocked(call.channel, call.number, call.what.c_str());
+}
+
+void Group::unblock() {
+  if (board().blocked()) board().clear_blocked();
+}
+
+void Group::set_generation(int index, int64_t number) { board().set_generation(index, number); }
+void Group::set_entered(int index, int64_t number) { board().set_entered(index, number); }
+
+void Group::check_owned(const std::string& what) const {
+  if (!owned())
+    throw PeerError(what + ": this process was forked from rank " + text(rank_) + " of group '" +
+                    name_ + "' and is no rank of it: call it in the parent process only");
+}
+
+}  // namespace symm_cp

@@ -1,0 +1,164 @@
+// The ranks of a process group as one process sees them: which calls they make, on which memory.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "channel.h"
+#include "lane.h"
+
+namespace symm_cp {
+
+class Group;
+
+// The memory of one channel: made at the first call, replaced by larger memory when a call needs
+// it, dropped when the ranks may no longer have the same one. For one thread at a time.
+class Workspace {
+ public:
+  Workspace(Group& group, int index) : group_(group), index_(index) {}
+  ~Workspace();
+
+  // Begins the call of that number, whose slots take `slot_bytes`. Collective, and waits for the
+  // peers, when memory has to be made, or after a call that failed.
+  Call begin(int64_t number, int64_t slot_bytes, const std::string& what);
+  // Whether `begin` would return at once.
+  bool at_hand(int64_t slot_bytes) const;
+  // Ends a call that failed on this rank or that it refuses to make. `other` is a call of another
+  // channel that was given up with it. Never waits.
+  void fail(int64_t number, const std::string& cause, const CallSite* other = nullptr);
+  // Makes slots of at least so many bytes at the next call that needs new memory.
+  void reserve(int64_t slot_bytes) { reserved_ = std::max(reserved_, slot_bytes); }
+  // Passes over so many calls, as if they had been made. For tests.
+  void skip(int64_t calls) { base_ -= calls; }
+
+  Channel* channel() const { return channel_.get(); }
+  int64_t slot_bytes() const { return channel_ == nullptr ? 0 : channel_->layout().slot_bytes; }
+  // Which call of those that the memory has seen was the last to begin.
+  int64_t epoch() const { return channel_ == nullptr ? 0 : last_ - base_; }
+  int64_t bytes() const { return static_cast<int64_t>(memory_.size()); }
+  void close();
+  // Lets go of the memory: the next call makes new one, with ranks that have done the same.
+  void drop();
+
+ private:
+  bool serves(int64_t number, int64_t slot_bytes) const;
+  void open(Call& call, int64_t slot_bytes);
+
+  Group& group_;
+  int index_;
+  Segment memory_;
+  std::shared_ptr<Channel> channel_;
+  int64_t base_ = 0;     // the number of the last call before this memory was made
+  int64_t last_ = 0;     // the number of the last call that began
+  int64_t opening_ = 0;  // the call for which memory is being made
+  int64_t reserved_ = 0;
+};
+
+// A peer has gone on without this rank's call, or they use different memory: after failures on
+// different ranks in the moment in which memory is replaced.
+class OutOfStep : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// The last call that a workspace takes. A wait compares 32-bit numbers by their difference: a flag
+// that few ops raise would, 2^31 calls later, look as if it had been raised
+// (tests/model/protocol.pml, WRAP). The call after it announces that the workspace is replaced.
+inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
+
+// Where the parts of a workspace lie (memory.py explains and mirrors it).
+Layout layout_of(int world_size, int64_t slot_bytes);
+
+class Group {
+ public:
+  // `timeout`: how long a call waits for its peers; zero stands for that of the process group.
+  Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout);
+  ~Group();
+
+  const std::string& name() const { return name_; }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
+  WaitBudget budget() const { return WaitBudget(timeout_); }
+  Workspace& workspace(int index) { return workspaces_[index]; }
+  Lane& lane() { return lane_; }
+
+  // The number of a new call on a channel. For the threads that call ops, in the order of the
+  // calls.
+  int64_t next(int index, bool by_user = true);
+  // The peers, once they are known.
+  std::shared_ptr<Peers> known_peers() const { return std::atomic_load(&peers_); }
+  // Collective at the first call.
+  std::shared_ptr<Peers> peers(const Meeting& meeting);
+
+  // Refuses to make a call: its peers, which may be making it, hear why at once. Never waits.
+  void refuse(int index, const std::string& reason);
+  // Ends a call that threw: tells the peers.
+  void failed(int index, int64_t number, const std::exception& error);
+  // Gives up all calls up to that number that this rank has not made. `other` is the last call of
+  // another channel that is given up with them.
+  void give_up_at(int index, int64_t number, const std::string& cause,
+                  const CallSite* other = nullptr);
+  // Throws `GaveUp` when neither this rank nor the peer can ever make the call in which the
+  // other one is blocked, and `OutOfStep` when the peer cannot see this rank's call any more.
+  // `on_memory`: the call waits in the memory of its channel, not for new memory.
+  void check_agreement(const CallSite& call, int peer, bool on_memory);
+  // Throws when this object is being destroyed.
+  void throw_if_closing() const;
+
+  // Marks the calling thread as blocked in a call, until `unblock`.
+  void block(const CallSite& call);
+  void unblock();
+  void set_generation(int index, int64_t number);
+  void set_entered(int index, int64_t number);
+  // The call that is under way on the channel `sync`.
+  Call* current() { return current_ ? &*current_ : nullptr; }
+  void set_current(Call call) { current_ = std::move(call); }
+  void end_current() { current_.reset(); }
+  // Throws PeerError in a process that was forked from the one that made this object.
+  void check_owned(const std::string& what) const;
+  bool owned() const { return forks_ == fork_count(); }
+  // For lane.cpp: this thread makes no calls of its own.
+  static void enter_engine();
+  static bool in_engine();
+
+ private:
+  Board& board() const { return *board_.load(); }
+  void end(int index, int64_t number, const std::string& cause, const CallSite* other);
+  void check_generation(const CallSite& call, int peer);
+
+  std::string name_;
+  int rank_;
+  int world_size_;
+  std::chrono::milliseconds timeout_;
+  int forks_;
+  std::mutex mutex_;  // numbers, and making the peers
+  std::thread::id first_thread_;
+  bool several_ = false;  // other threads have made calls, too
+  Board own_board_{};     // until there are peers
+  std::atomic<Board*> board_{&own_board_};
+  std::shared_ptr<Peers> peers_;
+  Workspace workspaces_[kChannels];
+  std::optional<Call> current_;
+  Clock::time_point apart_since_[kChannels]{};  // since when a peer seems to use other memory
+  std::atomic<bool> closing_{false};
+  Lane lane_;
+};
+
+// While it lives the calling thread may say that it is blocked; takes that back at the end.
+class Blocked {
+ public:
+  explicit Blocked(Group& group) : group_(group) {}
+  ~Blocked() {
+    if (!Group::in_engine()) group_.unblock();
+  }
+  Blocked(const Blocked&) = delete;
+  Blocked& operator=(const Blocked&) = delete;
+
+ private:
+  Group& group_;
+};
+
+}  // namespace symm_cp

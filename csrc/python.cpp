@@ -1,0 +1,61 @@
+#include "python.h"
+
+#include <pthread.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "error.h"
+
+extern "C" {
+int Py_IsInitialized() __attribute__((weak));
+int PyGILState_Ensure() __attribute__((weak));
+void PyGILState_Release(int) __attribute__((weak));
+int PyErr_CheckSignals() __attribute__((weak));
+void PyErr_Fetch(void**, void**, void**) __attribute__((weak));
+void PyErr_Restore(void*, void*, void*) __attribute__((weak));
+int Py_AddPendingCall(int (*)(void*), void*) __attribute__((weak));
+}
+
+namespace symm_cp {
+
+namespace {
+
+struct Raised {
+  void *type, *value, *traceback;
+};
+
+// Runs in the main thread, with Python's lock, before the next instruction of Python code.
+int raise_again(void* pending) {
+  auto* raised = static_cast<Raised*>(pending);
+  PyErr_Restore(raised->type, raised->value, raised->traceback);
+  delete raised;
+  return -1;
+}
+
+bool in_main_thread() { return static_cast<pid_t>(syscall(SYS_gettid)) == getpid(); }
+
+std::atomic<int> forks{0};
+const bool counting = pthread_atfork(nullptr, nullptr, [] { ++forks; }) == 0;
+
+}  // namespace
+
+int fork_count() { return forks; }
+
+void throw_if_interrupted() {
+  if (PyErr_CheckSignals == nullptr || !Py_IsInitialized() || !in_main_thread()) return;
+  const int state = PyGILState_Ensure();
+  auto* raised = new Raised{};
+  const bool interrupted = PyErr_CheckSignals() != 0;
+  if (interrupted) {
+    PyErr_Fetch(&raised->type, &raised->value, &raised->traceback);
+    if (Py_AddPendingCall(raise_again, raised) != 0) raise_again(raised);  // the queue is full
+  } else {
+    delete raised;
+  }
+  PyGILState_Release(state);
+  if (interrupted) throw Interrupted("interrupted by a signal");
+}
+
+}  // namespace symm_cp

@@ -119,6 +119,10 @@ void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, const std:
                                         " waiting for " + awaited + " (call " +
                                         std::to_string(call.number) + ")";
                mapping_->throw_if_peer_lost(peer, expired, call.budget, what);
+               // Nor does the call come to its end without another rank that never came to it.
+               for (int other = 0; other < mapping_->world_size(); ++other)
+                 if (other != mapping_->rank() && other != peer && !entered(other, call.epoch))
+                   mapping_->throw_if_peer_lost(other, false, call.budget, what);
                group_.check_agreement({index_, call.number, call.what}, peer, true);
              });
 }

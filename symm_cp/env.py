@@ -15,16 +15,29 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
+class NoHomeError(RuntimeError):
+    """Nobody knows where this user's files are kept."""
+
+
 def build_dir() -> Path:
-    """Returns the folder that holds built native parts."""
+    """Returns the folder of built native parts, calibrations and tunings; raises `NoHomeError`."""
     chosen = os.environ.get("SYMM_CP_BUILD_DIR")
     if chosen:
         return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "symm_cp"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # to be ignored, says the specification
+        with suppress(RuntimeError):  # neither HOME nor an entry for the user
+            cache = (Path.home() if os.environ.get("HOME") != "" else Path()) / ".cache"
+    if not cache.is_absolute():
+        raise NoHomeError(
+            f"user {os.getuid()} has no home folder (HOME): set SYMM_CP_BUILD_DIR to a folder that "
+            "only this user can write"
+        )
+    return cache / "symm_cp"
 
 
 def timeout_ms() -> int:

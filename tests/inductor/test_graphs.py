@@ -227,6 +227,21 @@ def gather_scaled(g: Any, x: Any, w: Any) -> Any:
     return scaled(gather_eight_bits(a, g), b, one, one * 0.5)
 
 
+def gather_scaled_as_bytes(g: Any, x: Any, w: Any) -> Any:
+    """As frameworks gather float8 where the backend has none: along the summed dimension."""
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 1, g).view(FLOAT8)
+    return scaled(full, b, one, one * 0.5)
+
+
+def gather_scaled_as_bytes_then_cut(g: Any, x: Any, w: Any) -> Any:
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 0, g).view(FLOAT8)
+    return scaled(full[:, :16], b, one, one * 0.5)
+
+
 def gather_scaled_rows(g: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits_by_row(x)
     b, scale_b = eight_bits_by_row(w.t())
@@ -297,10 +312,12 @@ def graphs(W: int) -> dict[str, Graph]:
         "cast": Graph(gather_cast, ((4, 6), W2), (AG,)),
         "cast, both": Graph(gather_cast_both, ((4, 6), W2), reasons=("used as torch.float64",)),
         "slices": Graph(gather_by_slices, (X3, W2), (AG,)),
-        "swapped": Graph(gather_swapped, (X3, W2), reasons=("feeds no matmul",)),
-        "the same twice": Graph(gather_twice_the_same, (X3, W2), reasons=("feeds no matmul",)),
-        "overlapping": Graph(gather_overlapping, (X3, W2), reasons=("feeds no matmul",)),
-        "halves": Graph(gather_halves, ((4, 6), W2), reasons=("feeds no matmul",)),
+        "swapped": Graph(gather_swapped, (X3, W2), reasons=("which is not followed",)),
+        "the same twice": Graph(
+            gather_twice_the_same, (X3, W2), reasons=("which is not followed",)
+        ),
+        "overlapping": Graph(gather_overlapping, (X3, W2), reasons=("which is not followed",)),
+        "halves": Graph(gather_halves, ((4, 6), W2), reasons=("which is not followed",)),
         "on the right": Graph(gather_on_the_right, ((4, 6), (5, 4 * W)), reasons=("sums over",)),
         "summed over": Graph(gather_summed_over, ((4, 6), (4 * W, 5)), (AG,)),
         "alone": Graph(gather_alone, ((4, 6),), reasons=("feeds no matmul",)),
@@ -322,6 +339,12 @@ def graphs(W: int) -> dict[str, Graph]:
         "largest": Graph(scatter_largest, ((4 * W, 6), W2), reasons=("reduces by max",)),
         "block": Graph(block, (X3, W2, (5, 6)), (AG, RS, AG, RS), grad=True),
         "scaled": Graph(gather_scaled, ((16, 32), (32, 16)), (AG8,), dtype=torch.float32),
+        "scaled, as bytes": Graph(
+            gather_scaled_as_bytes, ((16, 16), (16 * W, 16)), (AG8,), dtype=torch.float32
+        ),
+        "scaled, as bytes, cut": Graph(
+            gather_scaled_as_bytes_then_cut, ((16, 32), (16, 16)), (AG8,), dtype=torch.float32
+        ),
         "scaled rows": Graph(
             gather_scaled_rows, ((16, 32), (32, 16)), (AG8, AG8), dtype=torch.float32
         ),
@@ -501,3 +524,59 @@ def test_groups_of_a_mesh_are_told_apart(ranks: Ranks) -> None:
 )
 def test_graph(ranks: Ranks, world_size: int, name: str) -> None:
     ranks.run(world_size, check, name, int(torch.randint(1 << 30, ())))
+
+
+def _gathered(x: Any, g: Any, dim: int = 0) -> Any:
+    return funcol.all_gather_tensor(x, dim, g)
+
+
+#: What is next to a matmul, but cannot be fused; all with (x, w) of (4, 8) and (8, 6).
+UNFUSED = {
+    "gathered, flipped": lambda g, x, w: _gathered(x, g).flip(0) @ w,
+    "gathered, padded": lambda g, x, w: F.pad(_gathered(x, g), (0, 0, 1, 0)) @ w,
+    "gathered as wider bits": lambda g, x, w: (
+        _gathered(x.view(torch.int32), g, 1).view(torch.float64)
+        @ w.repeat(g.size(), 1)[: 4 * g.size()].double()
+    ),
+    "gathered as bytes, dim 1": lambda g, x, w: (
+        _gathered(x.view(torch.uint8), g, 1).view(torch.float32) @ w.repeat(g.size(), 1)
+    ),
+    "gathered weight": lambda g, x, w: x @ _gathered(w, g, 1),
+    "gathered, some rows": lambda g, x, w: _gathered(x, g)[torch.tensor([3, 0, 2])] @ w,
+    "scattered, flipped": lambda g, x, w: funcol.reduce_scatter_tensor(
+        (x @ w).flip(0), "sum", 0, g
+    ),
+    "scattered with a residual": lambda g, x, w: funcol.reduce_scatter_tensor(
+        x @ w + x[:, :6], "sum", 0, g
+    ),
+    "summed": lambda g, x, w: funcol.all_reduce(x @ w, "sum", g),
+    "exchanged": lambda g, x, w: funcol.all_to_all_single(x, None, None, g) @ w,
+}
+
+
+def refusal(fn: Any, inputs: Any, options: Options) -> str:
+    try:
+        through_passes(fn, inputs, options)
+    except Exception as error:  # Dynamo's, around ours
+        return str(error)
+    return "no error"
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    inputs = torch.randn(4, 8), torch.randn(8, 6)
+    for low_contention in (False, True):
+        options = Options(strict=True, low_contention=low_contention)
+        for name, fn in UNFUSED.items():
+            said = refusal(functools.partial(fn, group), inputs, options)
+            assert "strict: " in said, name
+            assert "left alone: " in said, name
+    for fn in (
+        lambda x, w: _gathered(x, group).exp() @ w,
+        lambda x, w: funcol.reduce_scatter_tensor((x @ w).exp(), "sum", 0, group),
+        lambda x, w: funcol.all_reduce((x @ w).sum(), "sum", group),
+    ):  # something computes in between: not next to the matmul
+        through_passes(fn, inputs, Options(strict=True))
+
+
+def test_strict_refuses_whatever_is_left_next_to_a_matmul(ranks: Ranks) -> None:
+    ranks.run(2, refuses, timeout=300)

@@ -79,7 +79,8 @@ def find(given: str | None, ranks: int) -> Machine | None:
 def find_or_measure(given: str | None, group: dist.ProcessGroup) -> Machine:
     """As `find`, identically on all ranks; measures briefly what was never calibrated. Collective.
 
-    What was measured briefly is not kept, so that ops go on as before.
+    What was measured briefly is not kept, so that ops go on as before. It has no curves of kernels:
+    it is for work whose kernel is timed by itself.
     """
     box: list[Machine | None] = [None]
     if group.rank() == 0:
@@ -93,7 +94,7 @@ def find_or_measure(given: str | None, group: dist.ProcessGroup) -> Machine:
             f"(symm-cp calibrate --ranks {group.size()} measures well, and keeps it)",
             flush=True,
         )
-    return measure(group, None, _BRIEFLY)
+    return measure(group, None, _BRIEFLY, kernels=False)
 
 
 class _Meter:
@@ -273,6 +274,12 @@ def _kernels(meter: _Meter) -> dict[str, Curve]:
     return curves
 
 
+def _one_matmul(meter: _Meter) -> dict[str, Curve]:
+    size = _CUBES[len(_CUBES) // 2]
+    points = [(2.0 * size**3, _matmul(meter, size, size, torch.float32))]
+    return {"matmul.float32": meter.curve("matmul, float32", points)}
+
+
 def _calls(meter: _Meter) -> dict[str, float]:
     """What ops take on next to nothing."""
     group = meter.group
@@ -299,13 +306,21 @@ def _calls(meter: _Meter) -> dict[str, float]:
 
 
 def measure(
-    group: dist.ProcessGroup, progress: Progress | None = None, seconds: float = 0.15
+    group: dist.ProcessGroup,
+    progress: Progress | None = None,
+    seconds: float = 0.15,
+    *,
+    kernels: bool = True,
 ) -> Machine:
-    """Returns what was measured, alike on all ranks. Collective; takes about ten seconds."""
+    """Returns what was measured, alike on all ranks. Collective; takes about ten seconds.
+
+    Without `kernels` it takes two, and the machine is for work whose kernel is timed by itself.
+    """
     meter = _Meter(group, progress, seconds)
     with torch.no_grad():
         calls = _calls(meter)
-        curves = {**_kernels(meter), **_moves(meter)}
+        curves = _kernels(meter) if kernels else _one_matmul(meter)
+        curves |= _moves(meter)
         curves["reduce"] = _reduce(meter, calls["reduce_scatter_out"])
     fastest = max(size / seconds for size, seconds in _points(curves["matmul.float32"]))
     rate = max(size / seconds for size, seconds in _points(curves["copy"]))

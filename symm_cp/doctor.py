@@ -7,6 +7,7 @@ import datetime
 import json
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -196,10 +197,11 @@ def _op_findings() -> list[Finding]:
         else:
             findings.append(Finding("ops", short, "info", ", ".join(kernels)))
     if others:
+        kinds = Counter(name.lstrip("_").split("_")[0] for name in others)
+        counts = ", ".join(f"{count} {kind}_*" for kind, count in kinds.items() if count > 3)
         why = (
-            f"{len(others)} of torch's have no kernel here, as expected: torch has them for CUDA "
-            "only (multicast, NVSHMEM, NCCL, streams), and symm_cp does not need them: "
-            + ", ".join(others)
+            f"{len(others)} of torch's ({counts}, ...) have no kernel here, as expected: they are "
+            "for multicast, NVSHMEM, NCCL and streams on CUDA, and symm_cp does without them"
         )
         findings.append(Finding("ops", "others", "info", why))
     return findings

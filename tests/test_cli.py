@@ -78,7 +78,7 @@ def test_doctor_puts_what_is_not_needed_into_one_line() -> None:
     assert not [finding for finding in findings if finding.detail in ("none", "Meta")]
     (others,) = (finding for finding in findings if finding.name == "others")
     assert "as expected" in others.detail
-    assert "multimem_all_reduce_" in others.detail
+    assert "multimem_*" in others.detail
 
 
 def test_doctor_says_what_to_install(tmp_path: Path) -> None:

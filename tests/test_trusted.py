@@ -228,8 +228,8 @@ def test_outputs_do_not_follow_the_links_of_others(
     victim.write_text("precious")
     link.symlink_to(victim)
     monkeypatch.setattr(trusted, "owners", lambda: frozenset([STRANGER]))
-    for path in (link, victim):
-        with pytest.raises(trusted.UntrustedError, match="of another user"):
+    for path, what in ((link, "link"), (victim, "file")):
+        with pytest.raises(trusted.UntrustedError, match=f"{what} of another user"):
             trusted.write_output(path, "text")
     assert victim.read_text() == "precious"
     tmp_path.chmod(0o755)  # no folder that everybody can write: shared on purpose

@@ -2,7 +2,7 @@
 
 | variable | meaning | default |
 |---|---|---|
-| `SYMM_CP_BUILD_DIR` | where the native part, calibrations and tunings are kept | `~/.cache/symm_cp` |
+| `SYMM_CP_BUILD_DIR` | where built code and measurements are kept | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
 | `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |

@@ -197,14 +197,14 @@ def _facts(group: Group) -> _Facts:
     if isinstance(known, _Facts):
         return known
     reading = known or 0
-    store = group.store()
+    store, found = group.store(), []
     if group.rank == 0:
         found = [_read(path, group.world_size) for path in (machine_path, tuned_path)]
         store.set(f"symm_cp/tuning/{reading}", json.dumps([text for text, _ in found]))
-        for reason in filter(None, (reason for _, reason in found)):
-            warnings.warn(reason, stacklevel=2)  # after the other ranks have their answer
     texts = json.loads(store.get(f"symm_cp/tuning/{reading}").decode())
     facts = group.tuning = _Facts(reading, *texts)
+    for reason in filter(None, (reason for _, reason in found)):
+        warnings.warn(reason, stacklevel=2)  # last: it may be an error, on this rank alone
     return facts
 
 

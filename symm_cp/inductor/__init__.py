@@ -73,8 +73,8 @@ def enable(
 
     Args:
         async_tp: all-gathers that feed matmuls (`mm`, `addmm`, `_scaled_mm`), through any views and
-            casts (float8 gathered as bytes, too), become `fused_all_gather_(scaled_)matmul`; matmuls whose product is
-            reduce-scattered become `fused_matmul_reduce_scatter`.
+            casts (float8 gathered as bytes, too), become `fused_all_gather_(scaled_)matmul`;
+            matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`.
         context_parallel: all-gathers of keys and values that feed scaled-dot-product attention
             become `fused_all_gather_attention`, with its backward.
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide

@@ -1,13 +1,13 @@
 """Symmetric-memory fused compute-collective ops for PyTorch.
 
 Importing this package adds kernels: torch's symmetric memory and the ops of `torch.ops.symm_mem`
-work on CPU tensors from then on. It builds its native part once for the installed torch; without a
-C++ compiler the import succeeds, and the first use says what to install.
+work on CPU tensors from then on. It builds its native part once for the installed torch. Where that
+cannot be built or loaded (no C++ compiler, no folder to keep it in, one that others can write) the
+import succeeds with one line that says so, and the first use raises an error with what to do.
 """
 
 from __future__ import annotations
 
-import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
@@ -84,4 +84,4 @@ _ops.register()
 try:
     _native.load()
 except _native.BuildError as _error:
-    print(f"symm_cp: {_error}", file=_sys.stderr)
+    _native.say(str(_error).splitlines()[0])

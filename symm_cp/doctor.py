@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import tempfile
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, env, native, nvshmem
+from symm_cp import __version__, env, native, nvshmem, trusted
 from symm_cp.device import Device
 
 _KEYS = ("CPU", "CUDA", "Meta", "Autograd")
@@ -95,7 +98,11 @@ def _cpu() -> Finding:
 
 def _driver() -> Finding:
     """What the CUDA runtime of this package asks of the driver."""
-    found = native.load().symm_cp_driver(Device.driver.encode())
+    try:
+        found = native.load().symm_cp_driver(Device.driver.encode())
+    except native.BuildError as error:
+        advice = "the native part comes first, see above"
+        return Finding("backends", "CUDA driver", "missing", str(error).splitlines()[0], advice)
     if found < 0:
         advice = "update the driver; the ops of torch's namespace keep torch's kernels until then"
         return Finding("backends", "CUDA driver", "missing", native.error(), advice)
@@ -146,18 +153,57 @@ def _nvshmem() -> Finding:
     return Finding("backends", "NVSHMEM", "ok", "nvshmem4py and its library load")
 
 
+def _kept(what: str, command: str, pattern: str, without: str) -> list[Finding]:
+    """The files of what was measured here, and when; with what ops go by where there are none."""
+    findings = []
+    with suppress(env.NoHomeError, OSError):
+        for path in sorted(env.build_dir().glob(pattern)):
+            ranks = path.stem.rpartition("_")[2]
+            name = f"{what}, {ranks} ranks"
+            when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
+            try:
+                trusted.read(path)
+                again = f"again: symm-cp {command} --ranks {ranks}"
+                findings.append(Finding("measured", name, "ok", f"{path}, {when}; {again}"))
+            except trusted.UntrustedError as error:
+                advice = f"delete it, then run symm-cp {command} --ranks {ranks}"
+                findings.append(Finding("measured", name, "missing", f"not used: {error}", advice))
+    advice = f"symm-cp {command} --ranks RANKS"
+    return findings or [Finding("measured", what, "missing", f"not yet: {without}", advice)]
+
+
+def _measured() -> list[Finding]:
+    """What ops and predictions go by, besides assumptions."""
+    calibrated = "ops choose their way for a typical machine"
+    tuned = "ops take the way that a simulation says is faster"
+    return [
+        *_kept("calibrated", "calibrate", "machine_*.toml", calibrated),
+        *_kept("tuned", "tune", "tuned_*.json", tuned),
+    ]
+
+
 def _op_findings() -> list[Finding]:
     names = sorted(
         {schema.name for schema in torch._C._jit_get_all_schemas() if "symm_mem::" in schema.name}
     )
-    findings = []
+    findings, others = [], []
     for name in names:
         kernels = [
             key for key in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
         ]
-        findings.append(
-            Finding("ops", name.removeprefix("symm_mem::"), "info", ", ".join(kernels) or "none")
+        short = name.removeprefix("symm_mem::")
+        if set(kernels) <= {"Meta"}:
+            others.append(short)
+        else:
+            findings.append(Finding("ops", short, "info", ", ".join(kernels)))
+    if others:
+        kinds = Counter(name.lstrip("_").split("_")[0] for name in others)
+        counts = ", ".join(f"{count} {kind}_*" for kind, count in kinds.items() if count > 3)
+        why = (
+            f"{len(others)} of torch's ({counts}, ...) have no kernel here, as expected: they are "
+            "for multicast, NVSHMEM, NCCL and streams on CUDA, and symm_cp does without them"
         )
+        findings.append(Finding("ops", "others", "info", why))
     return findings
 
 
@@ -167,6 +213,7 @@ def examine() -> list[Finding]:
         *_versions(),
         _compiler(),
         _library(),
+        *_measured(),
         _cpu(),
         *_cuda(),
         _nvshmem(),

@@ -2,7 +2,7 @@
 
 | variable | meaning | default |
 |---|---|---|
-| `SYMM_CP_BUILD_DIR` | where the native part is built and kept | `~/.cache/symm_cp` |
+| `SYMM_CP_BUILD_DIR` | where built code and measurements are kept | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
 | `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |
@@ -15,16 +15,29 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
+class NoHomeError(RuntimeError):
+    """Nobody knows where this user's files are kept."""
+
+
 def build_dir() -> Path:
-    """Returns the folder that holds built native parts."""
+    """Returns the folder of built native parts, calibrations and tunings; raises `NoHomeError`."""
     chosen = os.environ.get("SYMM_CP_BUILD_DIR")
     if chosen:
         return Path(chosen)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "symm_cp"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():  # to be ignored, says the specification
+        with suppress(RuntimeError):  # neither HOME nor an entry for the user
+            cache = (Path.home() if os.environ.get("HOME") != "" else Path()) / ".cache"
+    if not cache.is_absolute():
+        raise NoHomeError(
+            f"user {os.getuid()} has no home folder (HOME): set SYMM_CP_BUILD_DIR to a folder that "
+            "only this user can write"
+        )
+    return cache / "symm_cp"
 
 
 def timeout_ms() -> int:

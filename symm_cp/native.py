@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import os
 import platform
@@ -27,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from . import env
+from . import env, trusted
 
 _ABI = 8  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
@@ -37,7 +36,35 @@ _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility-inlines-hidden", "-march=n
 
 
 class BuildError(RuntimeError):
-    """The native part could not be built; the message says what to install or what failed."""
+    """The native part could not be built or loaded; the message says what to do about it."""
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Turns what the machine refuses into a `BuildError` that says what to do."""
+    try:
+        yield
+    except trusted.UntrustedError as error:
+        raise BuildError(
+            f"the native part of symm_cp is not used, as another user could change it: {error}; "
+            "make it yours alone (chown, chmod go-w), or set SYMM_CP_BUILD_DIR to a folder that "
+            "only you can write"
+        ) from error
+    except env.NoHomeError as error:
+        raise BuildError(f"the native part of symm_cp has no place: {error}") from error
+    except OSError as error:
+        raise BuildError(
+            f"the native part of symm_cp cannot be read or built: {error}; set SYMM_CP_BUILD_DIR "
+            "to a folder that you can write, or have the owner of a shared build open it to you "
+            "(chmod -R a+rX)"
+        ) from error
+
+
+def say(text: str) -> None:
+    """Prints a line on stderr, where there is one that can be written."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):
+            print(f"symm_cp: {text}", file=sys.stderr, flush=True)
 
 
 def source_dir() -> Path:
@@ -53,7 +80,10 @@ def find_compiler() -> str:
     """Returns the command of a C++ compiler, or raises `BuildError` saying what to install."""
     names = [chosen] if (chosen := env.compiler()) else ["c++", "g++", "clang++"]
     for name in names:
-        program, *options = shlex.split(name)  # as in CXX="ccache g++"
+        try:
+            program, *options = shlex.split(name)  # as in CXX="ccache g++"
+        except ValueError as error:
+            raise BuildError(f"CXX={name!r} is no command: {error}") from error
         if path := shutil.which(program):
             return shlex.join([path, *options])
     raise BuildError(
@@ -67,7 +97,7 @@ def find_compiler() -> str:
 def _processor() -> str:
     # -march=native binds the build to this kind of processor; a home directory may be shared.
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith(("flags", "Features")):
                 return line
     return platform.machine()
@@ -89,24 +119,27 @@ def library_path() -> Path:
     return env.build_dir() / cache_key() / "libsymm_cp.so"
 
 
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
+    except OSError as error:
+        raise BuildError(
+            f"the C++ compiler does not run: {error}; set CXX to another one, then run: "
+            "symm-cp build"
+        ) from error
     if done.returncode != 0:
         raise BuildError(
-            f"the native part of symm_cp does not compile for torch {torch.__version__}:\n"
+            f"the native part of symm_cp does not compile for torch {torch.__version__}; "
+            "symm-cp build shows why:\n"
             f"  {' '.join(command)}\n{done.stderr.strip()}"
         )
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def _digest(fd: int) -> str:
+    with open(fd, "rb", closefd=False) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest_path(library: Path) -> Path:
@@ -114,26 +147,28 @@ def _digest_path(library: Path) -> Path:
 
 
 def _built(library: Path) -> bool:
-    return library.is_file() and _digest_path(library).is_file()
+    try:
+        for path in (library, _digest_path(library)):
+            os.close(trusted.open_to_read(path))
+    except FileNotFoundError:
+        return False
+    return True
 
 
-def _verify(library: Path) -> None:
-    """Raises `BuildError` unless the library is what was built, in a folder only its owner writes.
+def _open_verified(library: Path) -> int:
+    """Returns a descriptor of the library as it was built; raises `BuildError` or `OSError`.
 
-    What is loaded runs as the user: whoever can write it, or put another folder in its place, could
-    run anything.
+    What is loaded runs as the user. Only its owner can change it or put another one in its place
+    (see `trusted`); the digest tells a damaged file.
     """
-    folder = library.parent
-    about = folder.stat()
-    package = Path(__file__).stat().st_uid  # who can write this could do anything anyway
-    if about.st_mode & 0o022 or about.st_uid not in (os.getuid(), package, 0):
+    wanted = trusted.read(_digest_path(library)).decode(errors="replace")
+    fd = trusted.open_to_read(library)
+    if _digest(fd) != wanted:
+        os.close(fd)
         raise BuildError(
-            f"the native part of symm_cp is not loaded from {folder}, which others can write "
-            f"(owner {about.st_uid}, mode {about.st_mode & 0o777:o}): make it yours alone "
-            "(chmod go-w), or set SYMM_CP_BUILD_DIR to another folder"
+            f"{library} is not what was built: delete {library.parent} to build it again"
         )
-    if _digest(library) != _digest_path(library).read_text():
-        raise BuildError(f"{library} is not what was built: delete {folder} to build it again")
+    return fd
 
 
 def _compile(target: Path) -> None:
@@ -166,7 +201,9 @@ def _compile(target: Path) -> None:
         objects = [job[-1] for job in jobs]
         library = scratch / target.name
         _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
-        _digest_path(target).write_text(_digest(library))
+        library.chmod(0o644)  # whatever the umask: a library that a group can write is not loaded
+        with library.open("rb") as file:
+            trusted.write(_digest_path(target), _digest(file.fileno()).encode())
         library.replace(target)  # atomic: a reader sees the whole library or none
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -177,30 +214,24 @@ def build(verbose: bool = False) -> Path:
 
     Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
     """
-    target = library_path()
-    if _built(target):
-        if verbose:
-            print(f"symm_cp: already built: {target}", file=sys.stderr)
-        return target
-    find_compiler()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    except OSError as error:
-        raise BuildError(
-            f"the native part of symm_cp cannot be kept in {target.parent}: {error}; "
-            "set SYMM_CP_BUILD_DIR to a folder that can be written"
-        ) from error
-    with _lock(target.parent / "lock"):
-        if not _built(target):
-            print(
-                f"symm_cp: building the native part for torch {torch.__version__}, once "
-                "(10 to 40 seconds) ...",
-                file=sys.stderr,
-                flush=True,
-            )
-            start = time.perf_counter()
-            _compile(target)
-            print(f"symm_cp: built in {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    with _explained():
+        target = library_path()
+        if _built(target):
+            if verbose:
+                say(f"already built: {target}")
+            return target
+        find_compiler()
+        with trusted.folder(target.parent, create=True):
+            pass
+        with trusted.locked(target.parent / "lock"):
+            if not _built(target):
+                say(
+                    f"building the native part for torch {torch.__version__}, once "
+                    "(10 to 40 seconds) ..."
+                )
+                start = time.perf_counter()
+                _compile(target)
+                say(f"built in {time.perf_counter() - start:.0f} s")
     return target
 
 
@@ -323,27 +354,38 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
+_OTHER_VERSION = "csrc/ and native.py are of different versions: install symm_cp again"
+
+
 @cache
 def load() -> ctypes.CDLL:
     """Returns the native library, building it if it was never built; raises `BuildError`.
 
-    The library must be what was built, in a folder that only its owner can write. Loading registers
+    The library must be what was built, in folders that only its owner can change. Loading registers
     the CPU backend with torch's symmetric memory.
     """
     path = build()
-    _verify(path)
+    with _explained():
+        # Stays open: the loader knows libraries by their names, so that the same number for another
+        # file would give this library again.
+        fd = _open_verified(path)
+    name = f"/proc/self/fd/{fd}"  # what was verified, whatever the path names by now
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(name)
     except OSError as error:  # a damaged file, or a file system that allows no execution
+        os.close(fd)
         raise BuildError(
-            f"the native part of symm_cp does not load: {error}; delete {path.parent} to build it "
-            "again, or set SYMM_CP_BUILD_DIR to another folder"
+            f"the native part of symm_cp does not load: {str(error).replace(name, str(path))}; "
+            f"delete {path.parent} to build it again, or set SYMM_CP_BUILD_DIR to another folder"
         ) from error
     for name, (result, arguments) in _SIGNATURES.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise BuildError(_OTHER_VERSION)
         function.restype = result
         function.argtypes = arguments
-    assert library.symm_cp_abi() == _ABI, "csrc/ and native.py are of different versions"
+    if library.symm_cp_abi() != _ABI:
+        raise BuildError(_OTHER_VERSION)
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     return library

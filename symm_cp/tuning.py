@@ -20,15 +20,16 @@ All ranks of a group take one way: they go by the files that the group's first r
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from symm_cp import env
+from symm_cp import env, trusted
 from symm_cp.memory import Group
 from symm_cp.schedule import builders, staged
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
@@ -130,7 +131,7 @@ class _Facts:
     def __init__(self, reading: int, machine: str, tuned: str) -> None:
         self.reading = reading
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
-        self.tuned: dict[str, str] = json.loads(tuned) if tuned else {}
+        self.tuned = parse_tuned(tuned, "what symm-cp tune has written")
         self.choices: dict[Question, Choice] = {}
         #: Whether each rank has a GPU of its own; None: not looked at yet.
         self.apart: bool | None = None
@@ -169,10 +170,25 @@ def tuned_path(ranks: int) -> Path:
     return env.build_dir() / f"tuned_{ranks}.json"
 
 
-def _read(path: Path) -> str:
-    with suppress(OSError):
-        return path.read_text()
-    return ""
+def parse_tuned(text: str, name: str) -> dict[str, str]:
+    """Returns the ways by what ops have to do, from a file of that name; raises `ValueError`."""
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}: delete it, or run symm-cp tune again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}: it must be a JSON object: delete it, or run symm-cp tune again")
+    return found
+
+
+def _read(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
+    """Returns what is in a file, or why it is not read; nothing of either where there is none."""
+    try:
+        return trusted.read(path(ranks)).decode(), ""
+    except (FileNotFoundError, NotADirectoryError, env.NoHomeError):
+        return "", ""
+    except (OSError, UnicodeDecodeError) as error:
+        return "", f"symm_cp: not used: {error}"
 
 
 def _facts(group: Group) -> _Facts:
@@ -181,21 +197,25 @@ def _facts(group: Group) -> _Facts:
     if isinstance(known, _Facts):
         return known
     reading = known or 0
-    publish(group)
+    reasons = publish(group)
     texts = json.loads(group.read(group.store(), [_key(reading)])[0])
-    found = group.tuning = _Facts(reading, *texts)
-    return found
+    facts = group.tuning = _Facts(reading, *texts)
+    for reason in reasons:
+        warnings.warn(reason, stacklevel=2)  # last: it may be an error, on this rank alone
+    return facts
 
 
 def _key(reading: int) -> str:
     return f"symm_cp/tuning/{reading}"
 
 
-def publish(group: Group) -> None:
-    """Rank 0 says what the ranks choose by. Not collective."""
-    if group.rank == 0 and not isinstance(group.tuning, _Facts):
-        texts = [_read(path(group.world_size)) for path in (machine_path, tuned_path)]
-        group.store().set(_key(group.tuning or 0), json.dumps(texts))
+def publish(group: Group) -> list[str]:
+    """Rank 0 says what the ranks choose by; returns why it left files out. Not collective."""
+    if group.rank != 0 or isinstance(group.tuning, _Facts):
+        return []
+    found = [_read(path, group.world_size) for path in (machine_path, tuned_path)]
+    group.store().set(_key(group.tuning or 0), json.dumps([text for text, _ in found]))
+    return [reason for _, reason in found if reason]
 
 
 def _of_device(device: torch.device, measured: Machine) -> Machine:

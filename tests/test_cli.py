@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from symm_cp import cli, native
+from symm_cp import doctor as doctor_module
 
 
 def test_build_prints_the_library(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +52,33 @@ def test_doctor_finds_a_working_backend() -> None:
     assert "Autograd" in findings["fused_all_gather_matmul"]["detail"]
     for finding in findings.values():
         assert bool(finding["advice"]) == (finding["state"] == "missing"), finding
+
+
+def test_doctor_tells_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
+    calibrated, tuned = doctor_module._measured()
+    assert (calibrated.state, tuned.state) == ("missing", "missing")
+    assert "symm-cp calibrate --ranks" in calibrated.advice
+    assert "symm-cp tune --ranks" in tuned.advice
+    for name in ("machine_2.toml", "machine_4.toml", "tuned_2.json"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o644)
+        os.utime(tmp_path / name, (0, 86400 * 366))
+    (tmp_path / "machine_4.toml").chmod(0o666)
+    two, four, tuned = doctor_module._measured()
+    assert two.state == tuned.state == "ok"
+    assert f"{tmp_path / 'machine_2.toml'}, 1971-01-0" in two.detail
+    assert "symm-cp calibrate --ranks 2" in two.detail
+    assert "others can write" in four.detail
+    assert "symm-cp calibrate --ranks 4" in four.advice
+
+
+def test_doctor_puts_what_is_not_needed_into_one_line() -> None:
+    findings = doctor_module._op_findings()
+    assert not [finding for finding in findings if finding.detail in ("none", "Meta")]
+    (others,) = (finding for finding in findings if finding.name == "others")
+    assert "as expected" in others.detail
+    assert "multimem_*" in others.detail
 
 
 def test_doctor_says_what_to_install(tmp_path: Path) -> None:

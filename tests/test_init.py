@@ -1,9 +1,12 @@
-"""Importing symm_cp: only what is needed."""
+"""Importing symm_cp: only what is needed, and it never fails."""
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +27,55 @@ def test_all_names_are_there() -> None:
         assert getattr(symm_cp, name) is not None
     with pytest.raises(AttributeError, match="'symm_cp' has no attribute 'nothing'"):
         _ = symm_cp.nothing
+
+
+# What is wrong, said in code that runs before the import; and what the one line has to say.
+_ODD = {
+    "no home": (
+        "import pwd; del os.environ['HOME'], os.environ['SYMM_CP_BUILD_DIR']\n"
+        "os.environ.pop('XDG_CACHE_HOME', None)\n"
+        "def unknown(uid): raise KeyError(uid)\n"
+        "pwd.getpwuid = unknown",
+        "has no home folder .HOME.: set SYMM_CP_BUILD_DIR",
+    ),
+    "another user's cache": (
+        "os.mkdir(cache); real = os.fstat\n"
+        "def fstat(fd):\n"
+        "    about = real(fd)\n"
+        "    mine = about.st_ino == os.stat(cache).st_ino\n"
+        "    return os.stat_result((*about[:4], 54321, *about[5:])) if mine else about\n"
+        "os.fstat = fstat",
+        "built: it belongs to user 54321, .*SYMM_CP_BUILD_DIR",
+    ),
+    "a stderr that is closed": ("os.environ['CXX'] = 'none'; sys.stderr.close()", ""),
+    "a compiler that fails": ("os.environ['CXX'] = 'false'", "symm-cp build shows why"),
+}
+
+
+@pytest.mark.parametrize("odd", _ODD)
+def test_an_import_never_fails(odd: str, tmp_path: Path) -> None:
+    """One line says what is wrong; what needs the native part raises an error with the same."""
+    before, message = _ODD[odd]
+    cache = str(tmp_path / "b\udcff" / "built")  # no UTF-8
+    os.mkdir(os.path.dirname(cache))
+    code = f"""
+import os, sys
+cache = {cache!r}
+os.environ.setdefault("HOME", "/")
+os.environ["SYMM_CP_BUILD_DIR"] = cache
+{before}
+import symm_cp
+from symm_cp import native
+try:
+    native.load()
+except native.BuildError as error:
+    print(ascii(str(error)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    out, err = done.stdout, done.stderr
+    assert re.search(message, out), out + err
+    if message:
+        said = [line for line in err.splitlines() if line.startswith("symm_cp: ")]
+        (line,) = (line for line in said if "building the native part" not in line)
+        assert re.search(message, line)
+        assert "Traceback" not in err

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import re
 import shutil
 import signal
@@ -172,6 +173,78 @@ def test_a_folder_that_cannot_be_written(
         native.build()
 
 
+@pytest.mark.parametrize("call", ["open", "mkdir", "chmod"])
+def test_whatever_the_system_refuses_is_explained(
+    call: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied", "here")
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(native.BuildError, match=r"Permission denied: .*SYMM_CP_BUILD_DIR"):
+        native.load.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        ("'unfinished", 'CXX="\'unfinished" is no command'),
+        ("{folder}/log -O0", "does not run: .*Permission denied|found none of"),
+        ("{folder}/script", "does not run: .*Exec format error"),
+    ],
+)
+def test_a_compiler_that_is_none(
+    chosen: str,
+    message: str,
+    compiler: Compiler,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "script").write_bytes(b"\x00\xff no program")
+    (tmp_path / "script").chmod(0o755)
+    monkeypatch.setenv("CXX", chosen.format(folder=tmp_path))
+    with pytest.raises(native.BuildError, match=message):
+        native.build()
+
+
+def test_what_the_compiler_says_may_be_no_text(compiler: Compiler) -> None:
+    compiler.path.write_text("#!/bin/sh\nprintf 'no \\377 luck' >&2\nexit 1\n")
+    with pytest.raises(native.BuildError, match="no \ufffd luck"):
+        native.build()
+
+
+@pytest.mark.parametrize("home", [None, "", "relative"])
+def test_without_a_home(home: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("SYMM_CP_BUILD_DIR", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    with pytest.raises(
+        native.BuildError, match=rf"user {os.getuid()} has no home .* set SYMM_CP_B"
+    ):
+        native.load.__wrapped__()
+
+
+def test_a_processor_that_does_not_say_what_it_is(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = Path.read_text
+
+    def refused(path: Path, **options: str) -> str:
+        if path == Path("/proc/cpuinfo"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, **options)
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    assert native._processor() == platform.machine()
+    native.build()
+
+
 def test_a_damaged_library(compiler: Compiler) -> None:
     native.build()  # an empty file
     with pytest.raises(native.BuildError, match=r"does not load: .*; delete "):
@@ -194,13 +267,98 @@ def test_a_folder_that_others_can_write_is_not_trusted(compiler: Compiler, mode:
         native.load.__wrapped__()
 
 
+@pytest.mark.parametrize("name", ["libsymm_cp.so", "libsymm_cp.sha256"])
+def test_a_file_that_others_can_write_is_not_trusted(compiler: Compiler, name: str) -> None:
+    """Whoever can write the library and its digest can have both fit."""
+    folder = native.build().parent
+    folder.chmod(0o755)
+    (folder / name).chmod(0o666)
+    for use in (native.build, native.load.__wrapped__):
+        with pytest.raises(native.BuildError, match=rf"{name}: others can write .*mode 666"):
+            use()
+
+
+@pytest.mark.parametrize("umask", [0, 0o002])
+def test_a_library_is_the_users_own_whatever_the_umask(compiler: Compiler, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        folder = native.build().parent
+    finally:
+        os.umask(before)
+    assert not any(path.stat().st_mode & 0o022 for path in (folder, *folder.iterdir()))
+
+
+def test_a_parent_that_others_can_write_is_not_trusted(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(shared / "symm_cp"))
+    with pytest.raises(native.BuildError, match=r"shared: others can write .*SYMM_CP_BUILD_DIR"):
+        native.build()
+    assert not list(shared.iterdir())
+    assert not compiler.calls()
+    shared.chmod(0o1777)
+    native.build()
+    shared.chmod(0o777)  # after the build: somebody can put another folder there
+    with pytest.raises(native.BuildError, match=r"shared: others can write"):
+        native.load.__wrapped__()
+
+
+def test_a_link_instead_of_the_lock_empties_nothing(compiler: Compiler, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    folder = native.library_path().parent
+    folder.mkdir(parents=True)
+    (folder / "lock").symlink_to(victim)
+    with pytest.raises(native.BuildError, match=r"lock: it is a symbolic link"):
+        native.build()
+    assert victim.read_text() == "precious"
+    assert not compiler.calls()
+
+
+def test_what_is_loaded_is_what_was_verified(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another file that takes the library's name after the check is not loaded."""
+    path = native.build()
+    verified = path.stat().st_ino
+    loaded = []
+
+    def load(name: str) -> None:
+        other = path.with_name("other")
+        other.write_bytes(b"")
+        other.replace(path)
+        loaded.append(os.stat(name).st_ino)
+        raise OSError(f"{name}: is no library")
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    with pytest.raises(native.BuildError, match=re.escape(f"does not load: {path}: is no")):
+        native.load.__wrapped__()
+    assert loaded == [verified]
+    assert path.stat().st_ino != verified
+
+
+def test_a_shared_build_that_is_read_only(compiler: Compiler) -> None:
+    """Built by root or the package's owner, opened to all; nothing in it is written again."""
+    library = native.build()
+    for path in (library.parent, *library.parent.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = {path: path.stat().st_mtime_ns for path in library.parent.iterdir()}
+    assert native.build() == library
+    os.close(native._open_verified(library))
+    assert {path: path.stat().st_mtime_ns for path in library.parent.iterdir()} == before
+    library.parent.chmod(0o700)
+
+
 def test_a_library_without_its_hash_is_built_again(compiler: Compiler) -> None:
     library = native.build()
     calls = len(compiler.calls())
     library.with_suffix(".sha256").unlink()
     assert native.build() == library
     assert len(compiler.calls()) == 2 * calls
-    native._verify(library)
+    os.close(native._open_verified(library))
 
 
 def change_source(folder: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import types
 import unittest.mock
+import warnings
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,61 @@ def test_what_was_measured_comes_before_the_simulation(
     ranks: Ranks, world_size: int, tmp_path: Path
 ) -> None:
     ranks.run(world_size, files, str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["machine_path", "tuned_path"])
+def test_files_that_another_user_could_change_are_not_read(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
+    path = getattr(tuning, name)
+    assert tuning._read(path, 2) == ("", "")
+    path(2).write_text("text")
+    path(2).chmod(0o644)
+    assert tuning._read(path, 2) == ("text", "")
+    path(2).chmod(0o666)
+    text, reason = tuning._read(path, 2)
+    assert text == ""
+    assert "not used: " in reason
+    assert f"{path(2)}: others can write it" in reason
+    path(2).chmod(0o644)
+    path(2).write_bytes(b"\xff")
+    assert tuning._read(path, 2)[1] != ""
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", "")
+    monkeypatch.setenv("HOME", "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert tuning._read(path, 2) == ("", "")
+
+
+def distrusts(group: dist.ProcessGroup, folder: str) -> None:
+    """The rank that reads says once what it does not use; nobody waits for it meanwhile."""
+    state = memory.resolve(group)
+    path = Path(folder, "tuned.json")
+    if group.rank() == 0:
+        path.write_text(json.dumps({KEY: "whole"}))
+        path.chmod(0o666)
+    with (
+        unittest.mock.patch.object(tuning, "tuned_path", return_value=path),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        tuning.relearn(state)
+        if group.rank() == 0:
+            with pytest.raises(UserWarning, match=r"not used: .*tuned\.json: others can write it"):
+                tuning._facts(state)
+        assert tuning._facts(state).tuned == {}
+    dist.barrier(group)
+    tuning.relearn(state)
+
+
+def test_a_file_that_is_not_used_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, distrusts, str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "1"])
+def test_a_damaged_file_of_choices(text: str) -> None:
+    with pytest.raises(ValueError, match=r"some file: .* run symm-cp tune again"):
+        tuning.parse_tuned(text, "some file")
 
 
 def told(group: dist.ProcessGroup) -> None:

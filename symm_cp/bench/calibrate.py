@@ -8,6 +8,7 @@ as it is used: written by one rank just before the other reads it.
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -21,12 +22,12 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import launch, native
+from symm_cp import launch, native, trusted
 from symm_cp.bench.measure import quick_barrier
-from symm_cp.bench.report import processor
+from symm_cp.bench.report import keep, processor
 from symm_cp.demo.progress import Progress
 from symm_cp.ops.common import new_result
-from symm_cp.schedule.machine import Curve, Machine, machine, to_toml
+from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tuning import machine_path
 
 HELP = "measure what kernels, copies and calls cost here, for predictions (trace, tune)"
@@ -40,6 +41,7 @@ _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = (5, 50)
+_BRIEFLY = 0.01  # seconds for each point
 _LEAST = 1e-9  # a curve has no zeros
 
 
@@ -57,20 +59,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch.add_rendezvous(parser)
 
 
-def find(given: str | None, ranks: int) -> Machine:
+def find(given: str | None, ranks: int) -> Machine | None:
     """Returns the machine of that name or file, by default what was calibrated for these ranks.
 
-    Raises `ValueError` that says what to run when there is none.
+    None where it was never calibrated for them. Raises `ValueError` for a name or file that is none
+    of a machine, or that another user could change.
     """
     if given is not None:
         return machine(given)
     path = machine_path(ranks)
-    if not path.is_file():
-        raise ValueError(
-            f"this machine was not calibrated for {ranks} ranks: run "
-            f"symm-cp calibrate --ranks {ranks}, or give --machine"
+    try:
+        return from_toml(trusted.read(path).decode(), str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{error}; or give --machine") from error
+
+
+def find_or_measure(given: str | None, group: dist.ProcessGroup) -> Machine:
+    """As `find`, identically on all ranks; measures briefly what was never calibrated. Collective.
+
+    What was measured briefly is not kept, so that ops go on as before. It has no curves of kernels:
+    it is for work whose kernel is timed by itself.
+    """
+    box: list[Machine | None] = [None]
+    if group.rank() == 0:
+        box = [find(given, group.size())]
+    dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
+    if (found := box[0]) is not None:
+        return found
+    if group.rank() == 0:
+        print(
+            f"not calibrated for {group.size()} ranks: measured briefly, for this command only "
+            f"(symm-cp calibrate --ranks {group.size()} measures well, and keeps it)",
+            flush=True,
         )
-    return machine(str(path))
+    return measure(group, None, _BRIEFLY, kernels=False)
 
 
 class _Meter:
@@ -250,6 +274,12 @@ def _kernels(meter: _Meter) -> dict[str, Curve]:
     return curves
 
 
+def _one_matmul(meter: _Meter) -> dict[str, Curve]:
+    size = _CUBES[len(_CUBES) // 2]
+    points = [(2.0 * size**3, _matmul(meter, size, size, torch.float32))]
+    return {"matmul.float32": meter.curve("matmul, float32", points)}
+
+
 def _calls(meter: _Meter) -> dict[str, float]:
     """What ops take on next to nothing."""
     group = meter.group
@@ -276,13 +306,21 @@ def _calls(meter: _Meter) -> dict[str, float]:
 
 
 def measure(
-    group: dist.ProcessGroup, progress: Progress | None = None, seconds: float = 0.15
+    group: dist.ProcessGroup,
+    progress: Progress | None = None,
+    seconds: float = 0.15,
+    *,
+    kernels: bool = True,
 ) -> Machine:
-    """Returns what was measured, alike on all ranks. Collective; takes about ten seconds."""
+    """Returns what was measured, alike on all ranks. Collective; takes about ten seconds.
+
+    Without `kernels` it takes two, and the machine is for work whose kernel is timed by itself.
+    """
     meter = _Meter(group, progress, seconds)
     with torch.no_grad():
         calls = _calls(meter)
-        curves = {**_kernels(meter), **_moves(meter)}
+        curves = _kernels(meter) if kernels else _one_matmul(meter)
+        curves |= _moves(meter)
         curves["reduce"] = _reduce(meter, calls["reduce_scatter_out"])
     fastest = max(size / seconds for size, seconds in _points(curves["matmul.float32"]))
     rate = max(size / seconds for size, seconds in _points(curves["copy"]))
@@ -299,10 +337,7 @@ def _points(curve: Curve) -> Iterable[tuple[float, float]]:
 
 
 def _memory_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal"):
-            return int(line.split()[1]) << 10
-    return 0
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _signal(meter: _Meter) -> float:
@@ -334,8 +369,6 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     if group.rank() == 0:
         assert progress is not None
         progress.close()
-        path: Path = given.out or machine_path(group.size())
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path.write_text(to_toml(found))
+        path = keep(given.out, partial(machine_path, group.size()), to_toml(found))
         print(f"{found.name}, {found.gpus} ranks: {path}")
     return 0

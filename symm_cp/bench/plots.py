@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from symm_cp.bench.report import Written
-from symm_cp.schedule.trace import load_pyplot
+from symm_cp.schedule.trace import load_pyplot, save_figure
 
 
 def _kinds(rows: Sequence[Written]) -> list[str]:
@@ -53,7 +53,7 @@ def _against_size(pyplot: Any, path: Path, kind: str, rows: Sequence[Written]) -
     ratios.axhline(1.0, color="gray", linewidth=0.8)
     times.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 
@@ -72,5 +72,5 @@ def _scaling(pyplot: Any, path: Path, rows: Sequence[Written]) -> None:
         ax.set(xlabel="ranks", ylabel="ratio to the limit", title=kind, yscale="log")
         ax.legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import csv
 import datetime
+import io
 import json
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from symm_cp.bench.measure import Row, duration
+from symm_cp.trusted import write, write_output
 
 #: A row as it is written to JSON.
 Written = Mapping[str, Any]
@@ -22,10 +25,11 @@ Written = Mapping[str, Any]
 def processor() -> str:
     """Returns the model of the processor, and how many cores this process may use."""
     name = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.split(":", 1)[1].strip()
-            break
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
     return f"{name}, {len(os.sched_getaffinity(0))} cores"
 
 
@@ -65,7 +69,7 @@ def heading(command: Sequence[str], device: str) -> dict[str, Any]:
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Written]) -> None:
     """Writes all that was measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    write_output(path, json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 def _flat(rows: Iterable[Written]) -> list[dict[str, Any]]:
@@ -90,7 +94,19 @@ def write_csv(path: Path, rows: Sequence[Written]) -> None:
     """Writes a line for each variant of each case."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = _flat(rows)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]) if lines else ["case"])
-        writer.writeheader()
-        writer.writerows(lines)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, list(lines[0]) if lines else ["case"])
+    writer.writeheader()
+    writer.writerows(lines)
+    write_output(path, text.getvalue())
+
+
+def keep(out: Path | None, place: Callable[[], Path], text: str) -> Path:
+    """Writes a file that ops read: where the user says, else in its place in the cache."""
+    if out is None:
+        path = place()
+        write(path, text.encode())
+        return path
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_output(out, text)
+    return out

@@ -46,7 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
     add("--calls", type=launch.positive, default=3, help="to record (%(default)s)")
     add("--way", choices=tuning.WAYS, default="shards", help="for matmuls (%(default)s)")
-    add("--machine", help="for the simulation: a TOML file (default: what calibrate has written)")
+    add(
+        "--machine",
+        help="for the simulation: a TOML file (default: what calibrate has written, "
+        "else what is measured first, briefly)",
+    )
     add("--out", type=Path, default=Path("trace.json"), help="for Perfetto (%(default)s)")
     add("--plot", type=Path, metavar="FILE", help="a Gantt chart (PNG); needs matplotlib")
     launch.add_rendezvous(parser)
@@ -71,7 +75,7 @@ def main(given: argparse.Namespace) -> int:
         native.load()
         if given.plot is not None:
             drawing.load_pyplot()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"symm-cp trace: {error}", file=sys.stderr)
         return 2
     return launch.run_ranks("trace", given.ranks, given.arguments)
@@ -109,6 +113,7 @@ def _record(
     group: dist.ProcessGroup,
     chosen: Mapping[str, tuning.Choice],
 ) -> int:
+    machine = calibrate.find_or_measure(given.machine, group)
     # How often, all ranks must agree on.
     alone = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
     measure.quick_barrier(group)()
@@ -116,7 +121,7 @@ def _record(
         for _ in range(given.calls):
             run()
     measured = recording.all_ranks(group)
-    simulated = predicted(job, calibrate.find(given.machine, given.ranks), group, given.calls)
+    simulated = predicted(job, machine, group, given.calls)
     if group.rank() == 0:
         _show(given, job.case.name, measured, simulated, alone.median(FUSED))
         for choice in chosen.values():

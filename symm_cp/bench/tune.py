@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import launch, native, tuning
-from symm_cp.bench import measure, shapes
+from symm_cp import launch, native, trusted, tuning
+from symm_cp.bench import measure, report, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Setting
 from symm_cp.bench.measure import duration
@@ -67,7 +67,8 @@ def main(given: argparse.Namespace) -> int:
     try:
         check(given)
         native.load()
-    except (ValueError, native.BuildError) as error:
+        _measured_before(given.out, given.ranks)
+    except (ValueError, RuntimeError, OSError) as error:
         print(f"symm-cp tune: {error}", file=sys.stderr)
         return 2
     return launch.run_ranks("tune", given.ranks, given.arguments)
@@ -130,13 +131,22 @@ def _measured(
     return {way: row.median(way) for way in ways}
 
 
+def _measured_before(out: Path | None, ranks: int) -> dict[str, str]:
+    """What is in the file that is going to be written; raises `ValueError` and `OSError`."""
+    path = out or tuning.tuned_path(ranks)
+    try:
+        text = trusted.read(path) if out is None else out.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return tuning.parse_tuned(text.decode(errors="replace"), str(path))
+
+
 def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
     if given.kind == "attention" and group.size() > torch.cuda.device_count():
         print("symm-cp tune: a kernel that polls needs a GPU for each rank", file=sys.stderr)
         return 1
     setting = Setting(group, DTYPES[given.dtype], given.device)
-    path: Path = given.out or tuning.tuned_path(setting.ranks)
-    found: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+    found = _measured_before(given.out, setting.ranks) if group.rank() == 0 else {}
     with symm_cp.override_cuda_ops() if setting.cuda else nullcontext():
         for what, run in _runs(given, setting):
             with tuning.listening() as heard:
@@ -151,11 +161,8 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
             cells = ", ".join(f"{way} {duration(taken[way])}" for way in ways)
             _say(group, f"{what}: {cells}: {found[key]}; it was {choice}")
     if group.rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        scratch = path.with_suffix(".new")
-        scratch.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
-        scratch.replace(path)
-        print(path)
+        text = json.dumps(found, indent=1, sort_keys=True) + "\n"
+        print(report.keep(given.out, partial(tuning.tuned_path, setting.ranks), text))
     return 0
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from symm_cp.demo.options import Options
+from symm_cp.trusted import write_output
 
 DENSE, UNFUSED, FUSED, COMPUTE = "one process", "unfused", "fused", "compute alone"
 _TRAINED = (DENSE, UNFUSED, FUSED)
@@ -112,4 +113,4 @@ def show(result: Result) -> None:
             "seconds": result.seconds,
             "tolerance": result.tolerance(),
         }
-        path.write_text(json.dumps(report, indent=1) + "\n")
+        write_output(path, json.dumps(report, indent=1) + "\n")

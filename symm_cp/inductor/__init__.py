@@ -73,14 +73,15 @@ def enable(
 
     Args:
         async_tp: all-gathers that feed matmuls (`mm`, `addmm`, `_scaled_mm`), through any views and
-            casts, become `fused_all_gather_(scaled_)matmul`; matmuls whose product is
-            reduce-scattered become `fused_matmul_reduce_scatter`.
+            casts (float8 gathered as bytes, too), become `fused_all_gather_(scaled_)matmul`;
+            matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`.
         context_parallel: all-gathers of keys and values that feed scaled-dot-product attention
             become `fused_all_gather_attention`, with its backward.
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide
             behind become `_low_contention_*`, waited for as late as possible.
         strict: compiling raises `UnfusedError` when a collective next to a matmul or attention is
-            left alone.
+            left alone. Next to a matmul is what only moves or casts separate from it; this
+            includes collectives that have no fused form, such as the all-reduce of a product.
         min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU, 1e9
             on CUDA, where the parts of a small matmul fill no GPU).
         min_bytes: smaller collectives are not made low-contention ones.

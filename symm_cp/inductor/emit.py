@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from symm_cp.inductor.axes import Axes, flat, origin, refined, sizes, without
-from symm_cp.inductor.trace import Traced, is_dynamic, static_shape
+from symm_cp.inductor.trace import Bits, Traced, is_dynamic, static_shape
 
 aten = torch.ops.aten
 
@@ -59,8 +59,10 @@ class Emitter:
             return node
         return self.call(aten.reshape.default, node, _sizes(shape))
 
-    def cast(self, node: Node, dtype: torch.dtype) -> Node:
+    def cast(self, node: Node, dtype: torch.dtype | Bits) -> Node:
         """Inserts a change of dtype where one is needed."""
+        if isinstance(dtype, Bits):
+            return self.call(aten.view.dtype, node, dtype.dtype)
         if node.meta["val"].dtype == dtype:
             return node
         return self.call(torch.ops.prims.convert_element_type.default, node, dtype)
@@ -85,10 +87,12 @@ class Emitter:
         """What this rank contributes to a gathered tensor, in an arrangement of its own."""
         assert traced.ranks is not None
         node: Node | None = traced.shard
+        casts = traced.dtypes[1:]
         if traced.sliced is not None:
             of = traced.sliced.of
             assert of.ranks is not None
             node = self.shard(of, without(of.axes, of.ranks))
+            casts = traced.dtypes[len(of.dtypes) :]
             if node is not None:
                 node = self.call(traced.sliced.target, node, *traced.sliced.args)
         shape = None if node is None else static_shape(node)
@@ -97,6 +101,6 @@ class Emitter:
         node = self.rearrange(node, origin(shape), want)
         if node is None:
             return None
-        for dtype in traced.dtypes[1:]:
+        for dtype in casts:
             node = self.cast(node, dtype)
         return node

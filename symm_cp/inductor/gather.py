@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, expose, sizes, without
 from symm_cp.inductor.emit import DynamicShapeError, Emitter
+from symm_cp.inductor.neighbours import fed_by
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import GATHER, WAIT, Traced, Tracer, argument, aten, static_shape, value
@@ -173,7 +174,8 @@ def fuse_gathers(graph: Graph, options: Options) -> None:
             continue
         if tracer[wait] is None:
             shape = "its shape is not known when it is compiled"
-            record(Decision(gather.name, str(gather.args[2]), None, shape))
+            critical = bool(fed_by(wait))
+            record(Decision(gather.name, str(gather.args[2]), None, shape, critical))
             continue
         _fuse(graph, tracer, wait, options)
 
@@ -204,6 +206,10 @@ def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
     assert isinstance(gather, Node)
     group = str(gather.args[2])
     found, reasons = _matches(tracer, wait, options)
+    if not found and not reasons and (path := fed_by(wait)):
+        lost = next(node for node in path if tracer[node] is None)
+        way = f"through {lost.name}, which is not followed" if lost is not path[-1] else "only"
+        reasons.append(f"it feeds {path[-1].name} {way}")
     critical = bool(found or reasons)
     arrangements: dict[Any, list[_Match]] = {}
     for match in found:

@@ -15,6 +15,7 @@ from torch.fx import Graph
 from symm_cp.inductor.attention import fuse_attention
 from symm_cp.inductor.gather import fuse_gathers
 from symm_cp.inductor.low_contention import sink_collectives
+from symm_cp.inductor.neighbours import record_others
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, Report, record, recording
 from symm_cp.inductor.scatter import fuse_scatters
@@ -49,9 +50,7 @@ class Pass(CustomGraphPass):
             earlier(graph)
         with recording() as report:
             self._run(graph, self.options)
-        # A collective that one pass left alone may have been taken by a later one.
-        last = {d.collective: d for d in report.left} | {d.collective: d for d in report.fused}
-        report.decisions = list(last.values())
+        report.decisions = _final(report)
         for decision in report.decisions:
             record(decision)
         if self.options.strict:
@@ -65,6 +64,16 @@ class Pass(CustomGraphPass):
         return (self._stage, _sources(), repr(self.options), tuple(map(repr, earlier)))
 
 
+def _final(report: Report) -> list[Decision]:
+    """One decision for each collective; one that a pass left alone may be taken by a later one."""
+    last: dict[str, Decision] = {}
+    for decision in report.decisions:
+        before = last.get(decision.collective)
+        if before is None or decision.fused_into or not (before.fused_into or before.critical):
+            last[decision.collective] = decision
+    return list(last.values())
+
+
 def _refuse(report: Report) -> None:
     left: list[Decision] = [decision for decision in report.left if decision.critical]
     if left:
@@ -75,6 +84,7 @@ def _run_post_grad(graph: Graph, options: Options) -> None:
     if options.async_tp:
         fuse_scatters(graph, options)
         fuse_gathers(graph, options)
+        record_others(graph)
     if options.low_contention:
         sink_collectives(graph, options)
     graph.eliminate_dead_code()

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes, view
 from symm_cp.inductor.emit import DynamicShapeError, Emitter
 from symm_cp.inductor.gather import MATMULS, flops, left, right, unsupported
+from symm_cp.inductor.neighbours import feeding
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.report import Decision, record
 from symm_cp.inductor.trace import (
@@ -42,7 +43,10 @@ def fuse_scatters(graph: Graph, options: Options) -> None:
         group, name = str(scatter.args[3]), scatter.name
         terms = None if traced is None or traced.ranks else _terms(tracer, traced.source)
         if traced is None or terms is None:
-            record(Decision(name, group, None, "what is scattered is no matmul's product"))
+            why = "what is scattered is no matmul's product"
+            if path := feeding(scatter):
+                why = f"what is scattered is not just {path[-1].name}, arranged in another way"
+            record(Decision(name, group, None, why, critical=bool(path)))
             continue
         reason = _unused_elsewhere(tracer, scatter, traced.source)
         reason = reason or _reason(scatter, traced, terms, options)

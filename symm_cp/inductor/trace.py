@@ -92,6 +92,21 @@ def _number(size: Any) -> int | None:
 
 
 @dataclass(frozen=True)
+class Bits:
+    """The same bits, read as another dtype of the same size: float8 is gathered as uint8."""
+
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return str(self.dtype)
+
+
+@dataclass(frozen=True)
 class Sliced:
     """A part of what each rank contributes: `target` applied to `of`, arranged as its axes say."""
 
@@ -112,7 +127,7 @@ class Traced:
 
     source: Node
     axes: Axes
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: tuple[torch.dtype | Bits, ...]
     ranks: Factor | None = None
     sliced: Sliced | None = None
 
@@ -189,6 +204,11 @@ class Tracer:
             axes = view(given.axes, shape)
         elif target in _CASTS:
             return replace(given, dtypes=(*given.dtypes, tensor.dtype))
+        elif target is aten.view.dtype:
+            # Of what is gathered only: a sum of bits read as another dtype is another sum.
+            if given.ranks is None or given.dtypes[-1].itemsize != tensor.dtype.itemsize:
+                return None
+            return replace(given, dtypes=(*given.dtypes, Bits(tensor.dtype)))
         elif target in _PERMUTES:
             axes = permute(given.axes, _order(node, len(shape)))
         elif target in _SLICES:

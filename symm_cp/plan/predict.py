@@ -5,12 +5,20 @@ Layers are tensor-parallel with sequence-parallel activations (each matmul pair 
 and a matmul-reduce-scatter) and context-parallel attention under a causal mask, head-tail. Each op
 is simulated on its schedule; between hosts attention goes round a ring, turn by turn.
 
-What is left out: the reduction of gradients over data-parallel replicas and the optimizer's step,
-both of which a trainer hides or does once for several batches.
+With fully sharded data parallelism (FSDP, ZeRO-3) each rank of a shard group keeps 1/fsdp of the
+weights, gradients and optimizer state that tensor parallelism leaves it. A layer's weights are
+gathered in bfloat16 before its forward and again before its backward pass, while the layer before
+is computed; its gradients are reduce-scattered in float32 while the next one is. These transfers
+and those of the ops are taken to share one link, so that a layer takes no less than all of them;
+the first gather and the last reduce-scatter have nothing to hide behind.
+
+What is left out: the reduction of gradients over replicas that hold the same shard, and the
+optimizer's step, both of which a trainer hides or does once for several batches.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -58,6 +66,13 @@ class Layout:
     cp: int
     dp: int
     cp_hosts: int
+    #: Ranks that share one copy of the weights, of the dp x cp that have the same part of them.
+    fsdp: int = 1
+    fsdp_hosts: int = 1
+
+    def __str__(self) -> str:
+        sharded = f", fsdp {self.fsdp}" if self.fsdp > 1 else ""
+        return f"tp {self.tp}, cp {self.cp}, dp {self.dp}{sharded}"
 
 
 @dataclass(frozen=True)
@@ -161,33 +176,93 @@ def _layer(model: Model, layout: Layout, batch: int, sequence: int, machine: Mac
     return total + Times(elementwise, elementwise)
 
 
+def _sharded(layout: Layout, nbytes: float, machine: Machine) -> float:
+    """Seconds of an all-gather or reduce-scatter of so many bytes in a shard group: rings.
+
+    Each GPU of a host has its own ring through its own network adapter.
+    """
+    ranks, hosts = layout.fsdp, layout.fsdp_hosts
+    moved = nbytes * (ranks - 1) / ranks
+    seconds = machine.transfer(moved)
+    if hosts > 1:
+        adapters = ranks / hosts
+        seconds = max(seconds, moved / (machine.network * machine.link_reached * adapters))
+    return seconds + (ranks - 1) * machine.signal_seconds
+
+
+def _beside(times: Times, seconds: float) -> Times:
+    """Work with further communication beside it, on the same link."""
+    communication = times.communication + seconds
+    return Times(max(times.fused, communication), times.compute, communication)
+
+
+def memory_of(model: Model, layout: Layout, batch: int, sequence: int) -> float:
+    """Returns the bytes that a GPU needs: states, activations, logits, gathered weights."""
+    tokens = batch * sequence / layout.cp
+    parameters = model.parameters / layout.tp
+    # Without FSDP the optimizer's state alone is spread, over all that have the same weights.
+    state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES / (layout.dp * layout.cp))
+    if layout.fsdp > 1:
+        state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES) / layout.fsdp
+        # The weights in use, those gathered ahead, and the gradients of the first.
+        largest = max(model.layer_parameters, model.vocabulary * model.hidden)
+        state += 3 * largest / layout.tp * _ITEM
+    activations = model.layers * tokens * model.hidden * _ACTIVATION_BYTES / layout.tp
+    logits = tokens * model.vocabulary * _WIDE / layout.tp
+    return state + activations + logits
+
+
+def fits(memory: float, machine: Machine) -> bool:
+    """Tells whether a GPU has so much memory; a tenth is left for buffers and fragments."""
+    return memory <= 0.9 * machine.memory
+
+
 def predict(
     model: Model, machine: Machine, layout: Layout, batch: int, sequence: int
 ) -> Prediction:
     """Returns what one training step takes with a layout."""
-    total = _layer(model, layout, batch, sequence, machine) * model.layers
+    layer = _layer(model, layout, batch, sequence, machine)
     tokens = batch * sequence / layout.cp
-    head = machine.matmul(6 * tokens * model.hidden * model.vocabulary / layout.tp)
-    total += Times(head, head)
-    parameters = model.parameters / layout.tp
-    # The optimizer's state is spread over the replicas and over the context-parallel ranks.
-    state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES / (layout.dp * layout.cp))
-    activations = model.layers * tokens * model.hidden * _ACTIVATION_BYTES / layout.tp
-    logits = tokens * model.vocabulary * _WIDE / layout.tp
-    memory = state + activations + logits
+    seconds = machine.matmul(6 * tokens * model.hidden * model.vocabulary / layout.tp)
+    head, ends = Times(seconds, seconds), Times()
+    if layout.fsdp > 1:
+
+        def seconds_of(parameters: float) -> tuple[float, float]:
+            own = parameters / layout.tp
+            return (
+                _sharded(layout, own * _ITEM, machine),
+                _sharded(layout, own * _WIDE, machine),
+            )
+
+        gather, scatter = seconds_of(model.layer_parameters)
+        layer, ends = _beside(layer, 2 * gather + scatter), Times(gather + scatter)
+        # The head as a layer, and the embedding, which is gathered once.
+        gather, scatter = seconds_of(model.vocabulary * model.hidden)
+        head = _beside(head, 3 * gather + 2 * scatter)
+    total = layer * model.layers + head + ends
+    memory = memory_of(model, layout, batch, sequence)
     return Prediction(
         layout,
         total.fused,
         total.compute,
         total.communication,
         memory,
-        memory <= 0.9 * machine.memory,
+        fits(memory, machine),
         layout.dp * batch * sequence / total.fused,
     )
 
 
-def layouts(model: Model, machine: Machine, hosts: int, gpus: int, sequence: int) -> list[Layout]:
-    """All that are possible: tp within a host and dividing the key heads, cp a power of two."""
+#: As the degree of FSDP: all ranks that have the same weights.
+ALL = 0
+
+
+def layouts(
+    model: Model, machine: Machine, hosts: int, gpus: int, sequence: int, fsdp: int = 1
+) -> list[Layout]:
+    """All that are possible: tp within a host and dividing the key heads, cp a power of two.
+
+    Weights are sharded over `fsdp` ranks, or `ALL`; those without as many have no layout.
+    """
     found = []
     for tp in (2**n for n in range(8)):
         if tp > gpus or gpus % tp or model.kv_heads % tp:
@@ -196,7 +271,9 @@ def layouts(model: Model, machine: Machine, hosts: int, gpus: int, sequence: int
         while cp * tp <= hosts * gpus and sequence % (2 * cp * tp) == 0:
             dp, rest = divmod(hosts * gpus, cp * tp)
             local = min(cp, gpus // tp)
-            if rest == 0 and cp % local == 0:
-                found.append(Layout(tp, cp, dp, cp // local))
+            degree = fsdp or dp * cp
+            if rest == 0 and cp % local == 0 and dp * cp % degree == 0:
+                shard_hosts = math.ceil(degree / min(degree, gpus // tp))
+                found.append(Layout(tp, cp, dp, cp // local, degree, shard_hosts))
             cp *= 2
     return found

@@ -6,6 +6,7 @@ what ran are of one type.
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
+from symm_cp.trusted import write_output
 
 #: For each kind of step its name, and the colour of its bars.
 _KINDS: dict[type, tuple[str, str]] = {
@@ -68,7 +70,7 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
 
 def save(path: Path, timelines: Mapping[str, Timeline]) -> None:
     """Writes the trace-event file."""
-    path.write_text(json.dumps(chrome(timelines)) + "\n")
+    write_output(path, json.dumps(chrome(timelines)) + "\n")
 
 
 def load_pyplot() -> Any:
@@ -81,6 +83,13 @@ def load_pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Writes a figure of matplotlib, in the format that the file's name ends in (else PNG)."""
+    content = io.BytesIO()
+    figure.savefig(content, dpi=150, format=path.suffix.removeprefix(".") or "png")
+    write_output(path, content.getvalue())
 
 
 def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
@@ -106,7 +115,7 @@ def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None
     place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
     axes.legend(handles=handles, ncols=len(handles), fontsize="small", **place)
     figure.tight_layout()
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
     pyplot.close(figure)
 
 

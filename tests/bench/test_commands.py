@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from symm_cp import native, trusted
 from symm_cp.bench import report
 from symm_cp.cli import main
 from symm_cp.schedule.machine import CURVES, machine
@@ -101,6 +102,56 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
     assert shown.count("simulated:") == 4
 
 
+def test_trace_on_a_machine_that_was_never_calibrated(
+    tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It measures briefly, says so, and keeps nothing that would change what ops do."""
+    (tmp_path / "cache").mkdir(mode=0o755)
+    (tmp_path / "cache" / native.cache_key()).symlink_to(native.library_path().parent)
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path / "cache"))
+    shown = run("trace", "all-gather-matmul", "--shape", "8x8x8", "--out", tmp_path / "trace.json")
+    assert "not calibrated for 2 ranks: measured briefly, for this command only" in shown
+    assert "symm-cp calibrate --ranks 2" in shown
+    assert "simulated / untraced" in shown
+    assert not list((tmp_path / "cache").glob("machine*"))
+
+
+def test_files_that_another_user_could_change_are_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native, "load", lambda: None)
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
+    for name, command in (
+        ("machine_2.toml", ["trace", "attention"]),
+        ("tuned_2.json", ["tune", "--shapes", "8x8x8"]),
+    ):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o666)
+        assert main(command) == 2
+        assert f"{name}: others can write it (mode 666)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["machine", "tuned"])
+def test_what_is_kept_replaces_links_in_the_cache(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    victim, place = tmp_path / "victim", tmp_path / "cache" / out
+    victim.write_text("precious")
+    place.parent.mkdir(mode=0o755)
+    place.symlink_to(victim)
+    assert report.keep(None, lambda: place, "text") == place
+    assert (victim.read_text(), place.read_text(), place.is_symlink()) == (
+        "precious",
+        "text",
+        False,
+    )
+    place.parent.chmod(0o777)
+    with pytest.raises(trusted.UntrustedError, match="others can write"):
+        report.keep(None, lambda: place, "other")
+    assert report.keep(place, lambda: victim, "named") == place  # as the user says
+    assert place.read_text() == "named"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -112,7 +163,6 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
         (["bench", "--against", "torch"], "torch has no kernels for these ops on CPU"),
         (["bench", "train", "--shapes", "64x1x7"], "--seq 7 does not split over 2 ranks"),
         (["trace", "attention", "--machine", "h300"], "--machine 'h300' is neither"),
-        (["trace", "attention", "--ranks", "13"], "run symm-cp calibrate --ranks 13"),
         (["trace", "attention", "--shape", "8x8x8,9x8x8"], "give one"),
         (["tune", "--shapes", "llama3-8b", "--ranks", "3"], "tokens: 512 is not a multiple of 3"),
         (["tune", "attention"], "attention has two ways with --device cuda and --dtype bfloat16"),

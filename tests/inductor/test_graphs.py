@@ -227,6 +227,21 @@ def gather_scaled(g: Any, x: Any, w: Any) -> Any:
     return scaled(gather_eight_bits(a, g), b, one, one * 0.5)
 
 
+def gather_scaled_as_bytes(g: Any, x: Any, w: Any) -> Any:
+    """As frameworks gather float8 where the backend has none: along the summed dimension."""
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 1, g).view(FLOAT8)
+    return scaled(full, b, one, one * 0.5)
+
+
+def gather_scaled_as_bytes_then_cut(g: Any, x: Any, w: Any) -> Any:
+    a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
+    one = torch.ones((), dtype=torch.float32)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 0, g).view(FLOAT8)
+    return scaled(full[:, :16], b, one, one * 0.5)
+
+
 def gather_scaled_rows(g: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits_by_row(x)
     b, scale_b = eight_bits_by_row(w.t())
@@ -297,10 +312,12 @@ def graphs(W: int) -> dict[str, Graph]:
         "cast": Graph(gather_cast, ((4, 6), W2), (AG,)),
         "cast, both": Graph(gather_cast_both, ((4, 6), W2), reasons=("used as torch.float64",)),
         "slices": Graph(gather_by_slices, (X3, W2), (AG,)),
-        "swapped": Graph(gather_swapped, (X3, W2), reasons=("feeds no matmul",)),
-        "the same twice": Graph(gather_twice_the_same, (X3, W2), reasons=("feeds no matmul",)),
-        "overlapping": Graph(gather_overlapping, (X3, W2), reasons=("feeds no matmul",)),
-        "halves": Graph(gather_halves, ((4, 6), W2), reasons=("feeds no matmul",)),
+        "swapped": Graph(gather_swapped, (X3, W2), reasons=("which is not followed",)),
+        "the same twice": Graph(
+            gather_twice_the_same, (X3, W2), reasons=("which is not followed",)
+        ),
+        "overlapping": Graph(gather_overlapping, (X3, W2), reasons=("which is not followed",)),
+        "halves": Graph(gather_halves, ((4, 6), W2), reasons=("which is not followed",)),
         "on the right": Graph(gather_on_the_right, ((4, 6), (5, 4 * W)), reasons=("sums over",)),
         "summed over": Graph(gather_summed_over, ((4, 6), (4 * W, 5)), (AG,)),
         "alone": Graph(gather_alone, ((4, 6),), reasons=("feeds no matmul",)),
@@ -322,6 +339,12 @@ def graphs(W: int) -> dict[str, Graph]:
         "largest": Graph(scatter_largest, ((4 * W, 6), W2), reasons=("reduces by max",)),
         "block": Graph(block, (X3, W2, (5, 6)), (AG, RS, AG, RS), grad=True),
         "scaled": Graph(gather_scaled, ((16, 32), (32, 16)), (AG8,), dtype=torch.float32),
+        "scaled, as bytes": Graph(
+            gather_scaled_as_bytes, ((16, 16), (16 * W, 16)), (AG8,), dtype=torch.float32
+        ),
+        "scaled, as bytes, cut": Graph(
+            gather_scaled_as_bytes_then_cut, ((16, 32), (16, 16)), (AG8,), dtype=torch.float32
+        ),
         "scaled rows": Graph(
             gather_scaled_rows, ((16, 32), (32, 16)), (AG8, AG8), dtype=torch.float32
         ),

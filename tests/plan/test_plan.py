@@ -11,7 +11,7 @@ import pytest
 from symm_cp.cli import main
 from symm_cp.plan import best
 from symm_cp.plan.models import MODELS, Model
-from symm_cp.plan.predict import Layout, layouts, predict
+from symm_cp.plan.predict import ALL, Layout, layouts, memory_of, predict
 from symm_cp.schedule.machine import MACHINES
 
 LLAMA = MODELS["llama3-70b"]
@@ -108,6 +108,92 @@ def test_the_best_fit_and_are_fast() -> None:
     rates = [prediction.tokens for prediction in found if prediction.fits]
     assert rates == sorted(rates, reverse=True)
     assert rates
+
+
+def test_fsdp_communication_by_hand() -> None:
+    """Each layer is gathered twice in bfloat16 and its gradient scattered once in float32.
+
+    The head likewise, and the embedding is gathered and scattered once; (F - 1)/F of it all.
+    """
+    found = predict(LLAMA, IDEAL, Layout(1, 1, 8, 1, 8, 1), 1, 8192)
+    table = LLAMA.vocabulary * LLAMA.hidden
+    nbytes = LLAMA.layers * LLAMA.layer_parameters * (2 * 2 + 4) + table * (3 * 2 + 2 * 4)
+    assert found.communication == pytest.approx(nbytes * 7 / 8 / IDEAL.nvlink)
+    # All of it is hidden but the first layer's gather and the last reduce-scatter.
+    first_and_last = LLAMA.layer_parameters * (2 + 4) * 7 / 8 / IDEAL.nvlink
+    assert found.step == pytest.approx(found.compute + first_and_last)
+
+
+def test_fsdp_between_hosts_goes_through_the_adapters() -> None:
+    """Sixteen ranks on two hosts have eight rings, each through an adapter of its own."""
+    layout = Layout(1, 1, 16, 1, 16, 2)
+    slow = replace(IDEAL, network=1e9)
+    table = LLAMA.vocabulary * LLAMA.hidden
+    nbytes = LLAMA.layers * LLAMA.layer_parameters * (2 * 2 + 4) + table * (3 * 2 + 2 * 4)
+    found = predict(LLAMA, slow, layout, 1, 8192)
+    assert found.communication == pytest.approx(nbytes * 15 / 16 / (8 * 1e9))
+    assert found.step >= found.communication  # nothing to hide it behind
+    fast = predict(LLAMA, replace(IDEAL, network=1e30), layout, 1, 8192)
+    assert fast.communication == pytest.approx(nbytes * 15 / 16 / IDEAL.nvlink)
+
+
+def test_fsdp_shares_the_link_with_the_ops() -> None:
+    alone = predict(LLAMA, IDEAL, Layout(4, 1, 2, 1), 1, 8192)
+    both = predict(LLAMA, IDEAL, Layout(4, 1, 2, 1, 2, 1), 1, 8192)
+    assert both.communication > alone.communication
+    assert both.compute == alone.compute
+    narrow = replace(IDEAL, nvlink=1e9)
+    assert (found := predict(LLAMA, narrow, Layout(4, 1, 2, 1, 2, 1), 1, 8192)).step >= (
+        found.communication
+    )
+
+
+def test_fsdp_shards_all_states() -> None:
+    """2 bytes of weight, 4 of gradient and 12 of Adam's state a parameter."""
+    activations = memory_of(LLAMA, Layout(8, 1, 4, 1), 1, 8192) - (6 + 12 / 4) * (
+        LLAMA.parameters / 8
+    )
+    sharded = memory_of(LLAMA, Layout(8, 1, 4, 1, 4, 4), 1, 8192) - 18 * LLAMA.parameters / 8 / 4
+    gathered = 3 * 2 * max(LLAMA.layer_parameters, LLAMA.vocabulary * LLAMA.hidden) / 8
+    assert sharded - activations == pytest.approx(gathered)
+
+
+@pytest.mark.parametrize("degree", [ALL, 1, 8, 3])
+def test_layouts_shard_over_ranks_with_the_same_weights(degree: int) -> None:
+    found = layouts(LLAMA, IDEAL, 4, 8, 8192, degree)
+    assert bool(found) == (degree != 3)
+    for layout in found:
+        assert layout.fsdp == (degree or layout.dp * layout.cp)
+        assert layout.dp * layout.cp % layout.fsdp == 0
+        assert layout.fsdp_hosts * (8 // layout.tp) >= layout.fsdp
+
+
+@pytest.mark.parametrize(
+    ("arguments", "last"),
+    [
+        ("--fsdp", "choose 4 hosts, tp 8, cp 1, dp 4, fsdp 4: of what fits the most tokens/s/GPU"),
+        ("", "nothing fits; what would: --fsdp on 4 hosts (tp 8"),
+        ("--machine h200", "choose 4 hosts, tp 8, cp 1, dp 4: of what fits"),
+        ("--fsdp --batch 64 --hosts 1", "nothing fits; what would: --fsdp on 32 hosts"),
+        ("--fsdp 4096", "no layout is possible"),
+        ("--batch 1000000", "nothing fits, nor with --fsdp on 2048 hosts: take a shorter"),
+    ],
+)
+def test_a_plan_ends_with_what_to_choose(
+    arguments: str, last: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main(["plan", "--model", "llama3-70b", "--hosts", "1..4", *arguments.split()])
+    assert last in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_where_more_memory_is_what_helps(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """One host of a machine that no number of hosts makes fit, as it has little memory."""
+    small = tmp_path / "small.toml"
+    small.write_text('name = "small"\nmemory = 1e6\n')
+    main(["plan", "--machine", str(small), "--hosts", "8"])
+    assert "what would: --fsdp --machine h100 --hosts 8" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

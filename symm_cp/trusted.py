@@ -1,0 +1,248 @@
+"""Files that only the user can change: opens, reads, writes and locks them.
+
+The native library runs as the user who loads it, so whoever can change it, or put another file or
+folder in its place, runs code as that user. A folder or file is *trusted* when
+
+- its owner is root, the effective user, or the owner of this package (who could change the package
+  as well), and
+- neither its group nor others can write it. A folder with the sticky bit (`/tmp`) may be writable:
+  there only owners can rename or remove what is theirs.
+
+All folders from `/` down are held to this, and so are the owners of symbolic links on the way. Each
+name is opened without following links, relative to its opened folder, and the descriptor is
+checked rather than the name: there is no moment between check and use at which a name could be
+given to something else. Files themselves may not be links.
+
+In a user namespace (a rootless container) folders such as `/` and `/home` belong to an owner
+outside of the namespace, who appears as the overflow user; such a *folder* is accepted as root's
+would be, a file is not.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# Not blocked by a FIFO that lies where a file should.
+_FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+_MOST_LINKS = 40  # as in the kernel
+
+
+class UntrustedError(PermissionError):
+    """Another user could change a file or folder, or has made it; the message says which."""
+
+
+def owners() -> frozenset[int]:
+    """Returns the users whose files are trusted."""
+    return frozenset((0, os.geteuid(), os.stat(__file__).st_uid))
+
+
+def _outside(uid: int) -> bool:
+    """Whether a user is one that this user namespace has no number for."""
+    with suppress(OSError, ValueError):
+        if uid != int(Path("/proc/sys/kernel/overflowuid").read_text()):
+            return False
+        for line in Path("/proc/self/uid_map").read_text().splitlines():
+            first, _, count = map(int, line.split())
+            if first <= uid < first + count:
+                return False
+        return True
+    return False
+
+
+def _problem(about: os.stat_result) -> str | None:
+    """What is wrong with a file, a folder or a link, if anything."""
+    trusted = owners()
+    if about.st_uid not in trusted and not (stat.S_ISDIR(about.st_mode) and _outside(about.st_uid)):
+        whose = " or ".join(str(uid) for uid in sorted(trusted))
+        return f"it belongs to user {about.st_uid}, not to user {whose}"
+    sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
+    if about.st_mode & _OTHERS and not sticky and not stat.S_ISLNK(about.st_mode):
+        return f"others can write it (mode {stat.S_IMODE(about.st_mode):o})"
+    return None
+
+
+def _check(fd: int, path: str | Path) -> os.stat_result:
+    about = os.fstat(fd)
+    problem = _problem(about)
+    if problem is not None:
+        raise UntrustedError(f"{path}: {problem}")
+    return about
+
+
+def _about(error: OSError, path: str | Path) -> OSError:
+    """The same error with the whole path instead of a name in an opened folder."""
+    return OSError(error.errno, error.strerror, str(path))
+
+
+def _make(name: str, parent: int) -> None:
+    with suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+
+
+def _enter(name: str, parent: int) -> int:
+    """Opens a name without following it: a folder for reading where that is allowed."""
+    fd = os.open(name, _NAME, dir_fd=parent)
+    if not stat.S_ISDIR(os.fstat(fd).st_mode):
+        return fd
+    with suppress(OSError):
+        # Has an automounter mount it, which O_PATH does not.
+        opened = os.open(name, _FOLDER, dir_fd=parent)
+        os.close(fd)
+        return opened
+    return fd
+
+
+def _open_folder(path: Path, *, create: bool) -> int:
+    """Opens a folder, step by step from the root; missing ones are made, for the user alone."""
+    pending = list(reversed(path.absolute().parts))
+    at, where, links = os.open("/", _NAME), "/", 0
+    try:
+        while pending:
+            name = pending.pop()
+            child = os.path.join(where, name)  # "/" for "/"
+            try:
+                try:
+                    fd = _enter(name, at)
+                except FileNotFoundError:
+                    if not create:
+                        raise
+                    _make(name, at)
+                    fd = _enter(name, at)
+            except OSError as error:
+                raise _about(error, child) from None
+            about = os.fstat(fd)
+            if stat.S_ISLNK(about.st_mode):
+                links += 1
+                target = _target(fd, child, links)
+                pending += reversed(Path(target).parts)
+                continue
+            at, where, fd = fd, child, at
+            os.close(fd)
+            _check(at, where)
+            if not stat.S_ISDIR(about.st_mode):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), child)
+    except BaseException:
+        os.close(at)
+        raise
+    return at
+
+
+def _target(fd: int, path: str, links: int) -> str:
+    """Where a link leads; closes it."""
+    try:
+        _check(fd, path)
+        if links > _MOST_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+        return os.readlink("", dir_fd=fd)
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def folder(path: Path, *, create: bool = False) -> Iterator[int]:
+    """Gives a descriptor of a trusted folder, for use as `dir_fd`; with `create` it is made.
+
+    Raises `UntrustedError`, and other `OSError`s where it cannot be opened or made.
+    """
+    fd = _open_folder(path, create=create)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open(path: Path, flags: int, parent: int) -> int:
+    """Opens a trusted regular file in an opened folder."""
+    try:
+        fd = os.open(path.name, flags | _FILE, 0o600, dir_fd=parent)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UntrustedError(f"{path}: it is a symbolic link, not a file") from None
+        raise _about(error, path) from None
+    try:
+        if not stat.S_ISREG(_check(fd, path).st_mode):
+            raise UntrustedError(f"{path}: it is not a regular file")
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_to_read(path: Path) -> int:
+    """Returns a descriptor of a trusted file, which the caller closes; raises as `folder`."""
+    with folder(path.parent) as parent:
+        return _open(path, os.O_RDONLY, parent)
+
+
+def read(path: Path) -> bytes:
+    """Returns what is in a trusted file; raises as `folder`."""
+    with open(open_to_read(path), "rb") as file:
+        return file.read()
+
+
+def write(path: Path, content: bytes) -> None:
+    """Puts a file that only the user can write in a trusted folder, made for the user alone.
+
+    A reader sees the whole old content or the whole new one. Raises as `folder`.
+    """
+    with folder(path.parent, create=True) as parent:
+        scratch = f".{path.name}.{secrets.token_hex(8)}"
+        try:
+            fd = os.open(
+                scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FILE, 0o600, dir_fd=parent
+            )
+            with open(fd, "wb") as file:
+                file.write(content)
+                os.fchmod(fd, 0o644)  # whatever the umask
+            os.replace(scratch, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+        except OSError as error:
+            with suppress(OSError):
+                os.unlink(scratch, dir_fd=parent)
+            raise _about(error, path) from None
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock on a trusted file, which is made in a trusted folder; raises as `folder`."""
+    with folder(path.parent) as parent:
+        fd = _open(path, os.O_RDWR | os.O_CREAT, parent)
+    with open(fd, "rb"):
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Writes a file that the user has named, in whatever folder it is.
+
+    Refuses to follow another user's link and, where everybody can make files, to write another
+    user's: the kernel's `protected_symlinks` and `protected_regular`, wherever they are off. Raises
+    `UntrustedError` and other `OSError`s.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        if os.lstat(path).st_uid not in owners():
+            raise UntrustedError(f"{path}: it is a symbolic link of another user") from None
+        fd = os.open(path, flags, 0o666)
+    with open(fd, "wb") as file:
+        about = os.fstat(fd)
+        if stat.S_ISREG(about.st_mode):
+            public = os.stat(path.parent).st_mode & stat.S_IWOTH
+            if public and about.st_uid not in owners():
+                raise UntrustedError(f"{path}: it is a file of another user")
+            os.ftruncate(fd, 0)
+        file.write(data)

@@ -1,0 +1,237 @@
+"""Files and folders that another user could change are refused, at every step of the way.
+
+Works as root and as an ordinary user: other users are simulated by what `owners` says.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from symm_cp import trusted
+
+ME = os.geteuid()
+STRANGER = 54321  # owns nothing here
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A trusted file, below two trusted folders."""
+    file = tmp_path / "outer" / "inner" / "file"
+    trusted.write(file, b"content")
+    return file
+
+
+@pytest.fixture
+def as_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What lies below `tmp_path` belongs to another user than the one who looks at it."""
+    real, above = os.fstat, {path.stat().st_ino for path in (tmp_path, *tmp_path.parents)}
+
+    def fstat(fd: int) -> os.stat_result:
+        about = real(fd)
+        uid = 0 if about.st_ino in above else STRANGER
+        return os.stat_result((*about[:4], uid, *about[5:]))
+
+    monkeypatch.setattr(os, "fstat", fstat)
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_open() -> Iterator[None]:
+    before = descriptors()
+    yield
+    assert descriptors() == before
+
+
+def test_what_is_written_is_read(place: Path) -> None:
+    assert trusted.read(place) == b"content"
+    trusted.write(place, b"other")
+    assert trusted.read(place) == b"other"
+    assert [path.name for path in place.parent.iterdir()] == ["file"]
+    assert place.stat().st_mode & 0o777 == 0o644
+    assert {path.stat().st_mode & 0o777 for path in place.parents[:2]} == {0o700}
+
+
+@pytest.mark.parametrize("umask", [0, 0o002, 0o077])
+def test_modes_do_not_follow_the_umask(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        trusted.write(tmp_path / "folder" / "file", b"content")
+    finally:
+        os.umask(before)
+    assert trusted.read(tmp_path / "folder" / "file") == b"content"
+
+
+@pytest.mark.parametrize("mode", [0o666, 0o660, 0o602])
+def test_a_file_that_others_can_write(place: Path, mode: int) -> None:
+    place.chmod(mode)
+    with pytest.raises(trusted.UntrustedError, match=rf"file: others can write .*mode {mode:o}"):
+        trusted.read(place)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
+def test_a_folder_on_the_way_that_others_can_write(place: Path, level: int, mode: int) -> None:
+    place.parents[level].chmod(mode)
+    for use in (
+        lambda: trusted.read(place),
+        lambda: trusted.write(place, b""),
+        lambda: trusted.locked(place).__enter__(),
+    ):
+        with pytest.raises(trusted.UntrustedError, match=f"others can write .*mode {mode:o}"):
+            use()
+    assert place.read_bytes() == b"content"
+
+
+def test_a_sticky_folder_is_as_good_as_what_is_in_it(place: Path) -> None:
+    place.parents[1].chmod(0o1777)
+    assert trusted.read(place) == b"content"
+
+
+def test_files_of_another_user(place: Path, as_stranger: None) -> None:
+    with pytest.raises(trusted.UntrustedError, match=f"belongs to user {STRANGER}, not to user"):
+        trusted.read(place)
+    with pytest.raises(trusted.UntrustedError, match="belongs to user"):
+        trusted.write(place.with_name("new"), b"")
+    assert not place.with_name("new").exists()
+
+
+def test_a_file_of_another_user_in_a_trusted_folder(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a sticky folder, where everybody can make files."""
+    real, inode = os.fstat, place.stat().st_ino
+
+    def fstat(fd: int) -> os.stat_result:
+        about = real(fd)
+        uid = STRANGER if about.st_ino == inode else about.st_uid
+        return os.stat_result((*about[:4], uid, *about[5:]))
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(trusted.UntrustedError, match=f"file: it belongs to user {STRANGER}"):
+        trusted.read(place)
+
+
+def test_a_folder_from_outside_of_the_user_namespace(
+    place: Path, as_stranger: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trusted, "_outside", lambda uid: uid == STRANGER)
+    with trusted.folder(place.parent):
+        pass
+    with pytest.raises(trusted.UntrustedError, match="file: it belongs to user"):
+        trusted.read(place)
+
+
+def test_links_of_trusted_users_lead_on(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "absolute").symlink_to(place.parent)
+    (tmp_path / "relative").symlink_to("outer/../outer/inner")
+    (tmp_path / "both").symlink_to("absolute")
+    for name in ("absolute", "relative", "both"):
+        assert trusted.read(tmp_path / name / "file") == b"content"
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(OSError, match="symbolic links"):
+        trusted.read(tmp_path / "loop" / "file")
+
+
+def test_links_of_other_users_do_not(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(place.parent)
+    real, inode = os.fstat, link.lstat().st_ino
+
+    def fstat(fd: int) -> os.stat_result:
+        about = real(fd)
+        uid = STRANGER if about.st_ino == inode else about.st_uid
+        return os.stat_result((*about[:4], uid, *about[5:]))
+
+    monkeypatch.setattr(os, "fstat", fstat)
+    with pytest.raises(trusted.UntrustedError, match="link: it belongs to user"):
+        trusted.read(link / "file")
+
+
+def test_a_link_instead_of_a_file_is_refused(place: Path, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    link = place.with_name("link")
+    link.symlink_to(victim)
+    with pytest.raises(trusted.UntrustedError, match="symbolic link"):
+        trusted.read(link)
+    with pytest.raises(trusted.UntrustedError, match="symbolic link"), trusted.locked(link):
+        pass
+    trusted.write(link, b"new")  # instead of the link
+    assert victim.read_text() == "precious"
+    assert trusted.read(link) == b"new"
+
+
+def test_what_is_no_file(place: Path) -> None:
+    os.mkfifo(place.with_name("fifo"))
+    for name in ("fifo", "."):
+        with pytest.raises(OSError, match=r"not a regular file|directory"):
+            trusted.read(place.parent / name)
+    with pytest.raises(NotADirectoryError, match="inner/file"):
+        trusted.read(place / "below")
+    with pytest.raises(FileNotFoundError, match="outer/nothing"):
+        trusted.read(place.parents[1] / "nothing" / "file")
+
+
+def test_a_failed_write_leaves_nothing(place: Path) -> None:
+    (place.parent / "folder" / "below").mkdir(parents=True)
+    with pytest.raises(OSError, match="folder"):
+        trusted.write(place.parent / "folder", b"")
+    assert sorted(path.name for path in place.parent.iterdir()) == ["file", "folder"]
+
+
+def test_a_lock_is_exclusive_and_keeps_what_is_in_the_file(place: Path) -> None:
+    code = f"""
+import fcntl
+file = open({str(place)!r})
+try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("locked")
+"""
+    with trusted.locked(place):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "locked\n"
+    assert place.read_bytes() == b"content"
+    with trusted.locked(place):
+        pass
+
+
+def test_outputs_go_where_the_user_says(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    out, link = tmp_path / "out", tmp_path / "link"
+    trusted.write_output(out, "long text")
+    trusted.write_output(out, b"text")
+    assert out.read_text() == "text"
+    link.symlink_to(out)
+    trusted.write_output(link, "by my link")
+    assert out.read_text() == "by my link"
+    trusted.write_output(Path("/dev/null"), "text")
+    assert not Path("/dev/null").is_file()
+
+
+def test_outputs_do_not_follow_the_links_of_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path.chmod(0o1777)
+    victim, link = tmp_path / "victim", tmp_path / "link"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    monkeypatch.setattr(trusted, "owners", lambda: frozenset([STRANGER]))
+    for path, what in ((link, "link"), (victim, "file")):
+        with pytest.raises(trusted.UntrustedError, match=f"{what} of another user"):
+            trusted.write_output(path, "text")
+    assert victim.read_text() == "precious"
+    tmp_path.chmod(0o755)  # no folder that everybody can write: shared on purpose
+    trusted.write_output(victim, "text")
+    assert victim.read_text() == "text"

@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from . import env, native
+from .alignment import debug_offset
 
 #: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
 FLAGS = ("ready", "reduced", "taken", "done")
@@ -120,8 +121,10 @@ class Workspace(Calls):
     def __init__(self, group: Group, slot_bytes: int) -> None:
         self.rank = group.rank
         self.world_size = group.world_size
-        self.slot_bytes = pages(slot_bytes)
-        self.nbytes = workspace_bytes(group.world_size, slot_bytes)
+        offset = debug_offset("slots", slot_bytes)
+        self.slot_bytes = pages(slot_bytes) + offset
+        header = workspace_bytes(group.world_size, 0) + offset
+        self.nbytes = header + _SLOTS * self.slot_bytes
         self._library = native.load()
         try:
             self._memory = _SymmetricMemory.empty_strided_p2p(
@@ -133,7 +136,6 @@ class Workspace(Calls):
                 raise RuntimeError(native.error()) from error
             raise
         _SymmetricMemory.rendezvous(self._memory, group.name)
-        header = self.nbytes - _SLOTS * self.slot_bytes
         layout = native.Layout(
             flags=0,
             flag_count=len(FLAGS),

@@ -441,9 +441,10 @@ def all_gather_matmul(
 
     Returns the output, or a list of outputs for a sequence of weights; with `return_gathered` the
     pair (gathered, outputs). Differentiable in shard and weights. A contiguous shard in symmetric
-    memory that was rendezvoused with the group is read in place by the peers. Raises `ValueError`
-    or `TypeError` for arguments that do not fit, before any communication; `RuntimeError` when a
-    peer fails or disagrees. Source: torch's `symm_mem::fused_all_gather_matmul`.
+    memory that was rendezvoused with the group is read in place by the peers. Bits depend neither
+    on where the shard lies nor on `return_gathered`. Raises `ValueError` or `TypeError` for
+    arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
+    disagrees. Source: torch's `symm_mem::fused_all_gather_matmul`.
     """
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -294,3 +295,19 @@ def operands(group: dist.ProcessGroup, streams: bool) -> None:
 @WORLD_SIZES
 def test_operands_are_aligned(ranks: Ranks, world_size: int, streams: bool) -> None:
     ranks.run(world_size, operands, streams)
+
+
+def by_the_library(group: dist.ProcessGroup) -> None:
+    """What the matrix library itself makes of it, where its sums depend on addresses."""
+    with simulation(delays_us=0), tuning.forced("shards"):
+        for _ in range(200):
+            inner = random.choice([7, 16, 33, 132])
+            x = torch.randn(random.choice([1, 2, 3, 5, 8, 15]), inner)
+            w = torch.randn(inner, random.choice([1, 3, 8, 17]))
+            out = symm_cp.all_gather_matmul(x, w, group=group)
+            _, kept = symm_cp.all_gather_matmul(x, w, group=group, return_gathered=True)
+            assert same(out, kept), (x.shape, w.shape)
+
+
+def test_torchs_own_products(ranks: Ranks) -> None:
+    ranks.run(3, by_the_library)

@@ -14,7 +14,6 @@ what depends on more than that.
 from __future__ import annotations
 
 import itertools
-import math
 import zlib
 from collections.abc import Sequence
 
@@ -70,8 +69,11 @@ def scratch_rows(like: torch.Tensor, count: int) -> torch.Tensor:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides that torch gives a new tensor of a shape."""
-    lengths = [max(1, size) for size in shape]
-    return tuple(math.prod(lengths[dim + 1 :]) for dim in range(len(lengths)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:

@@ -58,12 +58,13 @@ const char* symm_cp_error() { return last_error.c_str(); }
 int symm_cp_abi() { return 8; }
 
 // A group of which this process is rank `rank`. Not collective. `timeout_ms`: 0 for that of the
-// process group. Null on failure.
-void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t timeout_ms) {
+// process group. `offset`: by how many bytes slots are moved, for tests. Null on failure.
+void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t timeout_ms,
+                         int64_t offset) {
   void* result = nullptr;
   guarded([&]() -> int64_t {
-    result = new std::shared_ptr<Group>(
-        std::make_shared<Group>(name, rank, world_size, std::chrono::milliseconds(timeout_ms)));
+    result = new std::shared_ptr<Group>(std::make_shared<Group>(
+        name, rank, world_size, std::chrono::milliseconds(timeout_ms), offset));
     return 0;
   });
   return result;

@@ -84,7 +84,9 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
                           looked = Clock::now();
                         }};
   const auto peers = group_.peers(meeting);
-  const Layout layout = layout_of(group_.world_size(), slot_bytes);
+  Layout layout = layout_of(group_.world_size(), slot_bytes);
+  layout.slots += group_.offset();
+  layout.slot_bytes += group_.offset();
   const int64_t bytes = layout.slots + layout.slot_count * layout.slot_bytes;
   Segment memory = [&] {
     try {
@@ -123,11 +125,13 @@ void Workspace::fail(int64_t number, const std::string& cause, const CallSite* o
 
 // --- Group ---------------------------------------------------------------------------------------
 
-Group::Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout)
+Group::Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout,
+             int64_t offset)
     : name_(std::move(name)),
       rank_(rank),
       world_size_(world_size),
       timeout_(timeout.count() > 0 ? timeout : timeout_of(name_)),
+      offset_(offset),
       forks_(fork_count()),
       workspaces_{Workspace(*this, kSync), Workspace(*this, kAsync)},
       lane_(*this) {}

@@ -75,12 +75,15 @@ Layout layout_of(int world_size, int64_t slot_bytes);
 class Group {
  public:
   // `timeout`: how long a call waits for its peers; zero stands for that of the process group.
-  Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout);
+  // `offset`: by how many bytes slots are moved, the same on all ranks; for tests.
+  Group(std::string name, int rank, int world_size, std::chrono::milliseconds timeout,
+        int64_t offset = 0);
   ~Group();
 
   const std::string& name() const { return name_; }
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
+  int64_t offset() const { return offset_; }
   WaitBudget budget() const { return WaitBudget(timeout_); }
   Workspace& workspace(int index) { return workspaces_[index]; }
   Lane& lane() { return lane_; }
@@ -133,6 +136,7 @@ class Group {
   int rank_;
   int world_size_;
   std::chrono::milliseconds timeout_;
+  int64_t offset_;
   int forks_;
   std::mutex mutex_;  // numbers, and making the peers
   std::thread::id first_thread_;

@@ -28,6 +28,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import env, native
+from symm_cp.alignment import debug_offset
 from symm_cp.hosts import hosts_of, watched_processes
 from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
@@ -165,8 +166,9 @@ class DeviceWorkspace(Calls):
         self.device, self.channel = device, channel
         self.rank, self.world_size = group.rank, group.world_size
         self.slots = 1 if graph else _SLOTS
-        self.slot_bytes = pages(slot_bytes)
-        self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size)
+        offset = debug_offset("slots", slot_bytes)
+        self.slot_bytes = pages(slot_bytes) + offset
+        self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size) + offset
         self.last_stream: int | None = None
         self.limit_ms = int(group.wait_limit().total_seconds() * 1000)
         self.given_up = False

@@ -7,6 +7,7 @@
 | `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
 | `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |
 | `SYMM_CP_DEBUG` | 1: on CUDA, ranks compare their calls first (always so on CPU) | 0 |
+| `SYMM_CP_DEBUG_OFFSETS` | a number: moves slots and scratch, by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | how fused matmuls go: by `shards`, or `whole` | by simulation |
 | `SYMM_CP_HOST` | what tells this host from others in a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
@@ -80,6 +81,14 @@ def debug() -> bool:
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_DEBUG={text!r} must be 0 or 1")
     return text == "1"
+
+
+def debug_offsets() -> int | None:
+    """Returns the seed by which buffers are moved to other addresses, if they are."""
+    text = os.environ.get("SYMM_CP_DEBUG_OFFSETS") or None
+    if text is not None and not text.isdigit():
+        raise ValueError(f"SYMM_CP_DEBUG_OFFSETS={text!r} must be a number, the same on all ranks")
+    return None if text is None else int(text)
 
 
 def host() -> str | None:

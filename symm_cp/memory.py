@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from . import env, native
+from .alignment import debug_offset
 
 #: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
 FLAGS = ("ready", "reduced", "taken", "done")
@@ -202,7 +203,11 @@ class Group:
         self._process = os.getpid()
         self._library = native.load()
         self.handle: int = self._library.symm_cp_group_open(
-            self.name.encode(), self.rank, self.world_size, env.timeout_ms()
+            self.name.encode(),
+            self.rank,
+            self.world_size,
+            env.timeout_ms(),
+            debug_offset("slots", self.name),
         )
         if not self.handle:
             raise RuntimeError(native.error())

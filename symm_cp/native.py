@@ -314,7 +314,7 @@ _EPOCH = ctypes.c_uint32
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (_TEXT, []),
     "symm_cp_abi": (_INT, []),
-    "symm_cp_group_open": (_VOID, [_TEXT, _INT, _INT, _LONG]),
+    "symm_cp_group_open": (_VOID, [_TEXT, _INT, _INT, _LONG, _LONG]),
     "symm_cp_group_close": (None, [_VOID]),
     "symm_cp_release_groups": (None, []),
     "symm_cp_begin": (_LONG, [_VOID, _LONG, _TEXT]),

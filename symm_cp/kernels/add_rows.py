@@ -9,11 +9,12 @@ import triton.language as tl
 _BLOCK = 2048
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "pitch"])
 def _add_rows(
     rows,
     out,
     count,
+    pitch,
     W: tl.constexpr,
     MEAN: tl.constexpr,
     WIDE: tl.constexpr,
@@ -24,7 +25,7 @@ def _add_rows(
     total = tl.load(rows + at, mask=inside, other=0).to(WIDE)
     for row in tl.static_range(1, W):
         # In 64 bits: all rows together may be larger than 2 GiB.
-        total += tl.load(rows + row * count.to(tl.int64) + at, mask=inside, other=0).to(WIDE)
+        total += tl.load(rows + row * pitch.to(tl.int64) + at, mask=inside, other=0).to(WIDE)
     if MEAN:
         total = total / W
     tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
@@ -33,7 +34,7 @@ def _add_rows(
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
     """Writes `rows[0] + rows[1] + ...` to `out`, added in that order, in float32 for 16-bit types.
 
-    `rows` is contiguous, (W, ...) for a contiguous `out` of shape (...).
+    `rows` is (W, ...) for a contiguous `out` of shape (...); each row is contiguous.
     """
     count = out.numel()
     if count == 0:
@@ -45,4 +46,5 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
         torch.float16: tl.float32,
     }.get(rows.dtype, tl.int64)
     grid = (triton.cdiv(count, _BLOCK),)
-    _add_rows[grid](rows, out, count, W=rows.shape[0], MEAN=mean, WIDE=wide, BLOCK=_BLOCK)
+    pitch, W = rows.stride(0), rows.shape[0]
+    _add_rows[grid](rows, out, count, pitch, W=W, MEAN=mean, WIDE=wide, BLOCK=_BLOCK)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
+from symm_cp.alignment import aligned
 from symm_cp.memory import Group, GroupLike, group_name
 from symm_cp.ops.common import (
     Sum,
@@ -91,7 +92,7 @@ def _all_gather_matmul_kernel(
     A_full = new_result(A, front_shape(A, dim, group.world_size)) if kept else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        A_rows = shards[0].view(rows, A.shape[-1])
+        A_rows = aligned(shards[0]).view(rows, A.shape[-1])
         for out, B in zip(outs, Bs, strict=True):
             torch.mm(A_rows, B, out=out.narrow(0, rank * rows, rows))
 
@@ -140,8 +141,9 @@ def _add_products_of_shards(
     sums = [Sum(out, group.world_size) for out in outs]
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
+        columns = aligned(shards[0])
         for total, B in zip(sums, Bs, strict=True):
-            total.add_product(shards[0], B.narrow(0, rank * k, k))
+            total.add_product(columns, B.narrow(0, rank * k, k))
 
     runtime.of(A_rows, group).all_gather_and_consume(
         group, [A_rows], consume, what, gathered=A_full, columns=True
@@ -439,9 +441,10 @@ def all_gather_matmul(
 
     Returns the output, or a list of outputs for a sequence of weights; with `return_gathered` the
     pair (gathered, outputs). Differentiable in shard and weights. A contiguous shard in symmetric
-    memory that was rendezvoused with the group is read in place by the peers. Raises `ValueError`
-    or `TypeError` for arguments that do not fit, before any communication; `RuntimeError` when a
-    peer fails or disagrees. Source: torch's `symm_mem::fused_all_gather_matmul`.
+    memory that was rendezvoused with the group is read in place by the peers. Bits depend neither
+    on where the shard lies nor on `return_gathered`. Raises `ValueError` or `TypeError` for
+    arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
+    disagrees. Source: torch's `symm_mem::fused_all_gather_matmul`.
     """
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)

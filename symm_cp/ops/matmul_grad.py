@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from symm_cp import runtime
+from symm_cp.alignment import aligned
 from symm_cp.ops.common import (
     Sum,
     at_last,
@@ -50,7 +51,7 @@ def _weight_grad_kernel(
     A_full = new_result(A_shard, front_shape(A_shard, gather_dim, W)) if whole else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        left = shards[0].flatten(0, -2).mH
+        left = aligned(shards[0]).flatten(0, -2).mH
         for index, g in enumerate(grads):
             if columns:
                 torch.mm(left, g.flatten(0, -2), out=outs[index].narrow(0, rank * k, k))
@@ -113,7 +114,7 @@ def _matmul_reduce_scatter_backward_kernel(
     B_sum = Sum(B_grad, W) if not columns and not whole and need_b else None
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        g = shards[0].flatten(0, -2)
+        g = aligned(shards[0]).flatten(0, -2)
         if A_rows is not None:  # the columns of C were scattered
             if A_sum is not None:
                 A_sum.add_product(g, B.narrow(1, rank * n, n).mH)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
+from symm_cp.alignment import aligned
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     check_dim,
@@ -159,15 +160,16 @@ def _all_gather_scaled_matmul_kernel(
     A_full = new_result(A, [*lead, A.shape[-1]])
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
+        A_rows = aligned(shards[0]).view(rows, A.shape[-1])
         if mode == "sharded":
-            scale = shards[1].view(rows, 1)
+            scale = aligned(shards[1]).view(rows, 1)
         elif mode == "replicated":
             scale = rows_of(A_scale, dim, rank, W).contiguous()
         else:
             scale = A_scale
         for out, B, scale_b, extra in zip(outs, Bs, B_scales, options, strict=True):
             part = out.narrow(0, rank * rows, rows)
-            scaled_mm_out(shards[0].view(rows, A.shape[-1]), B, scale, scale_b, part, **extra)
+            scaled_mm_out(A_rows, B, scale, scale_b, part, **extra)
 
     runtime.of(A, group).all_gather_and_consume(group, shard, consume, what, gathered=A_full)
     results = [out.view(*lead, out.shape[1]).movedim(0, dim) for out in outs]

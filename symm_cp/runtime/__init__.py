@@ -2,6 +2,10 @@
 
 `all_gather_and_consume`, `all_gather_and_combine`, `produce_and_reduce_scatter`,
 `consume_and_reduce_scatter`
+
+Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. Where a shard is
+read in place, or in the caller's gathered tensor, it may begin anywhere and have other strides:
+kernels whose bits depend on that take it through `symm_cp.alignment.aligned`.
 """
 
 from __future__ import annotations

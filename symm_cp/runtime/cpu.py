@@ -6,7 +6,6 @@ bytes that name the call in errors and by which ranks notice that they disagree.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -14,13 +13,12 @@ from typing import TypeAlias
 
 import torch
 
+from symm_cp.alignment import part_offsets
 from symm_cp.memory import Group, Workspace, is_symmetric, reported
 from symm_cp.runtime.program import Binding, Extent, Kernel, Program, Reduction, lower
 from symm_cp.schedule import builders
 from symm_cp.schedule.steps import Schedule
 
-# Parts of a shard begin on cache lines, so that scales behind float8 data stay aligned.
-_ALIGN = 64
 # Below this many bytes waking the engine costs more than the transfer, which then waits for
 # `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is not
 # in place, where others wait until this rank has read.
@@ -44,15 +42,6 @@ REDUCIBLE: dict[torch.dtype, int] = {
 Shapes: TypeAlias = Sequence[tuple[int, ...]]
 #: Takes the shards of a rank, and the rank.
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGN) * _ALIGN
-
-
-def part_offsets(nbytes: Sequence[int]) -> tuple[int, ...]:
-    """Returns where each part of a shard begins in its slot; the last entry is the slot's size."""
-    return (0, *itertools.accumulate(_aligned(size) for size in nbytes))
 
 
 @lru_cache(maxsize=512)
@@ -220,7 +209,7 @@ def all_gather_and_combine(
 def _produce_program(rank: int, world_size: int, nbytes: int, dtype: int, mean: bool) -> Program:
     schedule = builders.produce_and_reduce_scatter(rank, world_size)
     binding: Binding = {
-        "slot": (Extent.even(None, nbytes, world_size),),
+        "slot": (Extent.aligned(None, nbytes, world_size),),
         "output": (Extent.even(0, nbytes),),
     }
     return lower(schedule, binding, reduction=Reduction(dtype, mean))
@@ -242,13 +231,14 @@ def produce_and_reduce_scatter(
     """
     nbytes = out.numel() * out.element_size()
     program = _produce_program(group.rank, group.world_size, nbytes, REDUCIBLE[out.dtype], mean)
-    with group.call(nbytes * group.world_size, what) as (workspace, epoch):
+    places = part_offsets((nbytes,) * group.world_size)
+    with group.call(places[-1], what) as (workspace, epoch):
 
         def run_produce(target: int) -> None:
             if target == group.rank:
                 produce(target, out)
             else:
-                at = workspace.slot() + target * nbytes
+                at = workspace.slot() + places[target]
                 produce(target, workspace.view(at, out.shape, out.dtype))
 
         program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})

@@ -17,6 +17,7 @@ from functools import lru_cache
 
 import torch
 
+from symm_cp.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.device import (
     Device,
     DeviceWorkspace,
@@ -27,7 +28,7 @@ from symm_cp.device import (
 )
 from symm_cp.memory import Group
 from symm_cp.runtime.agreement import agree
-from symm_cp.runtime.cpu import Consume, Shapes, part_offsets
+from symm_cp.runtime.cpu import Consume, Shapes
 from symm_cp.runtime.launch import Kernel, Launch, lower
 from symm_cp.runtime.program import Extent
 from symm_cp.runtime.reduce import add_rows
@@ -109,7 +110,7 @@ class Shard:
 
     def staging(self, places: int) -> torch.Tensor:
         """Memory for the shards of peers."""
-        return self.own[0].new_empty(max(1, places * self.room), dtype=torch.uint8)
+        return scratch(self.own[0], max(1, places * self.room))
 
     def views(self, staging: torch.Tensor, place: int, rank: int) -> list[torch.Tensor]:
         """The shard of a rank, in a place of the staging memory."""
@@ -268,14 +269,14 @@ def all_gather_and_combine(
 
 
 def _partials(operand: int, sizes: tuple[int, ...], rank: int) -> tuple[Extent, ...]:
-    """Where the partial sums for this rank come to lie, one behind the other."""
-    return (Extent.even(operand, sizes[rank], len(sizes)),)
+    """Where the partial sums for this rank come to lie: in `scratch_rows`."""
+    return (Extent.aligned(operand, sizes[rank], len(sizes)),)
 
 
 @lru_cache(maxsize=512)
 def _produce_launch(rank: int, ranks: int, nbytes: int, mode: Mode) -> Launch:
     schedule = staged.produce_and_scatter(rank, ranks, slots=mode.slots)
-    slot = (Extent.even(None, nbytes, ranks),)
+    slot = (Extent.aligned(None, nbytes, ranks),)
     binding = {"partials": _partials(0, (nbytes,) * ranks, rank)}
     slots = dict.fromkeys(range(ranks), slot)
     return lower(schedule, binding, slots, by_kernels=mode.by_kernels)
@@ -300,14 +301,14 @@ def produce_and_reduce_scatter(
     mode = Mode.of(device)
     nbytes = out.numel() * out.element_size()
     launch = _produce_launch(rank, ranks, nbytes, mode)
-    partials = out.new_empty((ranks, *out.shape))
-    with _call(group, device, nbytes * ranks) as (space, epoch):
+    partials, places = scratch_rows(out, ranks), part_offsets((nbytes,) * ranks)
+    with _call(group, device, places[-1]) as (space, epoch):
 
         def run_produce(target: int) -> None:
             if target == rank:
                 produce(target, partials[rank])
             else:
-                slot = space.slot(epoch, target * nbytes, nbytes)
+                slot = space.slot(epoch, places[target], nbytes)
                 produce(target, slot.view(out.dtype).view(out.shape))
 
         kernels: dict[str, Kernel] = {
@@ -391,7 +392,7 @@ def consume_and_reduce_scatter(
     )
     launch = _exchange_launch(rank, exchange, mode)
     staging = mine.staging(min(2, ranks) if ring else ranks)
-    sums = out.new_empty((1 if ring else ranks, *out.shape))
+    sums = scratch_rows(out, 1 if ring else ranks)
     turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
     with _call(group, device, exchange.offsets[-1] + mine.room) as (space, epoch):
 

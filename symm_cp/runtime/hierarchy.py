@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp.alignment import part_offsets, scratch
 from symm_cp.hosts import Hosts, hosts_of
 from symm_cp.memory import Group
-from symm_cp.runtime.cpu import Consume, Shapes, part_offsets
+from symm_cp.runtime.cpu import Consume, Shapes
 
 _SHARD, _SUM = 1, 2  # tags of messages
 
@@ -108,7 +109,7 @@ class _Blocks:
         return part_offsets([math.prod(shape) * t.element_size() for shape, t in sizes])
 
     def empty(self, rank: int) -> torch.Tensor:
-        return self.own[0].new_empty(self._offsets(rank)[-1], dtype=torch.uint8)
+        return scratch(self.own[0], self._offsets(rank)[-1])
 
     def parts(self, block: torch.Tensor, rank: int) -> list[torch.Tensor]:
         tensors = zip(self._offsets(rank), self.shapes[rank], self.own, strict=False)

@@ -14,6 +14,7 @@ from enum import IntEnum
 from typing import TypeAlias
 
 from symm_cp import native
+from symm_cp.alignment import part_offsets
 from symm_cp.memory import FLAGS, Workspace
 from symm_cp.runtime import probe, recorder
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
@@ -57,6 +58,12 @@ class Extent:
         """A contiguous buffer of `chunks` equal chunks, `nbytes` bytes each."""
         offsets = tuple(start + i * nbytes for i in range(chunks))
         return cls(operand, offsets, (nbytes,) * chunks)
+
+    @classmethod
+    def aligned(cls, operand: int | None, nbytes: int, chunks: int) -> Extent:
+        """A buffer of `chunks` equal chunks that kernels write, each of them aligned."""
+        sizes = (nbytes,) * chunks
+        return cls(operand, part_offsets(sizes)[:-1], sizes)
 
 
 #: For each buffer its parts: a shard may be several tensors that travel together.

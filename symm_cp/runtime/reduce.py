@@ -10,7 +10,7 @@ from symm_cp import kernels
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
     """Writes `rows[0] + rows[1] + ...` to `out`, added in that order, in float32 for 16-bit types.
 
-    `rows` is contiguous, (W, ...) for `out` of shape (...).
+    `rows` is (W, ...) for `out` of shape (...); each row is contiguous.
     """
     if rows.is_cuda:
         kernels.add_rows(rows, out, mean=mean)

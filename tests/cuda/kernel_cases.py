@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from symm_cp.alignment import scratch_rows
 from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as attention
@@ -28,8 +29,9 @@ def add_rows() -> int:
     for dtype in dtypes:
         for count, shape in ((1, (5,)), (2, (3, 7)), (3, (2049,)), (4, (1, 4096)), (2, (0, 3))):
             for mean in (False, True) if dtype.is_floating_point else (False,):
-                rows = (torch.randn(count, *shape) * 4).to(dtype)
                 out = torch.empty(shape, dtype=dtype)
+                rows = scratch_rows(out, count)  # with gaps between them
+                rows.copy_(torch.randn(count, *shape) * 4)
                 add_rows_kernel(rows, out, mean=mean)
                 wide = torch.float64 if dtype == torch.float64 else torch.float32
                 wide = wide if dtype.is_floating_point else torch.int64

@@ -1,0 +1,105 @@
+"""A matrix library whose last bits depend on addresses, as MKL's do on some processors.
+
+`watched()` records every product that an op computes in a pipeline: where its operands and its
+result begin, modulo 64 bytes, and with which strides. With `ulps` it moves the result by a number
+of last places that depends on just that, so that on any processor a comparison of bits fails where
+the same product was computed elsewhere.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from symm_cp import runtime
+from symm_cp.alignment import ALIGN
+
+#: torch's products, and attention, which is made of them.
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "addmm_",
+    "bmm",
+    "baddbmm",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_flash_attention_for_cpu_backward",
+)
+_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
+
+#: Where a tensor lies as far as a matrix library may care: its address modulo 64, its strides.
+Place = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    address = tensor.data_ptr() % ALIGN if tensor.numel() else 0
+    return address, tuple(tensor.shape), tensor.stride()
+
+
+class Watch(TorchDispatchMode):
+    """Records products, and has their last bits depend on what it records."""
+
+    def __init__(self, ulps: int) -> None:
+        super().__init__()
+        self.ulps = ulps
+        self.calls: list[tuple[str, tuple[Place, ...]]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        if func.namespace != "aten" or name not in PRODUCTS:
+            return func(*args, **kwargs)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
+        call = name, tuple(place_of(tensor) for tensor in tensors)
+        self.calls.append(call)
+        result = func(*args, **kwargs)
+        self._change(result[0] if isinstance(result, tuple) else result, call)
+        return result
+
+    def _change(self, result: torch.Tensor, call: tuple[str, tuple[Place, ...]]) -> None:
+        places = zlib.crc32(repr(call).encode()) % (self.ulps + 1)
+        if result.dtype in _BITS and places:
+            bits = result.view(_BITS[result.dtype])
+            bits.add_(places * result.isfinite())
+
+
+class _Runtime:
+    """A runtime whose kernels run under a watch."""
+
+    def __init__(self, module: ModuleType, watch: Watch) -> None:
+        self._module, self._watch = module, watch
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        pipeline = getattr(self._module, name)
+
+        def run(*args: Any, **options: Any) -> None:
+            pipeline(*map(self._watched, args), **options)
+
+        return run
+
+    def _watched(self, argument: Any) -> Any:
+        if not callable(argument) or isinstance(argument, torch.Tensor):
+            return argument
+
+        def kernel(*args: Any) -> None:
+            with self._watch:
+                argument(*args)
+
+        return kernel
+
+
+@contextmanager
+def watched(ulps: int = 0) -> Iterator[list[tuple[str, tuple[Place, ...]]]]:
+    """Inside, products of pipelines are recorded in the list that it gives."""
+    watch, chosen = Watch(ulps), runtime.of
+    with mock.patch.object(runtime, "of", lambda *args: _Runtime(chosen(*args), watch)):
+        yield watch.calls

@@ -1,0 +1,35 @@
+"""The random tests of the matmuls, over products whose last bit depends on addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from symm_cp import device, memory
+from tests.bits.products import watched
+from tests.cuda.simulated import build, simulation
+from tests.ops import test_random
+from tests.pool import Ranks
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _built() -> None:
+    build()
+
+
+def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int) -> None:
+    with watched(ulps=1):
+        if mode is None:
+            test_random.repeat(group, test_random.gathers, count)
+            return
+        with simulation(delays_us=0, **mode) as made:
+            device.reserve_on(memory.resolve(group), made, 1 << 20)
+            test_random.repeat(group, test_random.gathers, count)
+
+
+@pytest.mark.parametrize("mode", [None, {}, {"graph": True}], ids=["cpu", "streams", "graph"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_random_gathers(ranks: Ranks, world_size: int, mode: dict[str, Any] | None) -> None:
+    ranks.run(world_size, random_ops, mode, 30)

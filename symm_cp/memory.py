@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from . import env, native
+from .modes import ordinary_tensors
 
 #: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
 FLAGS = ("ready", "reduced", "taken", "done")
@@ -89,10 +90,11 @@ def group_name(group: GroupLike) -> str:
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a contiguous tensor over memory that somebody else keeps alive."""
     count = math.prod(shape)
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    with ordinary_tensors():
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 class Calls:
@@ -233,7 +235,8 @@ class Group:
         if known is not None:
             # Whatever failed there was told to whom it concerned, and ends with that workspace.
             native.load().symm_cp_lane_drain(known.handle)
-        fresh = self._workspaces[channel] = Workspace(self, wanted)
+        with ordinary_tensors():
+            fresh = self._workspaces[channel] = Workspace(self, wanted)
         return fresh
 
     def known(self, channel: str) -> Workspace | None:

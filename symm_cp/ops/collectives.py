@@ -22,6 +22,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.transforms import register_gradient, register_no_gradient
 from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
 from symm_cp.runtime.program import Binding, Extent, Reduction, lower
 from symm_cp.schedule import builders
@@ -254,9 +255,5 @@ def register() -> None:
         lib.impl(name, kernel, "CPU")
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta")
-    torch.library.register_autograd(
-        f"symm_mem::{_ALL_REDUCE}",
-        _all_reduce_backward,
-        setup_context=_all_reduce_setup,
-        lib=lib,
-    )
+    register_gradient(_ALL_REDUCE, _all_reduce_backward, _all_reduce_setup)
+    register_no_gradient("get_remote_tensors", "tensors of other ranks are no function of x")

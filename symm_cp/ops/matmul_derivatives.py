@@ -3,16 +3,16 @@
 G gathers shards along a dimension and R reduce-scatters; each is the other's gradient. For a
 gradient H of an output:
 
-    op                                      computes                    its gradients
-    fused_all_gather_matmul                 G(A), G(A) B                R(H B^H + H_A);  G(A)^H H
-    fused_matmul_reduce_scatter             R(A B)                      G(H) B^H;  A^H G(H)
-    _fused_matmuls_reduce_scatter           R(sum of A_i B_i + C)       G(H) B_i^H;  A_i^H G(H);  G(H)
-    _fused_all_gather_weight_grad           G(A)^H g                    R(g H^H);  G(A) H
-    _fused_matmul_reduce_scatter_backward   G(g) B^H, A^H G(g)          R(H_A B + A H_B);
-                                                                        G(g) H_B^H;  H_A^H G(g)
+    op                                     computes                 its gradients
+    fused_all_gather_matmul                G(A), G(A) B             R(H B^H + H_A);  G(A)^H H
+    fused_matmul_reduce_scatter            R(A B)                   G(H) B^H;  A^H G(H)
+    _fused_matmuls_reduce_scatter          R(sum of A_i B_i + C)    G(H) B_i^H;  A_i^H G(H);  G(H)
+    _fused_all_gather_weight_grad          G(A)^H g                 R(g H^H);  G(A) H
+    _fused_matmul_reduce_scatter_backward  G(g) B^H;  A^H G(g)      R(H_A B + A H_B);
+                                                                    G(g) H_B^H;  H_A^H G(g)
 
-The two on the right of each of the first rows are one call of an op below them, or of torch's
-matmul, so each backward pass can be differentiated again.
+Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
+differentiated again.
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
     """Makes the `backward` of an `autograd.Function` of one whose gradients have no derivative.
 
     The decorated function is called as `backward(ctx, ctx.saved_tensors, *grads)`. Its results
-    depend on what was saved as well, so (unlike with torch's decorator of this name) they raise when
-    they are differentiated even if the incoming gradient is a constant.
+    depend on what was saved as well, so (unlike with torch's decorator of this name) they raise
+    when they are differentiated even if the incoming gradient is a constant.
     """
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:

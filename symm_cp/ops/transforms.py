@@ -138,7 +138,14 @@ def _register_vmap(name: str, complete: Callable[[Any], Any] | None) -> None:
         outputs = pytree.tree_structure(results[0])
         return pytree.tree_unflatten(stacked, outputs), pytree.tree_unflatten(out_dims, outputs)
 
+    def refuse_batched(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: torch.autograd.grad with is_grads_batched=True is not supported: call it "
+            "once for each gradient, or within torch.func.vmap"
+        )
+
     torch.library.register_vmap(f"symm_mem::{name}", one_by_one, lib=lib)
+    lib.impl(name, refuse_batched, "Batched")  # the key of torch's first vmap, used only there
 
 
 def register() -> None:

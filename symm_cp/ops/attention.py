@@ -308,12 +308,24 @@ def _attention_backward_kernel(
     return grad_q, grad_k, grad_v
 
 
+def fake_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tensors like the output and the log-sum-exp, without computing them."""
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return torch.empty_like(dense_features(query)), lse
+
+
+def fake_gradients(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns tensors like the gradients of queries, keys and values."""
+    return tuple(
+        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in tensors
+    )
+
+
 def _attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_tensors(_FORWARD, query, key, value, options.get("enable_gqa", False))
-    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-    return torch.empty_like(dense_features(query)), lse
+    return fake_results(query)
 
 
 def _attention_backward_fake(
@@ -324,10 +336,7 @@ def _attention_backward_fake(
     *_: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)
-        for t in (query, key, value)
-    )
+    return fake_gradients(query, key, value)
 
 
 # --- gradients -------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import zlib
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp import runtime
@@ -167,6 +168,8 @@ class _Call:
 def _forward(
     call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(query, FakeTensor):
+        return attention.fake_results(query)
     query = dense_features(query)
     forward = Forward(query, call.scale)
     scores = Scores(query, call.scale, call.score_mod) if call.score_mod is not None else None
@@ -199,6 +202,8 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key, value and the captured tensors."""
     query, key, value, out, lse, *captured = saved
+    if isinstance(query, FakeTensor):
+        return *attention.fake_gradients(query, key, value), *map(torch.empty_like, captured)
     query = dense_features(query)
     kernels: Backward | None = None
     if call.score_mod is None and grad_lse is None:

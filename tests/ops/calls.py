@@ -17,6 +17,14 @@ OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]
 
 
+def causal(b: Any, h: Any, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+    return q_idx >= kv_idx
+
+
+def distance(score: torch.Tensor, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+    return score - 0.1 * (q_idx - kv_idx)
+
+
 @dataclass
 class Call:
     """An op: `run(inputs)` returns its floating outputs."""
@@ -41,7 +49,11 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
     layout = Layout(W, tuple(range(W)), (20,) * W)
 
     def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
-        return list(flex_all_gather_attention(q, k, v, group=resolve(name), layout=layout))
+        return list(
+            flex_all_gather_attention(
+                q, k, v, group=resolve(name), layout=layout, mask_mod=causal, score_mod=distance
+            )
+        )
 
     def gather(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> Tensors:
         full, outs = OPS.fused_all_gather_matmul(x, [a, b], 0, name)

@@ -48,7 +48,7 @@ class _Ready:
 
     input: torch.Tensor  # held, so that its id is not used again
     key: tuple[object, ...]
-    parameters: dict[str, tuple[object, ...]]  # their states; while compiling, themselves
+    parameters: dict[str, tuple[object, ...]]  # their states; while compiling, their ids
     outputs: dict[str, torch.Tensor]
 
 
@@ -95,32 +95,36 @@ class SharedGather:
 
     def _take_traced(self, name: str, member: nn.Linear, x_shard: torch.Tensor) -> torch.Tensor:
         """`take` in words that `torch.compile` understands: it knows no ids, nor versions."""
+        ready = self._forwards[-1] if self._forwards else None
         if not self._forwards:
             return self._compute(x_shard, [member])[0]
-        ready = self._forwards[-1]
-        if ready is None or not ready.outputs:
-            parameters = {n: (m.weight, m.bias) for n, m in self._members.items()}
-            for tensor in (x_shard, *(t for pair in parameters.values() for t in pair)):
-                if tensor is not None:
-                    note_version(tensor, self._tag)
-            outputs = self._compute(x_shard, list(self._members.values()))
-            named = dict(zip(self._members, outputs, strict=True))
-            ready = _Ready(x_shard, _mode(x_shard.device.type), parameters, named)
-            self._forwards[-1] = ready
-            return ready.outputs.pop(name)
-        weight, bias = ready.parameters[name]
-        if (
+        if ready is None:
+            ready = self._forwards[-1] = self._compute_all_traced(x_shard)
+        elif (
             name not in ready.outputs
             or ready.input is not x_shard
             or ready.key != _mode(x_shard.device.type)
-            or weight is not member.weight
-            or bias is not member.bias
+            or ready.parameters[name] != (id(member.weight), id(member.bias))
         ):
             return self._compute(x_shard, [member])[0]
         for tensor in (x_shard, member.weight, member.bias):
             if tensor is not None:
                 check_version(tensor, self._tag)
-        return ready.outputs.pop(name)
+        output = ready.outputs.pop(name)
+        if not ready.outputs:
+            # Kept, the input would become an output of the graph.
+            self._forwards[-1] = None
+        return output
+
+    def _compute_all_traced(self, x_shard: torch.Tensor) -> _Ready:
+        members = self._members.values()
+        for tensor in (x_shard, *(t for m in members for t in (m.weight, m.bias))):
+            if tensor is not None:
+                note_version(tensor, self._tag)
+        outputs = self._compute(x_shard, list(members))
+        parameters = {name: (id(m.weight), id(m.bias)) for name, m in self._members.items()}
+        named = dict(zip(self._members, outputs, strict=True))
+        return _Ready(x_shard, _mode(x_shard.device.type), parameters, named)
 
     def _compute_all(self, x_shard: torch.Tensor) -> _Ready:
         outputs = self._compute(x_shard, list(self._members.values()))

@@ -49,13 +49,12 @@ def collectives(group: dist.ProcessGroup, backend: str) -> None:
         inputs = [[place(x), place(x)] for _ in range(2)]
         expected, found = run(*inputs[0]), compiled(*inputs[1])
         for got, want in zip(found, expected, strict=True):
-            assert torch.equal(got, want)
+            torch.testing.assert_close(got, want)
         assert torch.equal(inputs[0][1], inputs[1][1])
         dist.barrier(group)  # before memory that peers read is freed
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 3), ("inductor", 2)])
 def test_collectives(ranks: Ranks, backend: str, world_size: int) -> None:
     ranks.run(world_size, collectives, backend)
 
@@ -116,6 +115,7 @@ def remote(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(found, expected)
         dist.barrier(group)
         assert (own == rank + 1.0).all()
+    torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"symm_mem\.get_remote_tensors"):
         torch.compile(by_op, fullgraph=True)(own)
 

@@ -32,6 +32,8 @@ _ALL_REDUCE = "one_shot_all_reduce"
 _TWO_SHOT = "two_shot_all_reduce_"
 _SCATTER_OUT = "reduce_scatter_out"
 
+# For the compiler.
+lib.define("_one_shot_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
 lib.define("_reduce_scatter(Tensor input, str group_name, bool split_last_dim) -> Tensor")
 
 
@@ -207,6 +209,7 @@ _KERNELS: dict[str, Any] = {
     _TWO_SHOT: _two_shot_all_reduce_cpu,
     _SCATTER_OUT: _reduce_scatter_out_cpu,
     "get_remote_tensors": _get_remote_tensors_cpu,
+    "_one_shot_all_reduce": _one_shot_all_reduce_cpu,
     "_reduce_scatter": _reduce_scatter,
 }
 
@@ -254,6 +257,7 @@ _FAKES = {
     "one_shot_all_reduce_out": _one_shot_all_reduce_out_fake,
     _TWO_SHOT: _two_shot_all_reduce_fake,
     _SCATTER_OUT: _reduce_scatter_out_fake,
+    "_one_shot_all_reduce": _one_shot_all_reduce_fake,
     "_reduce_scatter": _reduce_scatter_fake,
 }
 

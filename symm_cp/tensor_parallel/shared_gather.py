@@ -122,7 +122,9 @@ class SharedGather:
             if tensor is not None:
                 note_version(tensor, self._tag)
         outputs = self._compute(x_shard, list(members))
-        parameters = {name: (id(m.weight), id(m.bias)) for name, m in self._members.items()}
+        parameters: dict[str, tuple[object, ...]] = {
+            name: (id(m.weight), id(m.bias)) for name, m in self._members.items()
+        }
         named = dict(zip(self._members, outputs, strict=True))
         return _Ready(x_shard, _mode(x_shard.device.type), parameters, named)
 

@@ -43,7 +43,8 @@ def all_of_them(group: dist.ProcessGroup) -> Callable[..., list[torch.Tensor]]:
 
 def collectives(group: dist.ProcessGroup, backend: str) -> None:
     run = all_of_them(group)
-    compiled = torch.compile(run, backend=backend, fullgraph=True)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=backend == "inductor")
     for place in (torch.clone, lambda t: symmetric(t, group)):
         x = torch.randn(4 * group.size(), 2 * group.size())
         inputs = [[place(x), place(x)] for _ in range(2)]

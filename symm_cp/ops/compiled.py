@@ -29,7 +29,7 @@ def _all_reduce_lowering(input: Any, reduce_op: str, group_name: str) -> Any:
 
     if input.get_device().type != "cpu":
         return None
-    # Not the op itself, which torch would lower to `one_shot_all_reduce_out`, for fixed shapes only.
+    # The op itself would be lowered to `one_shot_all_reduce_out`, for fixed shapes only.
     op = _ops._one_shot_all_reduce.default
     return fallback_handler(op, add_to_fallback_set=False)(input, reduce_op, group_name)
 

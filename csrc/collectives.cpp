@@ -1,7 +1,5 @@
-// Collectives without Python steps: at once, or on a copy engine as work that `wait_tensor` awaits;
-// and the gradients of the latter, here because a gradient registered from Python costs each call 6
-// microseconds, as much as a small collective.
-#include <torch/csrc/autograd/custom_function.h>
+// Collectives without Python steps: at once, or on a copy engine as work that `wait_tensor` awaits.
+// Their gradients are in gradients.cpp.
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -134,79 +132,6 @@ at::Tensor start_transfer(int64_t handle, int64_t plain, int64_t in_place, int64
   }
 }
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
-template <class Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
-at::Tensor all_gather(const at::Tensor& tensor, const std::string& group) {
-  static const auto op =
-      find_op<at::Tensor(const at::Tensor&, std::string)>("symm_mem::_low_contention_all_gather");
-  return op.call(tensor, group);
-}
-
-at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op,
-                          const std::string& group) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&, std::string, std::string)>(
-      "symm_mem::_low_contention_reduce_scatter");
-  return op.call(tensor, reduce_op, group);
-}
-
-at::Tensor waited(const at::Tensor& tensor) {
-  static const auto op = find_op<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
-  return op.call(tensor);
-}
-
-struct AllGather : torch::autograd::Function<AllGather> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
-                            const std::string& group) {
-    ctx->saved_data["group"] = group;
-    at::AutoDispatchBelowADInplaceOrView below;
-    return all_gather(tensor, group);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const std::string group = ctx->saved_data["group"].toStringRef();
-    return {waited(reduce_scatter(grads[0], "sum", group)), at::Tensor()};
-  }
-};
-
-struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
-                            const std::string& reduce_op, const std::string& group) {
-    ctx->saved_data["group"] = group;
-    ctx->saved_data["mean"] = reduce_op == "avg";
-    ctx->saved_data["rows"] = tensor.size(0);
-    at::AutoDispatchBelowADInplaceOrView below;
-    return reduce_scatter(tensor, reduce_op, group);
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::Tensor grad = waited(all_gather(grads[0], ctx->saved_data["group"].toStringRef()));
-    if (ctx->saved_data["mean"].toBool())
-      grad = grad * (static_cast<double>(grads[0].size(0)) / ctx->saved_data["rows"].toInt());
-    return {grad, at::Tensor(), at::Tensor()};
-  }
-};
-
-bool needs_gradient(const at::Tensor& tensor) {
-  return tensor.requires_grad() && at::GradMode::is_enabled();
-}
-
-at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
-  if (needs_gradient(tensor)) return AllGather::apply(tensor, group);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return all_gather(tensor, group);
-}
-
-at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_op,
-                                   std::string group) {
-  if (needs_gradient(tensor)) return ReduceScatter::apply(tensor, reduce_op, group);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_scatter(tensor, reduce_op, group);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
@@ -218,11 +143,6 @@ TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
       "run_collective(int group, int plain, int in_place, int slot_plain, int slot_in_place, "
       "Tensor input, Tensor output) -> ()",
       torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, run_collective));
-}
-
-TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
-  m.impl("_low_contention_all_gather", all_gather_autograd);
-  m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
 }
 
 }  // namespace symm_cp

@@ -32,6 +32,7 @@ from symm_cp.alignment import debug_offset
 from symm_cp.hosts import hosts_of, watched_processes
 from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
 from symm_cp.memory import FLAGS as _BETWEEN_RANKS
+from symm_cp.modes import ordinary_tensors
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
@@ -172,7 +173,8 @@ class DeviceWorkspace(Calls):
         self.last_stream: int | None = None
         self.limit_ms = int(group.wait_limit().total_seconds() * 1000)
         self.given_up = False
-        self.memory, bases = self._allocate(group, self._header + self.slots * self.slot_bytes)
+        with ordinary_tensors():
+            self.memory, bases = self._allocate(group, self._header + self.slots * self.slot_bytes)
         self.handle = self._open(group, graph, bases)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self._clear(group, graph)

@@ -36,6 +36,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 
 from . import env, native
 from .alignment import debug_offset
+from .modes import ordinary_tensors
 
 #: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
 FLAGS = ("ready", "reduced", "taken", "done")
@@ -95,10 +96,11 @@ def group_name(group: GroupLike) -> str:
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Returns a contiguous tensor over memory that somebody else keeps alive."""
     count = math.prod(shape)
-    if count == 0:
-        return torch.empty(tuple(shape), dtype=dtype)
-    buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
-    return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
+    with ordinary_tensors():
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        buffer = (ctypes.c_char * (count * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(buffer, dtype=torch.uint8).view(dtype).view(tuple(shape))
 
 
 class Calls:

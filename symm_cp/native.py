@@ -31,7 +31,12 @@ from . import env, trusted
 _ABI = 8  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
-_TORCH_SOURCES = {"symmetric_memory.cpp": "-O1", "collectives.cpp": "-O1", "attention.cpp": "-O3"}
+_TORCH_SOURCES = {
+    "symmetric_memory.cpp": "-O1",
+    "collectives.cpp": "-O1",
+    "gradients.cpp": "-O1",
+    "attention.cpp": "-O3",
+}
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from symm_cp.ops import (
     attention,
+    autocast,
     collectives,
     gather_kv,
     low_contention,
     matmul,
+    matmul_derivatives,
     matmul_grad,
     scaled_matmul,
+    transforms,
 )
 
 
@@ -17,8 +20,11 @@ def register() -> None:
     """Registers all kernels with torch."""
     matmul.register()
     matmul_grad.register()
+    matmul_derivatives.register()
     scaled_matmul.register()
     collectives.register()
     low_contention.register()
     attention.register()
     gather_kv.register()
+    autocast.register()
+    transforms.register()

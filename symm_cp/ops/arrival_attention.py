@@ -10,6 +10,7 @@ from symm_cp import tuning
 from symm_cp.device import device_of
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
+from symm_cp.modes import ordinary_tensors
 from symm_cp.runtime.arrivals import all_gather_and_poll
 from symm_cp.schedule.builders import peers
 from symm_cp.schedule.layout import Layout
@@ -81,10 +82,11 @@ def _tables(
         [(span.row, span.length, span.start) for span in layout.spans(owner)]
         for owner in (rank, *peers(rank, layout.world_size))
     ]
-    at = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
-    # Without a mask, queries may be of another sequence: positions do not matter then.
-    at = at if len(at) == rows else at.new_zeros(rows)
-    return at.to(device), chunk_table(shards).to(device)
+    with ordinary_tensors():
+        at = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
+        # Without a mask, queries may be of another sequence: positions do not matter then.
+        at = at if len(at) == rows else at.new_zeros(rows)
+        return at.to(device), chunk_table(shards).to(device)
 
 
 def attend(

@@ -26,6 +26,7 @@ from symm_cp.ops import arrival_attention
 from symm_cp.ops.attention_kernels import factor_of
 from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import group_of, lib, new_result, what_is
+from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import Layout
 from symm_cp.schedule.tiles import Mask, Tile, tiles
 
@@ -307,12 +308,24 @@ def _attention_backward_kernel(
     return grad_q, grad_k, grad_v
 
 
+def fake_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tensors like the output and the log-sum-exp, without computing them."""
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return torch.empty_like(dense_features(query)), lse
+
+
+def fake_gradients(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns tensors like the gradients of queries, keys and values."""
+    return tuple(
+        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2) for t in tensors
+    )
+
+
 def _attention_fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_tensors(_FORWARD, query, key, value, options.get("enable_gqa", False))
-    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-    return torch.empty_like(dense_features(query)), lse
+    return fake_results(query)
 
 
 def _attention_backward_fake(
@@ -323,10 +336,7 @@ def _attention_backward_fake(
     *_: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    return tuple(
-        t.new_empty(t.shape[0], t.shape[2], t.shape[1], t.shape[3]).transpose(1, 2)
-        for t in (query, key, value)
-    )
+    return fake_gradients(query, key, value)
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -358,10 +368,14 @@ class _Attention(torch.autograd.Function):
         return out, logsumexp
 
     @staticmethod
+    @once_differentiable(_FORWARD)
     def backward(  # type: ignore[override]
-        ctx: Any, grad_out: torch.Tensor | None, grad_logsumexp: torch.Tensor | None
+        ctx: Any,
+        saved: tuple[Any, ...],
+        grad_out: torch.Tensor | None,
+        grad_logsumexp: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        query, key, value, out, logsumexp, cu_seqlens, _ = ctx.saved_tensors
+        query, key, value, out, logsumexp, cu_seqlens, _ = saved
         # Collective: every rank takes part, whatever it has a gradient of.
         grads = torch.ops.symm_mem.fused_all_gather_attention_backward(
             torch.zeros_like(out) if grad_out is None else grad_out,
@@ -381,8 +395,22 @@ class _Attention(torch.autograd.Function):
 def _attention_autograd(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    check_transforms(_FORWARD, query, key, value)
     cu_seqlens = options.pop("cu_seqlens", None)
     return _Attention.apply(query, key, value, cu_seqlens, group_name, options)
+
+
+def _attention_backward_autograd(
+    keyset: torch._C.DispatchKeySet, *args: Any, **options: Any
+) -> tuple[torch.Tensor, ...]:
+    check_transforms(_BACKWARD, *args)
+    if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options):
+        raise NotImplementedError(
+            f"{_BACKWARD}: has no gradient: call it under torch.no_grad() or on detached tensors"
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        op = torch.ops.symm_mem.fused_all_gather_attention_backward.default
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
 
 
 def register() -> None:
@@ -395,3 +423,4 @@ def register() -> None:
             lib.impl(name, kernel, device)
         lib.impl(name, fake, "Meta")
     lib.impl(_FORWARD, _attention_autograd, "Autograd")
+    lib.impl(_BACKWARD, _attention_backward_autograd, "Autograd", with_keyset=True)

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import torch
 
+from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import attention_kernels
 from symm_cp.ops.common import new_result
 from symm_cp.schedule.tiles import Tile, squares
@@ -52,13 +53,14 @@ def _band(
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The additive mask of a tile with a band, and which of its rows see nothing."""
-    offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
-    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
-    if low is not None:
-        visible &= offset >= low
-    if high is not None:
-        visible &= offset <= high
-    return additive(visible, dtype), visible.any(1).logical_not()
+    with ordinary_tensors():
+        offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
+        if low is not None:
+            visible &= offset >= low
+        if high is not None:
+            visible &= offset <= high
+        return additive(visible, dtype), visible.any(1).logical_not()
 
 
 def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -22,6 +22,8 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
+from symm_cp.ops.transforms import register_gradient, register_no_gradient
 from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
 from symm_cp.runtime.program import Binding, Extent, Reduction, lower
 from symm_cp.schedule import builders
@@ -29,6 +31,10 @@ from symm_cp.schedule import builders
 _ALL_REDUCE = "one_shot_all_reduce"
 _TWO_SHOT = "two_shot_all_reduce_"
 _SCATTER_OUT = "reduce_scatter_out"
+
+# For the compiler.
+lib.define("_one_shot_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
+lib.define("_reduce_scatter(Tensor input, str group_name, bool split_last_dim) -> Tensor")
 
 
 def _group_of_one_host(op: str, group_name: str) -> Group:
@@ -180,6 +186,13 @@ def _reduce_scatter_out_cpu(
     return output
 
 
+def _reduce_scatter(input: torch.Tensor, group_name: str, split_last_dim: bool) -> torch.Tensor:
+    shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    output = input.new_empty(shape)
+    torch.ops.symm_mem.reduce_scatter_out(input, group_name, split_last_dim, output)
+    return output
+
+
 def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
     op = "get_remote_tensors"
     _check_dense(op, "x", x)
@@ -196,6 +209,8 @@ _KERNELS: dict[str, Any] = {
     _TWO_SHOT: _two_shot_all_reduce_cpu,
     _SCATTER_OUT: _reduce_scatter_out_cpu,
     "get_remote_tensors": _get_remote_tensors_cpu,
+    "_one_shot_all_reduce": _one_shot_all_reduce_cpu,
+    "_reduce_scatter": _reduce_scatter,
 }
 
 
@@ -206,6 +221,7 @@ def _check_fake(op: str, input: torch.Tensor, reduce_op: str, group_name: str) -
 
 def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     _check_fake(_ALL_REDUCE, input, reduce_op, group_name)
+    teach_inductor()
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
@@ -230,11 +246,50 @@ def _reduce_scatter_out_fake(
     return output
 
 
+def _reduce_scatter_fake(
+    input: torch.Tensor, group_name: str, split_last_dim: bool
+) -> torch.Tensor:
+    return input.new_empty(_scattered(input, split_last_dim, world_size_of(group_name)))
+
+
 _FAKES = {
     _ALL_REDUCE: _one_shot_all_reduce_fake,
     "one_shot_all_reduce_out": _one_shot_all_reduce_out_fake,
     _TWO_SHOT: _two_shot_all_reduce_fake,
     _SCATTER_OUT: _reduce_scatter_out_fake,
+    "_one_shot_all_reduce": _one_shot_all_reduce_fake,
+    "_reduce_scatter": _reduce_scatter_fake,
+}
+
+
+# The compiler refuses ops whose result is an argument; it takes them as ones that return a new
+# tensor, and a copy.
+
+
+def _two_shot_functional(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+    return input.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
+
+
+def _one_shot_out_functional(
+    input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
+    return out.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
+
+
+def _reduce_scatter_out_functional(
+    input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
+) -> torch.Tensor:
+    shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
+    scattered = torch.ops.symm_mem._reduce_scatter(input, group_name, split_last_dim)
+    return output.copy_(scattered)
+
+
+_FUNCTIONAL = {
+    _TWO_SHOT: _two_shot_functional,
+    "one_shot_all_reduce_out": _one_shot_out_functional,
+    _SCATTER_OUT: _reduce_scatter_out_functional,
 }
 
 
@@ -249,14 +304,14 @@ def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def register() -> None:
-    """Adds the CPU kernels, the gradient of the functional op, and fake kernels torch lacks."""
+    """Adds the CPU kernels, gradients, and what fake tensors and the compiler need."""
     for name, kernel in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
+    lib.impl("_reduce_scatter", _reduce_scatter, "CUDA")
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta")
-    torch.library.register_autograd(
-        f"symm_mem::{_ALL_REDUCE}",
-        _all_reduce_backward,
-        setup_context=_all_reduce_setup,
-        lib=lib,
-    )
+    lib.impl("get_remote_tensors", no_fake_remote_tensors, "Meta", allow_override=True)
+    for name, functional in _FUNCTIONAL.items():
+        lib.impl(name, functional, "Functionalize")
+    register_gradient(_ALL_REDUCE, _all_reduce_backward, _all_reduce_setup)
+    register_no_gradient("get_remote_tensors", "tensors of other ranks are no function of x")

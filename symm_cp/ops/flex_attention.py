@@ -17,18 +17,19 @@ import zlib
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp import runtime
 from symm_cp.memory import Group
-from symm_cp.ops import attention
+from symm_cp.ops import attention, autocast
 from symm_cp.ops.attention import check_tensors, grad_shapes, shard_shapes
 from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, dense_features, wide
 from symm_cp.ops.common import new_result, what_is
 from symm_cp.ops.flex_captures import Captures
 from symm_cp.ops.flex_mask import MaskTiles, Modifier
 from symm_cp.ops.flex_scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import Layout
 
 _OP = "flex_all_gather_attention"
@@ -67,6 +68,9 @@ def flex_all_gather_attention(
     Masks take memory for one tile at a time. Raises `ValueError`, `TypeError` and
     `NotImplementedError` before any communication.
     """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = autocast.cast((query, key, value), device)
     kv_layout = layout if kv_layout is None else kv_layout
     _check(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
     if mask_mod is None and block_mask is not None:
@@ -79,7 +83,9 @@ def flex_all_gather_attention(
         captures = Captures(score_mod)
     call = _Call(group, masks, score_mod, captures, kv_layout, scale)
     tensors = captures.tensors if captures is not None else []
-    out, lse = _FlexAttention.apply(query, key, value, call, *tensors)
+    check_transforms(_OP, query, key, value, *tensors)
+    with torch.autocast(device, enabled=False):
+        out, lse = _FlexAttention.apply(query, key, value, call, *tensors)
     return out, lse
 
 
@@ -162,6 +168,8 @@ class _Call:
 def _forward(
     call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    if isinstance(query, FakeTensor):
+        return attention.fake_results(query)
     query = dense_features(query)
     forward = Forward(query, call.scale)
     scores = Scores(query, call.scale, call.score_mod) if call.score_mod is not None else None
@@ -194,6 +202,8 @@ def _backward(
 ) -> tuple[torch.Tensor, ...]:
     """Returns the gradients of query, key, value and the captured tensors."""
     query, key, value, out, lse, *captured = saved
+    if isinstance(query, FakeTensor):
+        return *attention.fake_gradients(query, key, value), *map(torch.empty_like, captured)
     query = dense_features(query)
     kernels: Backward | None = None
     if call.score_mod is None and grad_lse is None:
@@ -253,12 +263,15 @@ class _FlexAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable(_OP)
     def backward(  # type: ignore[override]
-        ctx: Any, grad_out: torch.Tensor | None, grad_lse: torch.Tensor | None
+        ctx: Any,
+        saved: tuple[torch.Tensor, ...],
+        grad_out: torch.Tensor | None,
+        grad_lse: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, ...]:
-        saved = ctx.saved_tensors
         # Collective: every rank takes part, whatever it has a gradient of.
         given = torch.zeros_like(saved[3]) if grad_out is None else grad_out
-        query, key, value, *captured = _backward(ctx.call, saved, given, grad_lse)
+        with torch.autocast(given.device.type, enabled=False):
+            query, key, value, *captured = _backward(ctx.call, saved, given, grad_lse)
         return query, key, value, None, *captured

@@ -49,9 +49,9 @@ class Captures:
 
     def _collect_leaves(self) -> None:
         """Adds the leaves that only running the function shows, such as those of globals."""
-        zero = torch.zeros(1, dtype=torch.int64)
+        zero = torch.zeros(1, dtype=torch.int64, device="cpu")
         with torch.enable_grad():
-            score = torch.zeros(1, 1, 1, 1, requires_grad=True)
+            score = torch.zeros(1, 1, 1, 1, device="cpu", requires_grad=True)
             modified = over_indices(self._score_mod, score=True)(score, zero, zero, zero, zero)
         known = {_node(tensor) for tensor in (score, *self.tensors)}
         todo = [modified.grad_fn] if modified.requires_grad else []

@@ -125,8 +125,8 @@ def cut(tile: Tile, copies: int) -> Iterator[Tile]:
 
 def positions(spans: tuple[Span, ...]) -> torch.Tensor:
     """The position in the sequence of each row of a rank."""
-    parts = [torch.arange(span.start, span.start + span.length) for span in spans]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    parts = [torch.arange(span.start, span.start + span.length, device="cpu") for span in spans]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _strips(spans: tuple[Span, ...], limit: int) -> list[tuple[int, int]]:
@@ -208,7 +208,7 @@ class MaskTiles:
     def _probe(self) -> int:
         # One pair tells on which of batch and head the mask depends, and whether it works at all:
         # on every rank, before anything is communicated.
-        first = torch.zeros(1, dtype=torch.int64)
+        first = torch.zeros(1, dtype=torch.int64, device="cpu")
         shape = evaluate(self._mask_mod, *self._heads, first, first).shape[:2]
         if self._states is not None:
             shape = torch.broadcast_shapes(shape, self._states.shape[:2])

@@ -38,7 +38,7 @@ class Scores:
         self._query = query
         self.scale = factor_of(query, scale)
         self._score_mod = score_mod
-        self._heads = [torch.arange(size) for size in query.shape[:2]]
+        self._heads = [torch.arange(size, device="cpu") for size in query.shape[:2]]
 
     @property
     def copies(self) -> int:

@@ -21,6 +21,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.transforms import register_gradient
 
 _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
@@ -113,23 +114,30 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, _, ctx.seq_dim, ctx.group_name = inputs
 
 
-def _autograd(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[Any, ...]:
+def _gather_backward(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[Any, ...]:
     grads = torch.ops.symm_mem._all_gather_kv_backward(
         grad_key, grad_value, ctx.seq_dim, ctx.group_name
     )
     return (*grads, None, None)
 
 
+def _scatter_backward(
+    ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor
+) -> tuple[Any, ...]:
+    grads = torch.ops.symm_mem.all_gather_kv(grad_key, grad_value, ctx.seq_dim, ctx.group_name)
+    return (*grads, None, None)
+
+
 def register() -> None:
-    """Adds the kernels, the fake kernels and the gradient."""
+    """Adds the kernels, the fake kernels and the gradients."""
     for device in ("CPU", "CUDA"):
         lib.impl(_GATHER, _gather_kernel, device)
         lib.impl(_SCATTER, _scatter_kernel, device)
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
-    torch.library.register_autograd(
-        f"symm_mem::{_GATHER}", _autograd, setup_context=_setup, lib=lib
-    )
+    # Each is the gradient of the other.
+    register_gradient(_GATHER, _gather_backward, _setup)
+    register_gradient(_SCATTER, _scatter_backward, _setup)
 
 
 def all_gather_kv(

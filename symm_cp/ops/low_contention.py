@@ -161,7 +161,7 @@ CUDA_KERNELS = {_GATHER: _all_gather_cuda, _SCATTER: _reduce_scatter_cuda}
 def register() -> None:
     """Adds CPU kernels, and fake kernels (torch's average, which integers lack, and check less).
 
-    The gradients are registered by csrc/collectives.cpp.
+    The gradients are registered by csrc/gradients.cpp.
     """
     lib.impl(_GATHER, _all_gather_cpu, "CPU")
     lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")

@@ -5,7 +5,8 @@ Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, 
 
 Gradients communicate through the same pipelines: that of an all-gather-matmul is a
 matmul-reduce-scatter and a weight gradient that gathers the shards again (rather than keep the
-gathered input alive); that of a matmul-reduce-scatter gathers the gradient once for both.
+gathered input alive); that of a matmul-reduce-scatter gathers the gradient once for both. They are
+in matmul_derivatives.py.
 """
 
 from __future__ import annotations
@@ -193,34 +194,6 @@ def _all_gather_matmul_fake(
     return A_full, [A.new_empty([*shape[:-1], B.shape[1]]).movedim(0, dim) for B in Bs]
 
 
-def _all_gather_matmul_setup(
-    ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
-) -> None:
-    A, Bs, gather_dim, ctx.group_name = inputs
-    ctx.dim = gather_dim % A.dim()
-    ctx.set_materialize_grads(False)  # an unused output costs nothing
-    ctx.save_for_backward(A, *Bs)
-
-
-def _all_gather_matmul_backward(
-    ctx: Any, grad_A: torch.Tensor | None, grads: list[torch.Tensor | None]
-) -> tuple[Any, ...]:
-    A, *Bs = ctx.saved_tensors
-    pairs = [(g, B) for g, B in zip(grads, Bs, strict=True) if g is not None]
-    used = [g for g, _ in pairs]
-    A_grad, B_grads = None, [None] * len(Bs)
-    if ctx.needs_input_grad[0]:
-        weights = [B.mH for _, B in pairs]
-        A_grad = torch.ops.symm_mem._fused_matmuls_reduce_scatter(
-            used, weights, grad_A, "sum", ctx.dim, ctx.group_name
-        )
-    if used and any(ctx.needs_input_grad[1]):
-        found = torch.ops.symm_mem._fused_all_gather_weight_grad(A, used, ctx.dim, ctx.group_name)
-        found = iter(found)
-        B_grads = [next(found) if g is not None else None for g in grads]
-    return A_grad, B_grads, None, None
-
-
 # --- fused_matmul_reduce_scatter -------------------------------------------------------------
 
 
@@ -362,21 +335,6 @@ def _matmuls_reduce_scatter_fake(
     return addend.new_empty(shape)
 
 
-def _matmul_reduce_scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    A, B, ctx.reduce_op, scatter_dim, ctx.group_name = inputs
-    ctx.dim = scatter_dim % A.dim()
-    ctx.save_for_backward(A, B)
-
-
-def _matmul_reduce_scatter_autograd(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    A, B = ctx.saved_tensors
-    need_a, need_b = ctx.needs_input_grad[:2]
-    A_grad, B_grad = torch.ops.symm_mem._fused_matmul_reduce_scatter_backward(
-        grad, A, B, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b
-    )
-    return A_grad if need_a else None, B_grad if need_b else None, None, None, None
-
-
 # --- registration ----------------------------------------------------------------------------
 
 _KERNELS = {
@@ -394,24 +352,12 @@ CUDA_KERNELS = {
 
 
 def register() -> None:
-    """Adds the kernels, the gradients, and fake kernels (torch's are wrong for some dims)."""
+    """Adds the kernels, and fake kernels (torch's are wrong for some dims)."""
     for name, (kernel, fake) in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
         if name not in CUDA_KERNELS:  # torch has none
             lib.impl(name, kernel, "CUDA")
         lib.impl(name, fake, "Meta", allow_override=True)
-    torch.library.register_autograd(
-        "symm_mem::fused_all_gather_matmul",
-        _all_gather_matmul_backward,
-        setup_context=_all_gather_matmul_setup,
-        lib=lib,
-    )
-    torch.library.register_autograd(
-        "symm_mem::fused_matmul_reduce_scatter",
-        _matmul_reduce_scatter_autograd,
-        setup_context=_matmul_reduce_scatter_setup,
-        lib=lib,
-    )
 
 
 # --- entry points ----------------------------------------------------------------------------

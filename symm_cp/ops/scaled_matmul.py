@@ -31,6 +31,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
+from symm_cp.ops.transforms import register_no_gradient
 
 _GATHER = "fused_all_gather_scaled_matmul"
 _SCATTER = "fused_scaled_matmul_reduce_scatter"
@@ -406,6 +407,10 @@ def register() -> None:
     lib.impl(_GATHER, _all_gather_scaled_matmul_fake, "Meta", allow_override=True)
     lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_kernel, "CPU")
     lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_fake, "Meta", allow_override=True)
+    for name in (_GATHER, _SCATTER):
+        register_no_gradient(
+            name, "as torch._scaled_mm; write a torch.autograd.Function whose backward scales"
+        )
 
 
 # --- entry points ----------------------------------------------------------------------------

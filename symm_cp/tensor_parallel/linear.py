@@ -63,15 +63,6 @@ def _local_input(who: str, x: torch.Tensor, mesh: DeviceMesh, dim: int, size: in
     return x
 
 
-def _autocast(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Casts as autocast does for `F.linear`; the ops below know nothing of it."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device) or tensors[0].dtype == torch.float64:
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    return [t.to(dtype) for t in tensors]
-
-
 class FusedColwiseLinear(nn.Linear):
     """A linear with its output features spread over the ranks, fed with a sequence shard.
 
@@ -101,10 +92,8 @@ def gather_and_apply(
     mesh = first.weight.device_mesh
     dim = _sequence_dim("FusedColwiseParallel", first.sequence_dim, x_shard)
     x_shard = _local_input("FusedColwiseParallel", x_shard, mesh, dim, first.in_features)
-    x_shard, *weights = _autocast(x_shard, *(linear.weight.to_local() for linear in linears))
-    outputs = all_gather_matmul(
-        x_shard, [w.t() for w in weights], gather_dim=dim, group=group_name(mesh)
-    )
+    weights = [linear.weight.to_local().t() for linear in linears]
+    outputs = all_gather_matmul(x_shard, weights, gather_dim=dim, group=group_name(mesh))
     biases = [None if linear.bias is None else linear.bias.to_local() for linear in linears]
     return [
         output if bias is None else output + bias.to(output.dtype)
@@ -132,7 +121,6 @@ class FusedRowwiseLinear(nn.Linear):
         weight = self.weight.to_local()
         features = input.dim() - 1
         x_part = _local_input("FusedRowwiseParallel", input, mesh, features, weight.shape[1])
-        x_part, weight = _autocast(x_part, weight)
         group = group_name(mesh)
         x_shard = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
         if self.bias is None:

@@ -9,6 +9,7 @@ that breaks one of these gets a result of its own, and a warning, once, that it 
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from symm_cp.tensor_parallel.traced_versions import check_version, note_version
 
 #: Computes the outputs of linears for one input shard, with one gather.
 Compute: TypeAlias = Callable[[torch.Tensor, list[Any]], list[torch.Tensor]]
@@ -36,13 +39,16 @@ def _mode(device: str) -> tuple[object, ...]:
     return (torch.is_grad_enabled(), dtype)
 
 
+_numbers = itertools.count()
+
+
 @dataclass
 class _Ready:
     """Outputs that wait for their callers, by member name."""
 
     input: torch.Tensor  # held, so that its id is not used again
     key: tuple[object, ...]
-    parameters: dict[str, tuple[object, ...]]
+    parameters: dict[str, tuple[object, ...]]  # their states; while compiling, their ids
     outputs: dict[str, torch.Tensor]
 
 
@@ -55,6 +61,7 @@ class SharedGather:
         # One entry for each forward of the parent under way (it may call itself).
         self._forwards: list[_Ready | None] = []
         self._warned = False
+        self._tag = f"{', '.join(members)} ({next(_numbers)})"
 
     def open(self, parent: nn.Module, inputs: Any) -> None:
         """Forward pre-hook of the parent."""
@@ -69,6 +76,8 @@ class SharedGather:
     def take(self, member: nn.Linear, x_shard: torch.Tensor) -> torch.Tensor:
         """Returns the member's output for `x_shard`, with its own gather only if need be."""
         name = next(name for name, known in self._members.items() if known is member)
+        if torch.compiler.is_compiling():
+            return self._take_traced(name, member, x_shard)
         if reason := self._cannot_share(x_shard):
             self._warn(f"{name!r} was called {reason}")
             return self._compute(x_shard, [member])[0]
@@ -83,6 +92,41 @@ class SharedGather:
             self._warn(f"{name!r} was called again, with another input or in another mode")
             return self._compute(x_shard, [member])[0]
         return ready.outputs.pop(name)
+
+    def _take_traced(self, name: str, member: nn.Linear, x_shard: torch.Tensor) -> torch.Tensor:
+        """`take` in words that `torch.compile` understands: it knows no ids, nor versions."""
+        ready = self._forwards[-1] if self._forwards else None
+        if not self._forwards:
+            return self._compute(x_shard, [member])[0]
+        if ready is None:
+            ready = self._forwards[-1] = self._compute_all_traced(x_shard)
+        elif (
+            name not in ready.outputs
+            or ready.input is not x_shard
+            or ready.key != _mode(x_shard.device.type)
+            or ready.parameters[name] != (id(member.weight), id(member.bias))
+        ):
+            return self._compute(x_shard, [member])[0]
+        for tensor in (x_shard, member.weight, member.bias):
+            if tensor is not None:
+                check_version(tensor, self._tag)
+        output = ready.outputs.pop(name)
+        if not ready.outputs:
+            # Kept, the input would become an output of the graph.
+            self._forwards[-1] = None
+        return output
+
+    def _compute_all_traced(self, x_shard: torch.Tensor) -> _Ready:
+        members = self._members.values()
+        for tensor in (x_shard, *(t for m in members for t in (m.weight, m.bias))):
+            if tensor is not None:
+                note_version(tensor, self._tag)
+        outputs = self._compute(x_shard, list(members))
+        parameters: dict[str, tuple[object, ...]] = {
+            name: (id(m.weight), id(m.bias)) for name, m in self._members.items()
+        }
+        named = dict(zip(self._members, outputs, strict=True))
+        return _Ready(x_shard, _mode(x_shard.device.type), parameters, named)
 
     def _compute_all(self, x_shard: torch.Tensor) -> _Ready:
         outputs = self._compute(x_shard, list(self._members.values()))
@@ -110,7 +154,7 @@ class SharedGather:
         return (_state(member.weight), _state(member.bias))
 
     def _warn(self, what: str) -> None:
-        if not self._warned:
+        if not self._warned and not torch.compiler.is_compiling():
             self._warned = True
             names = ", ".join(self._members)
             warnings.warn(

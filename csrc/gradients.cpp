@@ -1,0 +1,205 @@
+// Gradients of the collectives, here because a gradient registered from Python costs each call 6
+// microseconds, as much as a small collective.
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/TensorOperators.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+namespace symm_cp {
+
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using torch::jit::Stack;
+
+c10::OperatorHandle handle_of(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+}
+
+template <class Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return handle_of(name).typed<Signature>();
+}
+
+at::Tensor all_gather(const at::Tensor& tensor, const std::string& group) {
+  static const auto op =
+      find_op<at::Tensor(const at::Tensor&, std::string)>("symm_mem::_low_contention_all_gather");
+  return op.call(tensor, group);
+}
+
+at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op,
+                          const std::string& group) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&, std::string, std::string)>(
+      "symm_mem::_low_contention_reduce_scatter");
+  return op.call(tensor, reduce_op, group);
+}
+
+// These two are torch's, whose C++ signatures differ between its builds: called boxed.
+at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tensor,
+                           const std::string& reduce_op, const std::string& group) {
+  Stack stack{tensor, reduce_op, group};
+  op.callBoxed(stack);
+  return stack.back().toTensor();
+}
+
+at::Tensor all_reduce(const at::Tensor& tensor, const std::string& reduce_op,
+                      const std::string& group) {
+  static const auto op = handle_of("symm_mem::one_shot_all_reduce");
+  return call_all_reduce(op, tensor, reduce_op, group);
+}
+
+at::Tensor all_reduce_in_place(const at::Tensor& tensor, const std::string& reduce_op,
+                               const std::string& group) {
+  static const auto op = handle_of("symm_mem::two_shot_all_reduce_");
+  return call_all_reduce(op, tensor, reduce_op, group);
+}
+
+at::Tensor waited(const at::Tensor& tensor) {
+  static const auto op = find_op<at::Tensor(const at::Tensor&)>("_c10d_functional::wait_tensor");
+  return op.call(tensor);
+}
+
+struct AllGather : torch::autograd::Function<AllGather> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
+                            const std::string& group) {
+    ctx->saved_data["group"] = group;
+    at::AutoDispatchBelowADInplaceOrView below;
+    return all_gather(tensor, group);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const std::string group = ctx->saved_data["group"].toStringRef();
+    return {waited(reduce_scatter(grads[0], "sum", group)), at::Tensor()};
+  }
+};
+
+struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
+                            const std::string& reduce_op, const std::string& group) {
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["mean"] = reduce_op == "avg";
+    ctx->saved_data["rows"] = tensor.size(0);
+    at::AutoDispatchBelowADInplaceOrView below;
+    return reduce_scatter(tensor, reduce_op, group);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    at::Tensor grad = waited(all_gather(grads[0], ctx->saved_data["group"].toStringRef()));
+    if (ctx->saved_data["mean"].toBool())
+      grad = grad * (static_cast<double>(grads[0].size(0)) / ctx->saved_data["rows"].toInt());
+    return {grad, at::Tensor(), at::Tensor()};
+  }
+};
+
+struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
+                            const std::string& reduce_op, const std::string& group) {
+    ctx->saved_data["group"] = group;
+    ctx->saved_data["reduce_op"] = reduce_op;
+    ctx->mark_dirty({tensor});
+    at::AutoDispatchBelowAutograd below;  // not below what counts the modification
+    all_reduce_in_place(tensor, reduce_op, group);
+    return tensor;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    // Every rank's output depends on every rank's input alike.
+    return {all_reduce(grads[0], ctx->saved_data["reduce_op"].toStringRef(),
+                       ctx->saved_data["group"].toStringRef()),
+            at::Tensor(), at::Tensor()};
+  }
+};
+
+// Raises where a transform of torch would lose the derivative by a tensor; the words are those of
+// symm_cp/ops/transforms.py.
+bool needs_gradient(const char* op, const at::Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !tensor._fw_grad(/*level=*/0).defined(), op,
+      ": forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are not supported: "
+      "use torch.autograd.grad or backward()");
+  if (!tensor.requires_grad() || !at::GradMode::is_enabled()) return false;
+  if (const auto& transforms = at::functorch::functorchTLSAccessor()) {
+    try {
+      transforms->checkSupportsCppAutogradFunction();
+    } catch (const c10::Error&) {
+      TORCH_CHECK_NOT_IMPLEMENTED(
+          false, op,
+          ": torch.func.grad, vjp and the transforms built on them are not supported: use "
+          "torch.autograd.grad or backward()");
+    }
+  }
+  return true;
+}
+
+at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
+  if (needs_gradient("_low_contention_all_gather", tensor)) return AllGather::apply(tensor, group);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return all_gather(tensor, group);
+}
+
+at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_op,
+                                   std::string group) {
+  if (needs_gradient("_low_contention_reduce_scatter", tensor))
+    return ReduceScatter::apply(tensor, reduce_op, group);
+  at::AutoDispatchBelowADInplaceOrView below;
+  return reduce_scatter(tensor, reduce_op, group);
+}
+
+void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  at::AutoDispatchBelowAutograd below;
+  op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+}
+
+void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 3);
+  const at::Tensor tensor = arguments[0].toTensor();
+  if (!needs_gradient("two_shot_all_reduce_", tensor)) return redispatch(op, keys, stack);
+  TORCH_CHECK(!(tensor.is_view() ? tensor._base() : tensor).is_leaf(),
+              "two_shot_all_reduce_: input is a leaf that requires grad, or a view of one, which "
+              "must not be modified in place: use one_shot_all_reduce, or torch.no_grad()");
+  const at::Tensor result =
+      AllReduceInPlace::apply(tensor, arguments[1].toStringRef(), arguments[2].toStringRef());
+  torch::jit::drop(*stack, 3);
+  stack->emplace_back(result);
+}
+
+// Ops that write to an argument for the result have no gradient, as torch's.
+void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  const auto values = torch::jit::last(*stack, arguments.size());
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!values[i].isTensor()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !needs_gradient(name, values[i].toTensor()), name,
+        ": has no gradient, as it writes its result to an argument, and ", arguments[i].name(),
+        " requires grad: use an op that returns its result, or torch.no_grad()");
+  }
+  redispatch(op, keys, stack);
+}
+
+// So that autograd notices when what it saved has been overwritten. The tensor that is returned is
+// the one that was written to.
+void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  {
+    at::AutoDispatchBelowADInplaceOrView below;
+    op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+  }
+  const at::Tensor& written = stack->back().toTensor();
+  if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
+  m.impl("_low_contention_all_gather", all_gather_autograd);
+  m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
+  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_autograd>());
+  for (const char* name : {"one_shot_all_reduce_out", "reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
+}
+
+TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
+  for (const char* name : {"two_shot_all_reduce_", "one_shot_all_reduce_out", "reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
+}
+
+}  // namespace symm_cp

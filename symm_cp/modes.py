@@ -1,0 +1,30 @@
+"""Making tensors that outlive a call, whatever modes the caller is in.
+
+A view or a mask that is kept for later calls must be an ordinary tensor. Made under the caller's
+modes it could be an inference tensor, which later training may not write to, a fake one, or one on
+another default device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Inside, new tensors are ordinary ones that need no gradient.
+
+    Switches off inference mode, recording of gradients, `TorchFunctionMode`s (`torch.device` and
+    `set_default_device` among them), `TorchDispatchMode`s (`FakeTensorMode` among them).
+    """
+    with (
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch._C.DisableTorchFunction(),
+        _disable_current_modes(),
+    ):
+        yield

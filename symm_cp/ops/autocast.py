@@ -1,0 +1,79 @@
+"""What the ops do under `torch.autocast`: what torch's own matmul, attention and `cat` do.
+
+Matmuls and attention cast floating inputs to autocast's dtype, except float64. `all_gather_kv`
+brings keys and values to one dtype, the wider. Scaled matmuls and the backward ops take their
+inputs as they are, and compute in their dtypes. Collectives compute nothing: autocast does not
+reach them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.amp.autocast_mode import _cast
+
+from symm_cp.ops.common import lib
+
+_MULTIPLYING = (
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_all_gather_attention",
+)
+_WIDENING = ("all_gather_kv",)
+_AS_THEY_ARE = (
+    "fused_all_gather_scaled_matmul",
+    "fused_scaled_matmul_reduce_scatter",
+    "fused_all_gather_attention_backward",
+    "_fused_matmuls_reduce_scatter",
+    "_fused_all_gather_weight_grad",
+    "_fused_matmul_reduce_scatter_backward",
+    "_all_gather_kv_backward",
+)
+
+
+def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Returns arguments with tensors, also those in lists, as autocast casts those of a matmul."""
+    result: tuple[Any, ...] = _cast(args, device, torch.get_autocast_dtype(device))
+    return result
+
+
+def _widen(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    dtypes = {t.dtype for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()}
+    dtypes -= {torch.float64}
+    if not dtypes:
+        return args
+    result: tuple[Any, ...] = _cast(args, device, functools.reduce(torch.promote_types, dtypes))
+    return result
+
+
+def _as_they_are(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    return args
+
+
+def _register(
+    name: str, device: str, prepare: Callable[[tuple[Any, ...], str], tuple[Any, ...]]
+) -> None:
+    op = getattr(torch.ops.symm_mem, name).default
+    key = f"Autocast{device.upper()}"
+    keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(key))
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*prepare(args, device), **kwargs)
+
+    lib.impl(name, kernel, key)
+
+
+def register() -> None:
+    """Registers kernels that are called only while autocast is on for the device of an input."""
+    for device in ("cpu", "cuda"):
+        for names, prepare in (
+            (_MULTIPLYING, cast),
+            (_WIDENING, _widen),
+            (_AS_THEY_ARE, _as_they_are),
+        ):
+            for name in names:
+                _register(name, device, prepare)

@@ -1,0 +1,171 @@
+"""Derivatives of the ops, and what torch's function transforms do with them.
+
+Backward passes are registered here, so that every op refuses in the same words what it cannot
+differentiate: forward-mode derivatives (`torch.func.jvp`), whose tangents would be lost, and
+`torch.func.grad`, which cannot see a backward pass of this kind. `torch.func.vmap` calls an op once
+for each element of the batch, one after the other and in the same order on all ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch._library.autograd import Info, make_autograd_impl
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+
+from symm_cp.ops.common import lib
+
+_NAMESPACE = torch.ops.symm_mem
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            yield arg
+        elif isinstance(arg, list | tuple):
+            yield from _tensors(arg)
+
+
+def check_transforms(op: str, *args: Any) -> None:
+    """Raises `NotImplementedError` where a transform of torch would lose derivatives of `args`."""
+    if forward_ad._current_level < 0 and not torch._C._are_functorch_transforms_active():
+        return
+    for tensor in _tensors(args):
+        if torch._C._functorch.is_gradtrackingtensor(tensor) and tensor.requires_grad:
+            raise NotImplementedError(
+                f"{op}: torch.func.grad, vjp and the transforms built on them are not supported: "
+                "use torch.autograd.grad or backward()"
+            )
+        if forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{op}: forward-mode derivatives (torch.func.jvp, torch.autograd.forward_ad) are "
+                "not supported: use torch.autograd.grad or backward()"
+            )
+
+
+def register_gradient(
+    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
+) -> None:
+    """Registers the backward pass of an op, as `torch.library.register_autograd` does.
+
+    The backward pass has to be built of ops that are differentiable themselves: then there are
+    second derivatives. Transforms that it cannot serve are refused.
+    """
+    op = getattr(_NAMESPACE, name).default
+    differentiable = make_autograd_impl(op, Info(backward, setup_context))
+
+    def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # Both are -1 and False as a rule; the check itself would cost a microsecond.
+        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+            check_transforms(name, *args)
+        return differentiable(keyset, *args, **kwargs)
+
+    lib.impl(name, kernel, "Autograd", with_keyset=True)
+
+
+def register_no_gradient(name: str, instead: str) -> None:
+    """Has the backward pass of an op raise `NotImplementedError`, which says what to do instead."""
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(f"{name}: has no gradient: {instead}")
+
+    register_gradient(name, backward)
+
+
+class _NoSecondDerivative(torch.autograd.Function):
+    """The identity on `count` gradients; differentiating them by what follows raises."""
+
+    @staticmethod
+    def forward(ctx: Any, op: str, count: int, *tensors: torch.Tensor) -> Any:
+        ctx.op = op
+        return tuple(grad.detach() for grad in tensors[:count])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotImplementedError(
+            f"{ctx.op}: second derivatives are not supported: gradients that were computed with "
+            "create_graph=True must not be differentiated again"
+        )
+
+
+def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes the `backward` of an `autograd.Function` of one whose gradients have no derivative.
+
+    The decorated function is called as `backward(ctx, ctx.saved_tensors, *grads)`. Its results
+    depend on what was saved as well, so (unlike with torch's decorator of this name) they raise
+    when they are differentiated even if the incoming gradient is a constant.
+    """
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def checked(ctx: Any, *grads: Any) -> Any:
+            saved = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+            with torch.no_grad():
+                results = backward(ctx, saved, *grads)
+            depend_on = [t for t in _tensors((*grads, *saved)) if t.requires_grad]
+            if not torch.is_grad_enabled() or not depend_on:
+                return results
+            tensors = list(_tensors(results))
+            marked = iter(_NoSecondDerivative.apply(op, len(tensors), *tensors, *depend_on))
+            return tuple(next(marked) if isinstance(r, torch.Tensor) else r for r in results)
+
+        return checked
+
+    return decorate
+
+
+def _register_vmap(name: str, complete: Callable[[Any], Any] | None) -> None:
+    op = getattr(_NAMESPACE, name).default
+
+    def one_by_one(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
+        flat, arguments = pytree.tree_flatten(args)
+        dims = pytree.tree_leaves(in_dims)
+        results = []
+        for index in range(info.batch_size):
+            taken = [
+                arg if dim is None else arg.select(dim, index)
+                for arg, dim in zip(flat, dims, strict=True)
+            ]
+            result = op(*pytree.tree_unflatten(taken, arguments), **kwargs)
+            results.append(result if complete is None else complete(result))
+        parts = zip(*map(pytree.tree_leaves, results), strict=True)
+        stacked = [None if part[0] is None else torch.stack(part) for part in parts]
+        out_dims = [None if tensor is None else 0 for tensor in stacked]
+        outputs = pytree.tree_structure(results[0])
+        return pytree.tree_unflatten(stacked, outputs), pytree.tree_unflatten(out_dims, outputs)
+
+    def refuse_batched(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: torch.autograd.grad with is_grads_batched=True is not supported: call it "
+            "once for each gradient, or within torch.func.vmap"
+        )
+
+    torch.library.register_vmap(f"symm_mem::{name}", one_by_one, lib=lib)
+    lib.impl(name, refuse_batched, "Batched")  # the key of torch's first vmap, used only there
+
+
+def register() -> None:
+    """Has `torch.func.vmap` call an op for one element of the batch after the other.
+
+    torch would do the same, but not with lists of tensors, and it would copy the result of a
+    low-contention op before it is complete. The ops that are not named here are left to torch.
+    """
+    for name in (
+        "fused_all_gather_matmul",
+        "fused_matmul_reduce_scatter",
+        "fused_all_gather_scaled_matmul",
+        "fused_scaled_matmul_reduce_scatter",
+        "one_shot_all_reduce",
+        "all_gather_kv",
+        "_all_gather_kv_backward",
+        "_fused_matmuls_reduce_scatter",
+        "_fused_all_gather_weight_grad",
+        "_fused_matmul_reduce_scatter_backward",
+    ):
+        _register_vmap(name, None)
+    for name in ("_low_contention_all_gather", "_low_contention_reduce_scatter"):
+        _register_vmap(name, torch.ops._c10d_functional.wait_tensor)

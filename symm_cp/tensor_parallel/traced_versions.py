@@ -1,0 +1,54 @@
+"""Whether a tensor is modified in place while `torch.compile` traces a forward.
+
+A traced tensor does not show its version to the program. The fake tensor behind it has one, which
+the compiler lets us look at while it traces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def _version(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (tensor._version, *(_version(tensor._local_tensor) if _sharded(tensor) else ()))
+
+
+def _sharded(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, DTensor)
+
+
+def _fake(ctx: Any) -> tuple[Any, str]:
+    return ctx.get_local("tensor").as_fake(), ctx.get_local("tag").as_python_constant()
+
+
+def _note(ctx: Any) -> None:
+    fake, tag = _fake(ctx)
+    known = vars(fake).setdefault("_symm_cp_versions", {})
+    known[tag] = _version(fake)
+
+
+def _check(ctx: Any) -> None:
+    fake, tag = _fake(ctx)
+    if vars(fake)["_symm_cp_versions"][tag] != _version(fake):
+        raise NotImplementedError(
+            f"FusedColwiseGroup: the input or a parameter of the linears {tag}, which share a "
+            "gather, was modified in place between two of them: torch.compile cannot follow that; "
+            "modify a copy, or use a FusedColwiseParallel for each of them"
+        )
+
+
+def note_version(tensor: torch.Tensor, tag: str) -> None:
+    """Remembers the version of a traced tensor, for `check_version` with the same tag."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_note)
+
+
+def check_version(tensor: torch.Tensor, tag: str) -> None:
+    """Raises `NotImplementedError` when the tensor has been modified since it was noted."""
+    from torch._dynamo.comptime import comptime
+
+    comptime(_check)

@@ -1,0 +1,198 @@
+"""Under autocast ops give bit for bit what they give for inputs that were cast by hand."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+import symm_cp
+from symm_cp.context_parallel import ContextParallel, context_parallel
+from tests.ops.calls import OPS, Call, Tensors, calls, leaves
+from tests.pool import Ranks
+from tests.tensor_parallel.common import fused_plan, mesh_of
+
+CASTING = (
+    "fused_all_gather_matmul",
+    "fused_matmul_reduce_scatter",
+    "fused_all_gather_attention",
+    "flex_all_gather_attention",
+)
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+def gradients(call: Call, inputs: Tensors, dtype: torch.dtype | None) -> tuple[Tensors, Tensors]:
+    """Outputs and gradients, under autocast or on inputs that are cast to `dtype` by hand."""
+    given = leaves(inputs)
+    outputs = call.run(*(given if dtype is None else [t.to(dtype) for t in given]))
+    # Outside of autocast, as torch recommends.
+    with torch.autocast("cpu", enabled=False):
+        loss = sum(out.float().square().sum() for out in outputs)
+        return [out.detach() for out in outputs], list(torch.autograd.grad(loss, given))
+
+
+def casts(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    for name, call in calls(group, torch.float32).items():
+        expected, grads = gradients(call, call.inputs, dtype if name in CASTING else None)
+        mixed = [call.inputs[0], *(t.to(dtype).float() for t in call.inputs[1:])]
+        expected_mixed, _ = gradients(call, mixed, dtype if name in CASTING else None)
+        with torch.autocast("cpu", dtype=dtype):
+            found, found_grads = gradients(call, call.inputs, None)
+            if name in CASTING:  # one operand comes from another op, in 16 bits already
+                given = [mixed[0], *(t.to(dtype) for t in mixed[1:])]
+                for got, want in zip(call.run(*given), expected_mixed, strict=True):
+                    assert torch.equal(got, want), name
+            with torch.autocast("cpu", enabled=False):
+                assert call.run(*call.inputs)[0].dtype == torch.float32
+        for got, want in zip([*found, *found_grads], [*expected, *grads], strict=True):
+            assert got.dtype == want.dtype, name
+            assert torch.equal(got, want), name
+        assert all(grad.dtype == torch.float32 for grad in found_grads)
+    for name, call in calls(group, torch.float64).items():
+        with torch.autocast("cpu", dtype=dtype):
+            found, _ = gradients(call, call.inputs, None)
+        expected, _ = gradients(call, call.inputs, None)
+        for got, want in zip(found, expected, strict=True):
+            assert torch.equal(got, want), name  # float64 stays as it is
+
+
+@DTYPES
+def test_casts_inputs(ranks: Ranks, dtype: torch.dtype) -> None:
+    ranks.run(2, casts, dtype)
+
+
+def widens(group: dist.ProcessGroup) -> None:
+    k, v = torch.randn(1, 2, 3, 4), torch.randn(1, 2, 3, 4).bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = symm_cp.all_gather_kv(k, v, group=group)
+        with pytest.raises(TypeError, match=r"value is torch\.float32 .*, key torch\.float64"):
+            symm_cp.all_gather_kv(k.double(), v.float(), group=group)
+    for got, want in zip(found, symm_cp.all_gather_kv(k, v.float(), group=group), strict=True):
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want)
+    with pytest.raises(TypeError, match=r"value is torch\.bfloat16"):
+        symm_cp.all_gather_kv(k, v, group=group)
+
+
+def test_all_gather_kv_takes_the_wider_dtype(ranks: Ranks) -> None:
+    ranks.run(2, widens)
+
+
+def in_backward(group: dist.ProcessGroup) -> None:
+    """A backward pass under autocast computes in the dtypes of the forward pass."""
+    for name, call in calls(group, torch.float32).items():
+        given = leaves(call.inputs)
+        outputs = call.run(*given)
+        seeds = [torch.randn_like(out) for out in outputs]
+        expected = torch.autograd.grad(outputs, given, seeds, retain_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(outputs, given, seeds)
+        for got, want in zip(found, expected, strict=True):
+            assert torch.equal(got, want), name
+
+
+def test_backward_under_autocast(ranks: Ranks) -> None:
+    ranks.run(2, in_backward)
+
+
+class Attention(nn.Module):
+    """A norm that autocast leaves in float32, projections, attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (2, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        # Rotary embeddings are computed in float32.
+        return F.scaled_dot_product_attention(q.float() * 2, k.float() + 1, v, is_causal=True)
+
+
+def models(group: dist.ProcessGroup) -> None:
+    x, dense = torch.randn(2, 8, 8), Attention()
+    parallel = parallelize_module(copy.deepcopy(dense), mesh_of(group), ContextParallel())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with context_parallel(mesh_of(group)):
+            inside = dense(x)
+        found = parallel(x)
+    assert inside.dtype == found.dtype == torch.bfloat16
+    assert torch.equal(inside, found)
+    found.float().sum().backward()
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in parallel.parameters())
+
+
+def test_context_parallel(ranks: Ranks) -> None:
+    ranks.run(2, models)
+
+
+class Mixed(nn.Module):
+    """A column-wise and a row-wise linear behind a float32 norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.w1, self.w3, self.w2 = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def styles(group: dist.ProcessGroup, how: str) -> None:
+    W, rank = group.size(), group.rank()
+    dense = Mixed()
+    full = torch.randn(2, 3 * W, 8)
+    expected: Any = None
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = dense(full)
+    model = parallelize_module(copy.deepcopy(dense), mesh_of(group), fused_plan())
+    run = model if how == "eager" else torch.compile(model, backend=how, fullgraph=True)
+    x = full.chunk(W, 1)[rank].contiguous().requires_grad_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = run(x)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    # Sums of up to 12 products of numbers below 4, rounded to 8 bits a few times over.
+    torch.testing.assert_close(out, expected.chunk(W, 1)[rank], atol=0.05, rtol=0.05)
+    out.float().sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
+    assert all(p.grad is not None and p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("how", ["eager", "aot_eager"])
+def test_tensor_parallel(ranks: Ranks, how: str) -> None:
+    ranks.run(2, styles, how)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+    x, w, v = torch.randn(4, 8), torch.randn(8, 6), torch.randn(6, 8)
+    q = torch.randn(1, 2, 16, 4)
+
+    def block(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            _, (hidden,) = OPS.fused_all_gather_matmul(x, [w], 0, name, return_A=False)
+            out = OPS.fused_matmul_reduce_scatter(hidden, v, "sum", 0, name)
+            with torch.autocast("cpu", enabled=False):
+                _, (wide,) = OPS.fused_all_gather_matmul(x, [w], 0, name, return_A=False)
+            seen, _ = OPS.fused_all_gather_attention(q, q, q, name)
+        assert (out.dtype, wide.dtype, seen.dtype) == (torch.bfloat16, x.dtype, torch.bfloat16)
+        return out.float().sum() + wide.sum() + seen.float().square().sum()
+
+    results = []
+    for run in (block, torch.compile(block, backend="aot_eager", fullgraph=True)):
+        given = leaves([x, w, v, q])
+        loss = run(*given)
+        results.append([loss.detach(), *torch.autograd.grad(loss, given)])
+    for got, want in zip(results[1], results[0], strict=True):
+        assert torch.equal(got, want)
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks.run(2, compiled)

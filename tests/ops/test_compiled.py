@@ -1,0 +1,125 @@
+"""Collectives under `torch.compile` on CPU, those that write to an argument as well."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+from tests.ops.calls import OPS, leaves
+from tests.pool import Ranks
+
+
+def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    tensor = torch_symm_mem.empty(*like.shape, dtype=like.dtype, device="cpu")
+    torch_symm_mem.rendezvous(tensor, group.group_name)
+    return tensor.copy_(like)
+
+
+def all_of_them(group: dist.ProcessGroup) -> Callable[..., list[torch.Tensor]]:
+    W, name = group.size(), group.group_name
+
+    def run(x: torch.Tensor, changed: torch.Tensor) -> list[torch.Tensor]:
+        total = OPS.one_shot_all_reduce(x, "avg", name)
+        computed = OPS.one_shot_all_reduce(x * 2 + 1, "sum", name)
+        out, part, columns = (
+            torch.empty_like(x),
+            x.new_empty(x.shape[0] // W, x.shape[1]),
+            x.new_empty(x.shape[0], x.shape[1] // W),
+        )
+        OPS.one_shot_all_reduce_out(x, "sum", name, out)
+        OPS.reduce_scatter_out(x, name, False, part)
+        returned = OPS.reduce_scatter_out(x, name, True, columns)
+        own = x + 1
+        again = OPS.two_shot_all_reduce_(own, "sum", name)
+        OPS.two_shot_all_reduce_(changed, "avg", name)
+        return [total + computed, out * 2, part + 1, columns + 1, returned, own * again, changed]
+
+    return run
+
+
+def collectives(group: dist.ProcessGroup, backend: str) -> None:
+    run = all_of_them(group)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend=backend, fullgraph=True, dynamic=backend == "inductor")
+    for place in (torch.clone, lambda t: symmetric(t, group)):
+        x = torch.randn(4 * group.size(), 2 * group.size())
+        inputs = [[place(x), place(x)] for _ in range(2)]
+        expected, found = run(*inputs[0]), compiled(*inputs[1])
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want)
+        assert torch.equal(inputs[0][1], inputs[1][1])
+        dist.barrier(group)  # before memory that peers read is freed
+
+
+@pytest.mark.parametrize(("backend", "world_size"), [("aot_eager", 3), ("inductor", 2)])
+def test_collectives(ranks: Ranks, backend: str, world_size: int) -> None:
+    ranks.run(world_size, collectives, backend)
+
+
+def gradients(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        total = OPS.one_shot_all_reduce(x.sin(), "sum", name)
+        own = x.cos()
+        OPS.two_shot_all_reduce_(own, "avg", name)
+        return total * own
+
+    x = torch.randn(5, 3)
+    results = []
+    for function in (run, torch.compile(run, fullgraph=True)):
+        (given,) = leaves([x])
+        out = function(given)
+        results.append((out.detach(), *torch.autograd.grad(out.square().sum(), given)))
+    torch.testing.assert_close(results[1], results[0])
+
+
+def test_gradients(ranks: Ranks) -> None:
+    ranks.run(2, gradients)
+
+
+def wrong_out(group: dist.ProcessGroup) -> None:
+    name, x = group.group_name, torch.ones(4, 2)
+
+    def write(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return OPS.one_shot_all_reduce_out(x, "sum", name, out)
+
+    compiled = torch.compile(write, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"out is torch\.float32 \[4, 1\], needs .* \[4, 2\]"):
+        compiled(x, torch.empty(4, 1))
+
+
+def test_refuses_another_shape(ranks: Ranks) -> None:
+    ranks.run(1, wrong_out)
+
+
+def remote(group: dist.ProcessGroup) -> None:
+    """Peers' memory is only read: the compiler takes no tensor of it for results of its own."""
+    W, rank, name = group.size(), group.rank(), group.group_name
+    own = symmetric(torch.full((4, 4), rank + 1.0), group)
+    handle = torch_symm_mem.rendezvous(own, name)
+    dist.barrier(group)
+
+    def by_op(x: torch.Tensor) -> list[torch.Tensor]:
+        return [(t * 2 + 1).sin() for t in OPS.get_remote_tensors(x, name)]
+
+    def by_handle(x: torch.Tensor) -> list[torch.Tensor]:
+        return [(handle.get_buffer(r, (4, 4), x.dtype) * 2 + 1).sin() for r in range(W)]
+
+    for function in (by_op, by_handle):
+        expected = function(own)
+        found = torch.compile(function)(own)
+        torch.testing.assert_close(found, expected)
+        dist.barrier(group)
+        assert (own == rank + 1.0).all()
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"symm_mem\.get_remote_tensors"):
+        torch.compile(by_op, fullgraph=True)(own)
+
+
+def test_remote_tensors_are_not_written_to(ranks: Ranks) -> None:
+    ranks.run(2, remote)

@@ -1,0 +1,264 @@
+"""Second derivatives against the dense computation; and what is refused rather than lost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.autograd import forward_ad
+
+import symm_cp
+from tests.ops.calls import ATTENTION, OPS, Tensors, calls, leaves, trained, waited
+from tests.pool import Ranks
+
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+
+
+def rand(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def twice(outputs: list[Tensors], inputs: list[Tensors]) -> Tensors:
+    """The gradient of a function of gradients, by all inputs of `inputs`.
+
+    With cubes, so that the second derivatives depend on everything.
+    """
+    flat = [t for ts in inputs for t in ts]
+    loss = sum((out + 0.3 * out**3).sum() for outs in outputs for out in outs)
+    first = torch.autograd.grad(loss, flat, create_graph=True)
+    penalty = sum((g.square() * torch.linspace(1, 2, g.numel()).view_as(g)).sum() for g in first)
+    return list(torch.autograd.grad(penalty, flat))
+
+
+Dense = Callable[[list[Tensors]], list[Tensors]]
+
+
+def compare(
+    group: dist.ProcessGroup, dense: Dense, run: Callable[..., Tensors], shapes: list[list[int]]
+) -> None:
+    """`dense` maps the inputs of all ranks to the outputs of all, `run` one rank's to its own."""
+    everyone = [leaves([rand(*shape) for shape in shapes]) for _ in range(group.size())]
+    expected = twice(dense(everyone), everyone)
+    own = leaves(everyone[group.rank()])
+    found = twice([run(*own)], [own])
+    begin = group.rank() * len(shapes)
+    for got, want in zip(found, expected[begin : begin + len(shapes)], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def matmuls(group: dist.ProcessGroup) -> None:
+    W, name = group.size(), group.group_name
+    for dim in (0, 1, -1):
+        inner = 4 * W if dim == -1 else 4
+
+        def gathered(all_inputs: list[Tensors], dim: int = dim) -> list[Tensors]:
+            full = torch.cat([x for x, *_ in all_inputs], dim)
+            return [[full, full @ a, full @ b] for _, a, b in all_inputs]
+
+        def gather(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dim: int = dim) -> Tensors:
+            full, outs = OPS.fused_all_gather_matmul(x, [a, b], dim, name)
+            return [full, *outs]
+
+        compare(group, gathered, gather, [[2, 3, 4], [inner, 5], [inner, 2]])
+    for dim, op in itertools.product((0, 1, -1), ("sum", "avg")):
+        shape, columns = [2, 3, 4], 3 * (W if dim == -1 else 1)
+        if dim >= 0:
+            shape[dim] *= W
+
+        def scattered(all_inputs: list[Tensors], dim: int = dim, op: str = op) -> list[Tensors]:
+            total = sum(a @ b for a, b in all_inputs) / (W if op == "avg" else 1)
+            return [[part] for part in total.chunk(W, dim)]
+
+        def scatter(a: torch.Tensor, b: torch.Tensor, dim: int = dim, op: str = op) -> Tensors:
+            return [OPS.fused_matmul_reduce_scatter(a, b, op, dim, name)]
+
+        compare(group, scattered, scatter, [shape, [4, columns]])
+
+
+@WORLD_SIZES
+def test_second_derivatives_of_matmuls(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, matmuls)
+
+
+def collectives(group: dist.ProcessGroup) -> None:
+    W, name = group.size(), group.group_name
+    for dim in (2, -1, 0):
+        compare(
+            group,
+            lambda all_inputs, dim=dim: (
+                [[torch.cat([kv[i] for kv in all_inputs], dim) for i in range(2)]] * W
+            ),
+            lambda k, v, dim=dim: list(symm_cp.all_gather_kv(k, v, seq_dim=dim, group=group)),
+            [[1, 2, 3, 2], [1, 2, 3, 2]],
+        )
+    compare(
+        group,
+        lambda all_inputs: [[torch.cat([x for (x,) in all_inputs])]] * W,
+        lambda x: [waited(OPS._low_contention_all_gather(x, name))],
+        [[2, 3]],
+    )
+    for op in ("sum", "avg"):
+        share = W if op == "avg" else 1
+        compare(
+            group,
+            lambda all_inputs, share=share: [
+                [part] for part in (sum(x for (x,) in all_inputs) / share).chunk(W)
+            ],
+            lambda x, op=op: [waited(OPS._low_contention_reduce_scatter(x, op, name))],
+            [[2 * W, 3]],
+        )
+        for reduce in (
+            lambda x, op=op: OPS.one_shot_all_reduce(x, op, name),
+            lambda x, op=op: OPS.two_shot_all_reduce_(x * 1, op, name),
+        ):
+            compare(
+                group,
+                lambda all_inputs, share=share: [[sum(x for (x,) in all_inputs) / share]] * W,
+                lambda x, reduce=reduce: [reduce(x)],
+                [[5, 3]],
+            )
+
+
+@WORLD_SIZES
+def test_second_derivatives_of_collectives(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, collectives)
+
+
+def attention_once(group: dist.ProcessGroup) -> None:
+    for name in ATTENTION:
+        call = calls(group)[name]
+        given = leaves(call.inputs)
+        first = torch.autograd.grad(call.run(*given)[0].sum(), given, create_graph=True)
+        exact = torch.autograd.grad(call.run(*given)[0].sum(), given)
+        torch.testing.assert_close(first, exact)
+        with pytest.raises(NotImplementedError, match=f"{name}: second derivatives"):
+            torch.autograd.grad(sum(g.square().sum() for g in first), given)
+        trained(call)
+    q, k, v = leaves(call.inputs)
+    out, lse = OPS.fused_all_gather_attention(q, k, v, group.group_name)
+    with pytest.raises(NotImplementedError, match="attention_backward: has no gradient"):
+        OPS.fused_all_gather_attention_backward(out, q, k, v, out, lse, group.group_name)
+
+
+def test_attention_has_no_second_derivative(ranks: Ranks) -> None:
+    ranks.run(2, attention_once)
+
+
+def refuses_transforms(group: dist.ProcessGroup) -> None:
+    for name, call in calls(group).items():
+        tangents = tuple(torch.ones_like(t) for t in call.inputs)
+        with pytest.raises(NotImplementedError, match=f"{name}: forward-mode derivatives"):
+            torch.func.jvp(lambda *t, call=call: call.run(*t)[0], tuple(call.inputs), tangents)
+        with forward_ad.dual_level():
+            dual = [forward_ad.make_dual(t, d) for t, d in zip(call.inputs, tangents, strict=True)]
+            with pytest.raises(NotImplementedError, match=f"{name}: forward-mode derivatives"):
+                call.run(*dual)
+            call.run(*call.inputs)  # nothing to lose
+        with pytest.raises(NotImplementedError, match=rf"{name}: torch\.func\.grad"):
+            torch.func.grad(lambda *t, call=call: call.run(*t)[0].sum())(*call.inputs)
+        with pytest.raises(NotImplementedError, match=rf"{name}: torch\.func\.grad"):
+            torch.func.vjp(lambda *t, call=call: call.run(*t)[0].sum(), *call.inputs)
+        trained(call)
+
+
+def test_refuses_transforms(ranks: Ranks) -> None:
+    ranks.run(2, refuses_transforms)
+
+
+def maps(group: dist.ProcessGroup) -> None:
+    for name, call in calls(group).items():
+        if name == "flex_all_gather_attention":
+            continue
+        for dim in (0, 1):
+            batch = [torch.stack([t, 2 * t, t + 1], dim) for t in call.inputs]
+            found = torch.func.vmap(call.run, in_dims=dim)(*batch)
+            each = [call.run(*(t.select(dim, i) for t in batch)) for i in range(3)]
+            for got, want in zip(found, zip(*each, strict=True), strict=True):
+                assert torch.equal(got, torch.stack(want)), name
+        given = leaves(call.inputs)
+        outputs = call.run(*given)
+        seeds = [torch.stack([out.detach(), out.detach().sin()]) for out in outputs]
+        if name not in ATTENTION:
+            with pytest.raises(NotImplementedError, match="is_grads_batched=True"):
+                torch.autograd.grad(outputs, given, seeds, is_grads_batched=True, retain_graph=True)
+        found = torch.func.vmap(
+            lambda *s, o=outputs, g=given: torch.autograd.grad(o, g, s, retain_graph=True)
+        )(*seeds)
+        for i in range(2):
+            want = torch.autograd.grad(outputs, given, [s[i] for s in seeds], retain_graph=True)
+            torch.testing.assert_close([g[i] for g in found], list(want))
+
+
+def test_vmap(ranks: Ranks) -> None:
+    ranks.run(2, maps)
+
+
+def without_gradient(group: dist.ProcessGroup) -> None:
+    W, name = group.size(), group.group_name
+    x, out, part = torch.randn(2 * W, 3), torch.empty(2 * W, 3), torch.empty(2, 3)
+    for tensors in ((x.clone().requires_grad_(), out), (x, out.clone().requires_grad_())):
+        with pytest.raises(NotImplementedError, match="one_shot_all_reduce_out: has no gradient"):
+            OPS.one_shot_all_reduce_out(tensors[0], "sum", name, tensors[1])
+        with torch.no_grad():
+            OPS.one_shot_all_reduce_out(tensors[0], "sum", name, tensors[1])
+    with pytest.raises(NotImplementedError, match=r"reduce_scatter_out: .* input requires grad"):
+        OPS.reduce_scatter_out(x.clone().requires_grad_(), name, False, part)
+    with pytest.raises(RuntimeError, match="two_shot_all_reduce_: input is a leaf"):
+        OPS.two_shot_all_reduce_(x.clone().requires_grad_(), "sum", name)
+    with pytest.raises(NotImplementedError, match="forward-mode"), forward_ad.dual_level():
+        OPS.one_shot_all_reduce_out(forward_ad.make_dual(x, x), "sum", name, out)
+    symmetric = torch.distributed._symmetric_memory.empty(4, device="cpu").requires_grad_()
+    tensors = OPS.get_remote_tensors(symmetric, name)
+    with pytest.raises(NotImplementedError, match="get_remote_tensors: has no gradient"):
+        sum(t.sum() for t in tensors).backward()
+
+
+def test_ops_without_gradient(ranks: Ranks) -> None:
+    ranks.run(2, without_gradient)
+
+
+def scaled(group: dist.ProcessGroup) -> None:
+    W, name, one = group.size(), group.group_name, torch.tensor(1.0)
+    a = torch.randn(4 * W, 16).to(torch.float8_e4m3fn)
+    b = torch.randn(16, 16).to(torch.float8_e4m3fn).t()
+    bias = torch.randn(16, requires_grad=True)
+    _, (out,) = OPS.fused_all_gather_scaled_matmul(
+        a, [b], one, [one], 0, name, [bias], [None], [torch.float32], [False]
+    )
+    with pytest.raises(NotImplementedError, match="all_gather_scaled_matmul: has no gradient"):
+        out.sum().backward()
+    out = OPS.fused_scaled_matmul_reduce_scatter(
+        a, b, one, one, "sum", 0, 0, name, [4 * W, 16], bias, None, torch.float32
+    )
+    with pytest.raises(NotImplementedError, match="scaled_matmul_reduce_scatter: has no gradient"):
+        out.sum().backward()
+
+
+def test_scaled_matmuls_have_no_gradient(ranks: Ranks) -> None:
+    ranks.run(2, scaled)
+
+
+def counts_modifications(group: dist.ProcessGroup) -> None:
+    """Autograd notices that what it saved was overwritten."""
+    W, name = group.size(), group.group_name
+    x = torch.randn(2 * W, 3, requires_grad=True)
+    writes = (
+        lambda y: OPS.two_shot_all_reduce_(y, "sum", name),
+        lambda y: OPS.one_shot_all_reduce_out(x.detach(), "sum", name, y.detach()),
+        lambda y: OPS.reduce_scatter_out(x.detach(), name, False, y.detach()[:2]),
+    )
+    for write in writes:
+        saved = x.exp()
+        write(saved)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            saved.sum().backward()
+    kept = x.exp()  # an input that is only read
+    OPS.reduce_scatter_out(kept.detach(), name, False, torch.empty(2, 3))
+    kept.sum().backward()
+
+
+def test_counts_modifications(ranks: Ranks) -> None:
+    ranks.run(2, counts_modifications)

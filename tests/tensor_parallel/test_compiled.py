@@ -1,0 +1,105 @@
+"""The styles under `torch.compile`: no graph breaks, one gather for a group of linears."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+
+from symm_cp.tensor_parallel import FusedColwiseGroup
+from tests.pool import Ranks
+from tests.tensor_parallel.common import Block, S, fused_plan, leaf, mesh_of, part
+
+
+class Gathers:
+    """A backend that counts the all-gather-matmuls of the graphs it gets."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        ops = torch.ops.symm_mem.fused_all_gather_matmul
+        self.count += sum(n.target in (ops, ops.default) for n in graph.graph.nodes)
+        return aot_eager(graph, inputs)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
+    plan = fused_plan()
+    if sequence_norm:
+        plan["norm"] = SequenceParallel()
+    block = parallelize_module(Block().double(), mesh_of(group), plan)
+    counted = Gathers()
+    chosen: Any = counted if backend == "counted" else backend
+    x = part(torch.randn(2, S, 36, dtype=torch.float64), group, 1).contiguous()
+    results = []
+    for run in (block, torch.compile(block, backend=chosen, fullgraph=True)):
+        for _ in range(2):  # a second step meets guards, not the tracer
+            block.zero_grad()
+            given = leaf(x)
+            out = local(run(given))
+            out.square().sum().backward()
+        grads = [p.grad for p in block.parameters()]
+        assert all(g is not None for g in grads)
+        results.append([out.detach(), given.grad, *(local(g) for g in grads if g is not None)])
+    torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
+    if backend == "counted":
+        assert counted.count == 1
+
+
+@pytest.mark.parametrize(
+    ("sequence_norm", "backend"), [(False, "counted"), (True, "counted"), (True, "inductor")]
+)
+def test_trains(ranks: Ranks, sequence_norm: bool, backend: str) -> None:
+    ranks.run(2, trains, sequence_norm, backend)
+
+
+class Changing(nn.Module):
+    """Modifies the input, or a weight, between two linears that could share its gather."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 6), nn.Linear(4, 6)
+        self.change = change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        first = self.a(x)
+        if self.change == "input":
+            x.add_(1)
+        elif self.change == "copy":
+            x = x + 1
+        else:
+            with torch.no_grad():
+                self.b.weight.mul_(2)
+        return first + self.b(x)
+
+
+def changes(group: dist.ProcessGroup) -> None:
+    x = torch.randn(2, 3, 4) + group.rank()
+    for change in ("input", "copy", "weight"):
+        eager = Changing(change)
+        parallelize_module(eager, mesh_of(group), {"": FusedColwiseGroup(("a", "b"))})
+        compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+        if change == "copy":
+            with pytest.warns(UserWarning, match="should share one gather"):
+                expected = eager(x)
+            torch.testing.assert_close(compiled(x), expected)
+        else:
+            with pytest.raises(Exception, match="modified in place between two of them"):
+                compiled(x)
+
+
+def test_modified_between(ranks: Ranks) -> None:
+    ranks.run(2, changes)

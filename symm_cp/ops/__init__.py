@@ -5,6 +5,7 @@ from __future__ import annotations
 from symm_cp.ops import (
     attention,
     collectives,
+    flex_graph,
     gather_kv,
     low_contention,
     matmul,
@@ -22,3 +23,4 @@ def register() -> None:
     low_contention.register()
     attention.register()
     gather_kv.register()
+    flex_graph.register()

@@ -117,13 +117,14 @@ class Problem:
         masked: bool = True,
         dtype: torch.dtype = torch.float64,
         reset: bool = True,
+        document: int = DOCUMENT,
     ) -> None:
         if reset:
             torch._dynamo.reset()
         self.group, self.length, self.balancer = group, length, balancer
         self.rows = (balancer or symm_cp.HeadTail(length, group.size())).positions(group.rank())
         given = [t.to(dtype) for t in whole(length, length, kv_heads=kv_heads)]
-        self.mask = documents(length) if masked else None
+        self.mask = documents(length, size=document) if masked else None
         self.slopes = slopes() if scored else None
         self.score_mod = alibi(self.slopes) if self.slopes is not None else None
         self.expected = dense(given, self.mask, self.slopes, given[3].double())
@@ -332,18 +333,17 @@ def test_context_entered_in_compiled_code(ranks: Ranks) -> None:
 
 
 def checkpointed(group: dist.ProcessGroup) -> None:
-    problem = Problem(group, 32 * group.size(), scored=False)
-    at = torch.arange(problem.length)
-    assert problem.mask is not None
-    dense_mask = problem.mask.mask_mod(at[0], at[0], at[:, None], at)
+    length = 32 * group.size()
+    problem = Problem(group, length, scored=False, document=length)  # a causal mask
 
     def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return flex_attention(q, k, v, block_mask=problem.mask)
 
     def sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=dense_mask)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
     for attend in (flex, sdpa):
+        torch._dynamo.reset()  # which otherwise leaves code alone that it could not compile once
 
         @torch.compile(backend="aot_eager")
         def step(*inputs: torch.Tensor, attend: Any = attend) -> torch.Tensor:

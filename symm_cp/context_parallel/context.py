@@ -128,7 +128,8 @@ def context_parallel(
 
     Inside, `F.scaled_dot_product_attention` and `flex_attention`, however they were imported, take
     this rank's parts of queries, keys and values and attend to the whole sequence; with
-    `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence::
+    `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence (from
+    transformers also causal masks and windows of this rank's part)::
 
         with symm_cp.context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 0]):
             loss = model(tokens, positions)
@@ -144,9 +145,11 @@ def context_parallel(
         load_balancer: how the sequence is spread, head-tail by default: then every rank has the
             same work under a causal mask. Any mask goes with any load balancer.
 
-    Contexts may be nested: the innermost counts. Run the backward pass inside where activations are
-    checkpointed, since what is recomputed outside does not run context parallel (torch then raises
-    `CheckpointError`; `ContextParallel` and `all_gather_attention` need no context). An `attn_mask`
+    Contexts may be nested: the innermost counts. Compiled functions may be called within several
+    contexts and without one; a context entered within a compiled function breaks its graph, and so
+    does a checkpoint. Run the backward pass inside where activations are checkpointed, since what
+    is recomputed outside does not run context parallel (torch then raises `CheckpointError`;
+    `ContextParallel` and `all_gather_attention` need no context). An `attn_mask`
     must be that of the whole sequence, and dropout is refused. Raises `ValueError` before anything
     is changed for buffers that do not fit. Source: torch's `context_parallel`.
     """

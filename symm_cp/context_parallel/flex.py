@@ -7,19 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.flex_attention import AuxOutput, BlockMask
+from torch.nn.attention.flex_attention import AuxOutput, BlockMask, create_block_mask
 
 from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.memory import resolve
 from symm_cp.ops.flex_attention import flex_all_gather_attention
+from symm_cp.ops.flex_captures import captures_tensors
+from symm_cp.ops.flex_mask import Modifier, whole_mask
 from symm_cp.ops.gather_kv import all_gather_kv
 
 if TYPE_CHECKING:
     from symm_cp.context_parallel.region import Region
 
 _OP = "flex_attention"
+#: Where transformers defines its masks.
+TRANSFORMERS = "transformers.masking_utils"
 
 
 def attend_masked(
@@ -46,7 +50,7 @@ def attend_masked(
             "flex_attention with a score_mod"
         )
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
-    if not _in_tiles(query.device):
+    if not in_tiles(query.device):
         full_key, full_value = _gathered(region, keys, key, value)
         rows = queries.positions(resolve(region.group).rank).to(mask.device)
         columns = keys.permutation().to(mask.device)
@@ -82,7 +86,7 @@ def attend_masked(
     return out
 
 
-def _in_tiles(device: torch.device) -> bool:
+def in_tiles(device: torch.device) -> bool:
     """Whether keys are taken in as they come; elsewhere torch's own kernels get all of them."""
     return device.type == "cpu"
 
@@ -118,6 +122,14 @@ def _spread(
     return queries, Sequential(key.shape[2] * region.world_size, region.world_size)
 
 
+def _by_position(mask_mod: Modifier) -> bool:
+    """Tells whether a mask depends on positions alone, also if it was made for a shorter sequence.
+
+    So it is with masks of transformers that look nothing up, such as causal ones and windows.
+    """
+    return getattr(mask_mod, "__module__", None) == TRANSFORMERS and not captures_tensors(mask_mod)
+
+
 def attend(
     region: Region,
     original: Callable[..., Any],
@@ -136,21 +148,22 @@ def attend(
 ) -> Any:
     """`flex_attention` on this rank's parts of the sequence; `original` is torch's function.
 
-    `score_mod` and `block_mask` are those of the whole sequence.
+    `score_mod` and `block_mask` are those of the whole sequence. Masks that transformers makes for
+    this rank's part are taken for those of the whole where they depend on positions alone.
     """
     if any(option is not None for option in unknown.values()):
         raise NotImplementedError(f"{_OP}: {sorted(unknown)} within context_parallel")
     balancer, keys = _spread(region, query, key)
     # A mask that was cut before remembers what it was cut from.
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
-    lengths = (balancer.seq_length, keys.seq_length)
-    if block_mask is not None and tuple(block_mask.seq_lengths) != lengths:
-        raise ValueError(
-            f"{_OP}: block_mask is for {tuple(block_mask.seq_lengths)} queries and keys; within "
-            f"context_parallel it must be that of the whole sequence, {lengths}"
-        )
+    block_mask, mask_mod = whole_mask(
+        block_mask,
+        local=(query.shape[2], key.shape[2]),
+        whole=(balancer.seq_length, keys.seq_length),
+        by_position=block_mask is not None and _by_position(block_mask.mask_mod),
+    )
     group = resolve(region.group)
-    if _in_tiles(query.device):
+    if in_tiles(query.device):
         out, lse = flex_all_gather_attention(
             query,
             key,
@@ -158,7 +171,7 @@ def attend(
             group=group,
             layout=balancer.layout,
             kv_layout=keys.layout,
-            mask_mod=None if block_mask is None else block_mask.mask_mod,
+            mask_mod=mask_mod,
             score_mod=score_mod,
             block_mask=block_mask,
             scale=scale,
@@ -170,6 +183,10 @@ def attend(
             return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
         return (out, lse) if return_lse else out
     full_key, full_value = _gathered(region, keys, key, value)
+    if block_mask is None and mask_mod is not None:
+        block_mask = create_block_mask(
+            mask_mod, None, None, balancer.seq_length, keys.seq_length, device=query.device
+        )
     if block_mask is not None:
         block_mask = local_block_mask(block_mask, balancer, group.rank, kv_load_balancer=keys)
     if score_mod is not None:

@@ -1,31 +1,29 @@
 """Regions in which attention runs context parallel: a stack of them for each thread.
 
-`scaled_dot_product_attention` is seen by a `TorchFunctionMode`, however it was imported.
-`flex_attention` is a Python function that no mode sees, and most users import it by name, so while
-a region is active its code (not its name) hands over to `_flex_attention` below, which calls the
-original one in threads without a region.
+`scaled_dot_product_attention` is seen by a `TorchFunctionMode`, however it was imported; for
+`flex_attention` see flex_hook.py.
 """
 
 from __future__ import annotations
 
-import inspect
+import functools
 import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+from symm_cp.ops.flex_graph import layout_text
 
 SDPA = "scaled_dot_product_attention"
-FLEX = "flex_attention"
 
 # Attention that calls the visible kind where a mode no longer sees it, or not at all.
 _HIDDEN: tuple[Any, ...] = (
@@ -53,6 +51,17 @@ class Region:
     world_size: int
     load_balancer: LoadBalancer | None = None
     kind: str | None = None
+    # The load balancer's layout as ops in graphs take it, and as Dynamo can guard it; None if it
+    # has no one layout.
+    layout_text: str | None = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        try:
+            layout = None if self.load_balancer is None else self.load_balancer.layout
+            text = layout_text(layout)
+        except NotImplementedError:
+            text = None
+        object.__setattr__(self, "layout_text", text)
 
     def layout(self, local_length: int) -> LoadBalancer:
         """How a sequence of which this rank holds so much is spread."""
@@ -125,13 +134,13 @@ class Region:
     def __enter__(self) -> Region:
         mode = self.mode()
         mode.__enter__()
-        _flex_hook.acquire()
+        flex_hook.acquire()
         _regions().append((self, mode))
         return self
 
     def __exit__(self, *error: object) -> None:
         _, mode = _regions().pop()
-        _flex_hook.release()
+        flex_hook.release()
         mode.__exit__(*error)
 
 
@@ -140,13 +149,17 @@ def _length(query: torch.Tensor) -> int:
     return int(local.shape[2])
 
 
-class _Mode(TorchFunctionMode):
-    def __init__(self, region: Region) -> None:
-        super().__init__()
-        self._region = region
+def _is_body(value: Any) -> bool:
+    """Tells what a checkpoint runs from the arguments of other functions."""
+    if isinstance(value, torch.Tensor):
+        return False
+    kinds = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
+    return isinstance(value, kinds)
 
+
+class _Mode(FlexMode):
     def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
@@ -159,7 +172,21 @@ class _Mode(TorchFunctionMode):
             )
         if func in _BACKWARD:
             return self._backward(func, args, kwargs)
+        if torch.compiler.is_dynamo_compiling() and args and _is_body(args[0]):
+            args = (self._within(args[0]), *args[1:])
         return func(*args, **kwargs)
+
+    def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """The body of a checkpoint, in this mode, which is off while it handles the checkpoint.
+
+        Dynamo then breaks the graph; without this it would trace attention to this rank's part.
+        """
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return within
 
     def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a backward pass in this mode, because it may recompute what was checkpointed.
@@ -206,56 +233,3 @@ def active() -> Region | None:
     """The innermost region of this thread."""
     stack = _regions()
     return stack[-1][0] if stack else None
-
-
-# --- flex_attention --------------------------------------------------------------------------
-
-
-def _redirected(*args: Any, **kwargs: Any) -> Any:
-    # Its code runs with the globals of torch's module, so it finds its way by an import.
-    from symm_cp.context_parallel.region import _flex_attention
-
-    return _flex_attention(*args, **kwargs)
-
-
-class _FlexHook:
-    """Redirects `flex_attention` while it is acquired at least once."""
-
-    def __init__(self) -> None:
-        function = torch_flex.flex_attention
-        self._function = function
-        self._code = function.__code__
-        self._lock = threading.Lock()
-        self._users = 0
-        original = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__
-        )
-        original.__kwdefaults__ = function.__kwdefaults__
-        self.original: Callable[..., Any] = original
-        self.signature = inspect.signature(function)
-
-    def acquire(self) -> None:
-        with self._lock:
-            self._users += 1
-            self._function.__code__ = _redirected.__code__
-
-    def release(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                self._function.__code__ = self._code
-
-
-_flex_hook = _FlexHook()
-
-
-def _flex_attention(*args: Any, **kwargs: Any) -> Any:
-    region = active()
-    if region is None:
-        return _flex_hook.original(*args, **kwargs)
-    region.expect(FLEX)
-    bound = _flex_hook.signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    from symm_cp.context_parallel.flex import attend
-
-    return attend(region, _flex_hook.original, **bound.arguments)

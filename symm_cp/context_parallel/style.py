@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from enum import Enum
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from symm_cp.context_parallel.flex_hook import FLEX, flex_hook
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.region import FLEX, SDPA, Region
+from symm_cp.context_parallel.region import SDPA, Region
 from symm_cp.memory import group_name
 
 
@@ -61,12 +63,19 @@ class ContextParallel(ParallelStyle):
             raise ValueError(f"ContextParallel: {balancer} is not for a mesh of {size} ranks")
         region = Region(group_name(device_mesh), size, balancer, self.attention_type.value)
         forward = module.forward
+        plain = self.attention_type is self.AttentionType.SDPA
+        if not plain:
+            # For as long as the module lives: code that Dynamo traces cannot do it.
+            flex_hook.acquire()
+            weakref.finalize(module, flex_hook.release)
 
         @functools.wraps(forward)
         def parallel(*args: Any, **kwargs: Any) -> Any:
-            # A region also looks after flex_attention, which torch.compile cannot see through.
-            plain = self.attention_type is self.AttentionType.SDPA
-            with region.mode() if plain and torch.compiler.is_compiling() else region:
+            # A region keeps a stack of its own, which Dynamo cannot trace, and needs only its mode.
+            traced = (
+                torch.compiler.is_compiling() if plain else torch.compiler.is_dynamo_compiling()
+            )
+            with region.mode() if traced else region:
                 return forward(*args, **kwargs)
 
         module.forward = parallel  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ from symm_cp.ops import (
     attention,
     autocast,
     collectives,
+    flex_graph,
     gather_kv,
     low_contention,
     matmul,
@@ -26,5 +27,6 @@ def register() -> None:
     low_contention.register()
     attention.register()
     gather_kv.register()
+    flex_graph.register()
     autocast.register()
     transforms.register()

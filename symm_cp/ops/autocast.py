@@ -22,11 +22,13 @@ _MULTIPLYING = (
     "fused_matmul_reduce_scatter",
     "fused_all_gather_attention",
 )
+_FLEX = ("flex_all_gather_attention",)
 _WIDENING = ("all_gather_kv",)
 _AS_THEY_ARE = (
     "fused_all_gather_scaled_matmul",
     "fused_scaled_matmul_reduce_scatter",
     "fused_all_gather_attention_backward",
+    "flex_all_gather_attention_backward",
     "_fused_matmuls_reduce_scatter",
     "_fused_all_gather_weight_grad",
     "_fused_matmul_reduce_scatter_backward",
@@ -38,6 +40,10 @@ def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     """Returns arguments with tensors, also those in lists, as autocast casts those of a matmul."""
     result: tuple[Any, ...] = _cast(args, device, torch.get_autocast_dtype(device))
     return result
+
+
+def _cast_query_key_value(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    return *cast(args[:3], device), *args[3:]  # what masks and scores look up stays as it is
 
 
 def _widen(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
@@ -72,6 +78,7 @@ def register() -> None:
     for device in ("cpu", "cuda"):
         for names, prepare in (
             (_MULTIPLYING, cast),
+            (_FLEX, _cast_query_key_value),
             (_WIDENING, _widen),
             (_AS_THEY_ARE, _as_they_are),
         ):

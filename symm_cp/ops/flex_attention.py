@@ -26,7 +26,7 @@ from symm_cp.ops import attention, autocast
 from symm_cp.ops.attention import check_tensors, grad_shapes, shard_shapes
 from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, dense_features, wide
 from symm_cp.ops.common import new_result, what_is
-from symm_cp.ops.flex_captures import Captures
+from symm_cp.ops.flex_captures import Captures, Rebinding
 from symm_cp.ops.flex_mask import MaskTiles, Modifier
 from symm_cp.ops.flex_scores import Indices, ScoreGradients, Scores, add_scores
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -72,16 +72,16 @@ def flex_all_gather_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
     kv_layout = layout if kv_layout is None else kv_layout
-    _check(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+    check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
     if mask_mod is None and block_mask is not None:
         mask_mod = block_mask.mask_mod
     score_mod = None if _is_identity(score_mod) else score_mod
     heads = (query.shape[0], query.shape[1])
     masks = MaskTiles(mask_mod, block_mask, heads, layout, kv_layout, group.rank)
-    captures = None
+    captures: Captures | None = None
     if score_mod is not None and torch.is_grad_enabled() and layout.length:
         captures = Captures(score_mod)
-    call = _Call(group, masks, score_mod, captures, kv_layout, scale)
+    call = FlexCall(group, masks, score_mod, captures, kv_layout, scale)
     tensors = captures.tensors if captures is not None else []
     check_transforms(_OP, query, key, value, *tensors)
     with torch.autocast(device, enabled=False):
@@ -96,7 +96,7 @@ def _is_identity(score_mod: Modifier | None) -> bool:
     )
 
 
-def _check(
+def check_flex(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -105,6 +105,7 @@ def _check(
     block_mask: BlockMask | None,
     enable_gqa: bool,
 ) -> None:
+    """Raises unless tensors, layouts of queries and keys, and the mask's blocks fit together."""
     check_tensors(_OP, query, key, value, enable_gqa)
     if query.device.type != "cpu":
         raise NotImplementedError(f"{_OP}: query is on {query.device}: only CPU is supported")
@@ -136,7 +137,7 @@ def _check(
         )
 
 
-class _Call:
+class FlexCall:
     """What the two passes of a call share."""
 
     def __init__(
@@ -144,7 +145,7 @@ class _Call:
         group: Group,
         masks: MaskTiles,
         score_mod: Modifier | None,
-        captures: Captures | None,
+        captures: Rebinding | None,
         keys: Layout,
         scale: float | None,
     ) -> None:
@@ -165,13 +166,14 @@ class _Call:
         return lambda tile: (self.masks.q_idx(tile), kv_idx[tile.k_begin : tile.k_end])
 
 
-def _forward(
-    call: _Call, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+def forward(
+    call: FlexCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and its log-sum-exp. Collective."""
     if isinstance(query, FakeTensor):
         return attention.fake_results(query)
     query = dense_features(query)
-    forward = Forward(query, call.scale)
+    merged = Forward(query, call.scale)
     scores = Scores(query, call.scale, call.score_mod) if call.score_mod is not None else None
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
@@ -179,28 +181,28 @@ def _forward(
         indices = call.indices(owner)
         for tile, visible in call.masks.tiles(owner):
             if scores is not None:
-                add_scores(forward, scores, tile, visible, shards, indices)
+                add_scores(merged, scores, tile, visible, shards, indices)
             elif visible is None:
-                forward.add(tile, k, v)
+                merged.add(tile, k, v)
             else:
                 blind = visible.any(-1).logical_not()
-                forward.add_masked(tile, k, v, additive(visible, query.dtype), blind)
+                merged.add_masked(tile, k, v, additive(visible, query.dtype), blind)
 
     shard = [dense_features(key), dense_features(value)]
     what = call.what(_OP, query, key)
     runtime.of(key, call.group).all_gather_and_consume(
         call.group, shard, consume, what, shapes=shard_shapes(key, call.keys)
     )
-    return forward.result()
+    return merged.result()
 
 
-def _backward(
-    call: _Call,
+def backward(
+    call: FlexCall,
     saved: tuple[torch.Tensor, ...],
     grad_out: torch.Tensor,
     grad_lse: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the gradients of query, key, value and the captured tensors."""
+    """Returns the gradients of query, key, value and the captured tensors. Collective."""
     query, key, value, out, lse, *captured = saved
     if isinstance(query, FakeTensor):
         return *attention.fake_gradients(query, key, value), *map(torch.empty_like, captured)
@@ -253,10 +255,10 @@ class _FlexAttention(torch.autograd.Function):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        call: _Call,
+        call: FlexCall,
         *captured: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _forward(call, query, key, value)
+        out, lse = forward(call, query, key, value)
         ctx.call = call
         ctx.set_materialize_grads(False)  # mostly, nobody uses the log-sum-exp
         ctx.save_for_backward(query, key, value, out, lse, *captured)
@@ -273,5 +275,5 @@ class _FlexAttention(torch.autograd.Function):
         # Collective: every rank takes part, whatever it has a gradient of.
         given = torch.zeros_like(saved[3]) if grad_out is None else grad_out
         with torch.autocast(given.device.type, enabled=False):
-            query, key, value, *captured = _backward(ctx.call, saved, given, grad_lse)
+            query, key, value, *captured = backward(ctx.call, saved, given, grad_lse)
         return query, key, value, None, *captured

@@ -9,11 +9,18 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from symm_cp.ops.flex_mask import Modifier, over_indices
+
+
+class Rebinding(Protocol):
+    """Lets a backward pass put tensors of its own into a `score_mod`."""
+
+    def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
+        """Returns the function to differentiate, and what to take gradients of."""
 
 
 class Captures:
@@ -85,6 +92,20 @@ def _node(tensor: torch.Tensor) -> Any:
     if tensor.requires_grad:
         return torch.autograd.graph.get_gradient_edge(tensor).node
     return None
+
+
+def captures_tensors(function: Any) -> bool:
+    """Tells whether a function holds tensors or modules: in closures, defaults or partials."""
+    seen: set[int] = set()
+    todo = [function]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            todo += _parts(value)
+    return False
 
 
 def _parts(value: Any) -> list[Any]:

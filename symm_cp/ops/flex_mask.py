@@ -91,6 +91,34 @@ def block_states(block_mask: BlockMask) -> torch.Tensor:
     return states
 
 
+def whole_mask(
+    block_mask: BlockMask | None,
+    *,
+    local: tuple[int, int],
+    whole: tuple[int, int],
+    by_position: bool,
+) -> tuple[BlockMask | None, Modifier | None]:
+    """Returns the blocks and the `mask_mod` of the whole sequence that a `block_mask` stands for.
+
+    `local` and `whole` are the numbers of queries and keys of this rank and of all ranks. Where
+    `by_position` says that its `mask_mod` depends on positions alone, the mask may have been made
+    for this rank's part: then only its blocks are of no use. Raises `ValueError` for others.
+    """
+    if block_mask is None:
+        return None, None
+    lengths = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
+    if lengths == whole:
+        return block_mask, block_mask.mask_mod
+    if lengths == local and by_position:
+        return None, block_mask.mask_mod
+    raise ValueError(
+        f"flex_attention: block_mask is for {lengths} queries and keys; within context_parallel it "
+        f"must be that of the whole sequence, {whole}. With a model of transformers, whose own "
+        "masks of padding or packed sequences are those of this rank's part, give the model such a "
+        "BlockMask as attention_mask"
+    )
+
+
 def within(
     visible: torch.Tensor,
     states: torch.Tensor,

@@ -177,7 +177,7 @@ def over_gathered_keys(group: dist.ProcessGroup, length: int, seed: int) -> None
         rows = balancer.positions(group.rank())
         parts = [t[:, :, rows].requires_grad_() for t in given[:3]]
         with (
-            unittest.mock.patch.object(flex, "_in_tiles", return_value=False),
+            unittest.mock.patch.object(flex, "in_tiles", return_value=False),
             symm_cp.context_parallel(mesh_of(group), load_balancer=balancer),
         ):
             for scores in (False, True):

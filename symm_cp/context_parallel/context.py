@@ -5,13 +5,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.block_mask import local_block_mask
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.context_parallel.region import Region, active
@@ -123,6 +124,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
     load_balancer: LoadBalancer | None = None,
+    on_unfused: Literal["raise", "warn", "ignore"] = "raise",
 ) -> Iterator[None]:
     """Cuts buffers to this rank's part of the sequence, and runs attention context parallel.
 
@@ -151,6 +153,8 @@ def context_parallel(
     is changed for buffers that do not fit. Source: torch's `context_parallel`.
     """
     op = "context_parallel"
+    if on_unfused not in guards.ON_UNFUSED:
+        raise ValueError(f"{op}: {on_unfused=} must be one of {guards.ON_UNFUSED}")
     group = _process_group(mesh)
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     keep = [id(tensor) for tensor in no_restore_buffers or ()]
@@ -176,6 +180,9 @@ def context_parallel(
             _become(tensor, shard)
         with Region(group_name(mesh), group.size(), balancer):
             yield
+            watch = guards.current()
+            if watch is not None:
+                watch.check_fused(on_unfused)
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
             if id(tensor) not in keep:

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 
@@ -33,6 +34,9 @@ _HIDDEN: tuple[Any, ...] = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
+
+# Ops of attention that modules call by themselves.
+_CALLED_DIRECTLY = {"fused_all_gather_attention", "all_gather_kv"}
 
 # Functions that run the backward pass, and what they call the gradients of the outputs.
 _BACKWARD: dict[Any, str] = {
@@ -63,7 +67,9 @@ class Region:
                 f"context_parallel: {local_length} positions on this rank are no two chunks of one "
                 "length: give a load_balancer, which knows the length of the whole sequence"
             )
-        return HeadTail(local_length * self.world_size, self.world_size)
+        balancer = HeadTail(local_length * self.world_size, self.world_size)
+        guards.check_length(balancer)
+        return balancer
 
     def expect(self, kind: str) -> None:
         """Raises when a function is called for which this region was not made."""
@@ -118,13 +124,19 @@ class Region:
         )
         return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
-    def mode(self) -> TorchFunctionMode:
+    def watch(self) -> guards.Watch:
+        """A new record of what runs within this region."""
+        return guards.Watch(self.group, self.world_size, self.load_balancer)
+
+    def mode(self, watch: guards.Watch) -> TorchFunctionMode:
         """The part of a region that sees `F.scaled_dot_product_attention`."""
-        return _Mode(self)
+        return _Mode(self, watch)
 
     def __enter__(self) -> Region:
-        mode = self.mode()
+        watch = self.watch()
+        mode = self.mode(watch)
         mode.__enter__()
+        guards.enter(watch)
         _flex_hook.acquire()
         _regions().append((self, mode))
         return self
@@ -132,6 +144,7 @@ class Region:
     def __exit__(self, *error: object) -> None:
         _, mode = _regions().pop()
         _flex_hook.release()
+        guards.leave()
         mode.__exit__(*error)
 
 
@@ -141,15 +154,17 @@ def _length(query: torch.Tensor) -> int:
 
 
 class _Mode(TorchFunctionMode):
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, watch: guards.Watch) -> None:
         super().__init__()
         self._region = region
+        self._watch = watch
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
+            self._watch.fused = True
             return self._region.attend(*args, **kwargs)
         if func in _HIDDEN:
             raise NotImplementedError(
@@ -159,6 +174,8 @@ class _Mode(TorchFunctionMode):
             )
         if func in _BACKWARD:
             return self._backward(func, args, kwargs)
+        if getattr(func, "__name__", None) in _CALLED_DIRECTLY:
+            self._watch.fused = True
         return func(*args, **kwargs)
 
     def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -172,7 +189,7 @@ class _Mode(TorchFunctionMode):
             outputs = args[0]
             count = 1 if isinstance(outputs, torch.Tensor) else len(outputs)
             grads = _Gradients(kwargs.get(name), count)
-            grads.when_read = lambda: inner.enter_context(_Mode(self._region))
+            grads.when_read = lambda: inner.enter_context(_Mode(self._region, self._watch))
             return func(*args, **{**kwargs, name: grads})
 
 
@@ -254,6 +271,8 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     if region is None:
         return _flex_hook.original(*args, **kwargs)
     region.expect(FLEX)
+    if (watch := guards.current()) is not None:
+        watch.fused = True
     bound = _flex_hook.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     from symm_cp.context_parallel.flex import attend

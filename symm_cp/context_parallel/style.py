@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import FLEX, SDPA, Region
 from symm_cp.memory import group_name
@@ -31,7 +32,8 @@ class ContextParallel(ParallelStyle):
         load_balancer: how the sequence is spread, head-tail by default.
 
     The forward pass needs no context around it, also when it is recomputed for a checkpoint. Raises
-    `ValueError` for another `seq_dim` or `attention_type`. Source: torch's `_ContextParallel`.
+    `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as that within
+    `context_parallel` does, and `RuntimeError` when the module calls neither function. Source: torch's `_ContextParallel`.
     """
 
     class AttentionType(Enum):
@@ -62,12 +64,31 @@ class ContextParallel(ParallelStyle):
         region = Region(group_name(device_mesh), size, balancer, self.attention_type.value)
         forward = module.forward
 
+        @torch.compiler.assume_constant_result
+        def complaint() -> str | None:
+            try:
+                region.watch().saw(module, compiling=True)
+            except NotImplementedError as error:
+                return str(error)
+            return None
+
         @functools.wraps(forward)
         def parallel(*args: Any, **kwargs: Any) -> Any:
+            watch = region.watch()
             # A region also looks after flex_attention, which torch.compile cannot see through.
-            plain = self.attention_type is self.AttentionType.SDPA
-            with region.mode() if plain and torch.compiler.is_compiling() else region:
-                return forward(*args, **kwargs)
+            if self.attention_type is self.AttentionType.SDPA and torch.compiler.is_compiling():
+                if refused := complaint():
+                    raise NotImplementedError(refused)
+                with region.mode(watch):
+                    result = forward(*args, **kwargs)
+                watch.first_module = "A compiled module"
+            else:
+                with region:
+                    watch = guards.current() or watch
+                    watch.saw(module)
+                    result = forward(*args, **kwargs)
+            watch.check_fused("raise", "ContextParallel")
+            return result
 
         module.forward = parallel  # type: ignore[method-assign]
         return module

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Literal, TypeVar
@@ -14,18 +13,13 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.block_mask import local_block_mask
+from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.context_parallel.region import Region, active
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import unfused_all_gather
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
-
-# Which layouts `context_parallel` used for shards of which length, so that un-sharding without a
-# load balancer takes the right one or none. It goes with the process group.
-_used: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def _process_group(mesh: GroupLike) -> dist.ProcessGroup:
@@ -69,11 +63,6 @@ def _balancer_for(
     return load_balancer
 
 
-def _shard(buffer: torch.Tensor, seq_dim: int, balancer: LoadBalancer, rank: int) -> torch.Tensor:
-    rows = balancer.positions(rank).to(buffer.device)
-    return buffer.detach().index_select(seq_dim, rows)
-
-
 def context_parallel_shard(
     mesh: GroupLike,
     buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
@@ -112,7 +101,10 @@ def context_parallel_shard(
         if isinstance(buffer, BlockMask):
             found.append(local_block_mask(buffer, balancer, group.rank()))
         else:
-            found.append(_shard(buffer, dim % buffer.dim(), balancer, group.rank()))
+            rows = balancer.positions(group.rank())
+            found.append(cut(op, buffer.detach(), dim % buffer.dim(), rows))
+    if balancer is not None:
+        remember(group, balancer, has_cut=any(isinstance(t, torch.Tensor) for t in found))
     return found
 
 
@@ -165,15 +157,12 @@ def context_parallel(
             raise ValueError(f"{op}: a buffer of shape {list(tensor.shape)} is a parameter")
     balancer = _balancer_for(op, tensors, dims, group.size(), load_balancer)
     shards = [
-        _shard(tensor, dim % tensor.dim(), balancer, group.rank())
+        cut(op, tensor.detach(), dim % tensor.dim(), balancer.positions(group.rank()))
         for tensor, dim in zip(tensors, dims, strict=True)
         if balancer is not None
     ]
     if balancer is not None:
-        lengths = _used.setdefault(group, {})
-        known = lengths.setdefault(balancer.lengths[group.rank()], set())
-        if len(known) < 2:  # two are enough to know that it is not known
-            known.add(balancer)
+        remember(group, balancer, has_cut=bool(tensors))
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
@@ -199,20 +188,15 @@ def _balancer_used(op: str, group: dist.ProcessGroup, local_length: int) -> Load
     region = active()
     if region is not None and region.group == str(group.group_name):
         return region.layout(local_length)
-    known = _used.get(group, {}).get(local_length, set())
-    if len(known) > 1:
-        raise ValueError(
-            f"{op}: shards of {local_length} positions were cut by {sorted(map(repr, known))}: "
-            "give the load_balancer of these"
-        )
-    if known:
+    known = remembered(group, local_length)
+    orders = [balancer.permutation() for balancer in known]
+    if known and all(torch.equal(order, orders[0]) for order in orders):
         return next(iter(known))
-    if local_length % 2 != 0:
-        raise ValueError(
-            f"{op}: {local_length} positions on this rank are no two chunks of one length: give "
-            "the load_balancer that the sequence was cut by"
-        )
-    return HeadTail(local_length * group.size(), group.size())
+    by = f"were cut by {sorted(map(repr, known))}" if known else "were not cut on this group"
+    raise ValueError(
+        f"{op}: shards of {local_length} positions {by}: pass the load_balancer that the sequence "
+        "was cut by"
+    )
 
 
 @torch.no_grad()
@@ -229,11 +213,11 @@ def context_parallel_unshard(
         buffers: this rank's parts.
         seq_dims: the sequence dimension of each, negative counts from the end.
         load_balancer: the one that the sequence was cut by. By default that of the context that is
-            active, or else the one that `context_parallel` used on this group for shards of this
-            length; head-tail if there was none.
+            active, or else the one that `context_parallel`, `context_parallel_shard` or
+            `shard_batch` used on this group for shards of this length.
 
     Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` when
-    several load balancers were used and none is given, or for shards of the wrong length. Source:
+    no load balancer is given and none or several were used, or for shards of the wrong length. Source:
     torch's `context_parallel_unshard`.
     """
     op = "context_parallel_unshard"
@@ -262,4 +246,4 @@ def _gather(
     padded.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
     gathered = unfused_all_gather(padded, dim, str(group.group_name))
     rows = balancer.gathered_rows()[balancer.inverse()]
-    return gathered.index_select(dim, rows.to(buffer.device))
+    return cut("context_parallel_unshard", gathered, dim, rows)

@@ -289,9 +289,7 @@ class _Hooks:
                 # Calling a compiled module with global hooks warns that they run twice. These may.
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are gl")
                 self._before = torch_module.register_module_forward_pre_hook(_before).id
-                self._after = torch_module.register_module_forward_hook(
-                    _after, with_kwargs=True
-                ).id
+                self._after = torch_module.register_module_forward_hook(_after, with_kwargs=True).id
             torch_module._global_forward_pre_hooks[self._before] = _before
             torch_module._global_forward_hooks[self._after] = _after
             torch_module._global_forward_hooks_with_kwargs[self._after] = True

@@ -13,16 +13,18 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.layouts import remembered_cuts
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 
 SDPA = "scaled_dot_product_attention"
@@ -68,8 +70,22 @@ class Region:
                 "length: give a load_balancer, which knows the length of the whole sequence"
             )
         balancer = HeadTail(local_length * self.world_size, self.world_size)
-        guards.check_length(balancer)
+        if not torch.compiler.is_compiling():
+            self._check_guess(balancer, local_length)
         return balancer
+
+    def _check_guess(self, balancer: LoadBalancer, local_length: int) -> None:
+        """Raises when shards of such a sequence were cut, but by other load balancers only."""
+        group = _resolve_process_group(self.group)  # type: ignore[arg-type]
+        cuts = remembered_cuts(group, local_length)
+        known = [cut for cut in cuts if cut.seq_length == balancer.seq_length]
+        if self.world_size > 1 and known and balancer not in known:
+            raise ValueError(
+                f"context_parallel: without a load_balancer shards of {local_length} positions are "
+                f"taken for those of {balancer}, they were cut by {sorted(map(repr, known))}: pass "
+                "that load_balancer"
+            )
+        guards.check_length(balancer)
 
     def expect(self, kind: str) -> None:
         """Raises when a function is called for which this region was not made."""
@@ -103,6 +119,9 @@ class Region:
             query, key, value = (
                 t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
             )
+        if self.load_balancer is not None and self.load_balancer.samples:
+            out = self._attend_samples(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
         if attn_mask is not None:
             if is_causal:
                 raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
@@ -123,6 +142,37 @@ class Region:
             load_balancer=None if crossed else self.layout(_length(query)),
         )
         return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+
+    def _attend_samples(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Attends sample by sample, each on its own layout."""
+        assert self.load_balancer is not None
+        samples = self.load_balancer.samples
+        if len(samples) != query.shape[0]:
+            raise ValueError(
+                f"{SDPA}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{self.load_balancer} is for {len(samples)}"
+            )
+        shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
+        outs = [
+            replace(self, load_balancer=sample).attend(
+                *(t[b : b + 1] for t in (query, key, value)),
+                attn_mask if shared or attn_mask is None else attn_mask[b : b + 1],
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            for b, sample in enumerate(samples)
+        ]
+        return torch.cat(outs)
 
     def watch(self) -> guards.Watch:
         """A new record of what runs within this region."""
@@ -273,6 +323,11 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
     region.expect(FLEX)
     if (watch := guards.current()) is not None:
         watch.fused = True
+    if region.load_balancer is not None and region.load_balancer.samples:
+        raise NotImplementedError(
+            f"{FLEX}: {region.load_balancer} within context_parallel has a layout for each sample: "
+            "use one list of document lengths, or scaled_dot_product_attention"
+        )
     bound = _flex_hook.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     from symm_cp.context_parallel.flex import attend

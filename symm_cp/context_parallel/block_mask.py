@@ -51,9 +51,9 @@ def local_block_mask(
     `noop_mask`.
 
     `kv_load_balancer` tells how keys are spread; by default as queries, or evenly where there are
-    not as many keys as queries. The result remembers `block_mask` as `symm_cp_global`; it has a mask
-    for each sample where the load balancer has a layout for each. Raises `ValueError` when lengths
-    or rank do not fit.
+    not as many keys as queries. The result remembers `block_mask` as `symm_cp_global`, and has a
+    mask for each sample where the load balancer has a layout for each. Raises `ValueError` when
+    lengths or rank do not fit.
     """
     if load_balancer.samples or (kv_load_balancer is not None and kv_load_balancer.samples):
         result = _of_samples(block_mask, load_balancer, rank, kv_load_balancer)

@@ -137,12 +137,19 @@ def context_parallel(
         no_restore_buffers: those of `buffers` that stay cut.
         load_balancer: how the sequence is spread, head-tail by default: then every rank has the
             same work under a causal mask. Any mask goes with any load balancer.
+        on_unfused: what to do at the end when modules ran but neither function was called, so that
+            attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",
+            or "ignore" it. Nothing is said after an exception, nor when no module ran.
 
     Contexts may be nested: the innermost counts. Run the backward pass inside where activations are
     checkpointed, since what is recomputed outside does not run context parallel (torch then raises
     `CheckpointError`; `ContextParallel` and `all_gather_attention` need no context). An `attn_mask`
-    must be that of the whole sequence, and dropout is refused. Raises `ValueError` before anything
-    is changed for buffers that do not fit. Source: torch's `context_parallel`.
+    must be that of the whole sequence, and dropout is refused. So are, with `NotImplementedError`,
+    modules whose attention would be wrong: `nn.MultiheadAttention`, and models of transformers with
+    sliding windows or chunks shorter than the sequence, attention sinks, soft caps, layers that mix
+    positions otherwise, attention that calls neither function ("eager"), or positions that are
+    missing. On one rank nothing is spread, and no module refused. Raises `ValueError` before
+    anything is changed for buffers that do not fit. Source: torch's `context_parallel`.
     """
     op = "context_parallel"
     if on_unfused not in guards.ON_UNFUSED:
@@ -217,8 +224,8 @@ def context_parallel_unshard(
             `shard_batch` used on this group for shards of this length.
 
     Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` when
-    no load balancer is given and none or several were used, or for shards of the wrong length. Source:
-    torch's `context_parallel_unshard`.
+    no load balancer is given and none or several were used, or for shards of the wrong length.
+    Source: torch's `context_parallel_unshard`.
     """
     op = "context_parallel_unshard"
     group = _process_group(mesh)

@@ -65,7 +65,7 @@ class Watch:
             self.transformers = self.transformers or uses_transformers(part)
             self.first_position = self.first_position or first_position(part)
             for limit in limits_of(part, transformers=self.transformers):
-                self._apply(part, limit, compiling)
+                self._apply(part, limit, compiling or compiled)
 
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
         if not limit.needs_length:
@@ -157,12 +157,13 @@ def check_length(balancer: LoadBalancer) -> None:
 
 
 @functools.cache
-def _parameters(kind: type) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]  # type: ignore[attr-defined]
+def _parameters(kind: Any) -> tuple[str, ...]:
+    """The names of the arguments of a module class's forward method."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
 
 
 def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
-    names = _parameters(type(module))
+    names = _parameters(module.__class__)
     index = names.index(name) if name in names else len(args)
     return args[index] if index < len(args) else kwargs.get(name)
 
@@ -173,7 +174,7 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
         return
     if not uses_transformers(module):
         return
-    name, names = type(module).__name__, _parameters(type(module))
+    name, names = type(module).__name__, _parameters(module.__class__)
     if "position_ids" in names:
         positions = _argument(module, "position_ids", args, kwargs)
         if positions is None:
@@ -227,11 +228,12 @@ def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bo
 @torch.compiler.assume_constant_result
 def _complaint_before(module: nn.Module) -> str | None:
     watch = current()
+    if watch is None:
+        return None
     try:
-        if watch is not None:
-            watch.saw(module, compiling=True)
+        watch.saw(module, compiling=True)
     except NotImplementedError as error:
-        watch.judged.discard(module)
+        watch.judged.discard(module)  # a caller that catches this may run it again
         return str(error)
     return None
 
@@ -255,7 +257,9 @@ def _before(module: nn.Module, args: Any) -> None:
         return
     watch = current()
     if watch is not None:
-        watch.saw(module)
+        # What torch.compile gave up on runs as usual, but it may compile what is called from there.
+        compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        watch.saw(module, compiling=compiling)
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:

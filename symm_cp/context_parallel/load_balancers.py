@@ -43,7 +43,7 @@ class LoadBalancer:
 
     @property
     def layout(self) -> Layout:
-        """Which chunks each rank has; `NotImplementedError` if samples have layouts of their own."""
+        """Which chunks each rank has; `NotImplementedError` for a layout for each sample."""
         if self.samples:
             raise NotImplementedError(
                 f"{self} has a layout for each of {len(self.samples)} samples, here all samples "

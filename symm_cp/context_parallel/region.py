@@ -164,7 +164,9 @@ class Region:
         shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
         outs = [
             replace(self, load_balancer=sample).attend(
-                *(t[b : b + 1] for t in (query, key, value)),
+                query[b : b + 1],
+                key[b : b + 1],
+                value[b : b + 1],
                 attn_mask if shared or attn_mask is None else attn_mask[b : b + 1],
                 is_causal=is_causal,
                 scale=scale,

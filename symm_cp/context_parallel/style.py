@@ -33,7 +33,8 @@ class ContextParallel(ParallelStyle):
 
     The forward pass needs no context around it, also when it is recomputed for a checkpoint. Raises
     `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as that within
-    `context_parallel` does, and `RuntimeError` when the module calls neither function. Source: torch's `_ContextParallel`.
+    `context_parallel` does, and `RuntimeError` when the module calls neither function.
+    Source: torch's `_ContextParallel`.
     """
 
     class AttentionType(Enum):

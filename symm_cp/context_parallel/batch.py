@@ -97,7 +97,7 @@ def shard_batch(
         else tensor
         for name, tensor in whole.items()
     }
-    remember(group, balancer, has_cut=True)
+    remember(group, balancer, shards=True)
     share = 1.0 / group.size()
     if "labels" in whole:
         counted = int((local["labels"] != ignore_index).sum())

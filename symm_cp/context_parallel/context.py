@@ -104,7 +104,7 @@ def context_parallel_shard(
             rows = balancer.positions(group.rank())
             found.append(cut(op, buffer.detach(), dim % buffer.dim(), rows))
     if balancer is not None:
-        remember(group, balancer, has_cut=any(isinstance(t, torch.Tensor) for t in found))
+        remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in found))
     return found
 
 
@@ -169,7 +169,7 @@ def context_parallel(
         if balancer is not None
     ]
     if balancer is not None:
-        remember(group, balancer, has_cut=bool(tensors))
+        remember(group, balancer, shards=bool(keep))
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):

@@ -9,31 +9,30 @@ import torch.distributed as dist
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 
-# By length of this rank's shard, and whether tensors were cut. It goes with the process group.
-_used: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dict[LoadBalancer, bool]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-# So many are enough to know that it is not known which; each may be a large layout.
-_MOST = 8
+# By length of this rank's shard. They go with the process group.
+_Kept = weakref.WeakKeyDictionary
+_used: _Kept[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = _Kept()
+_last_cut: _Kept[dist.ProcessGroup, dict[int, LoadBalancer]] = _Kept()
 
 
-def remember(group: dist.ProcessGroup, balancer: LoadBalancer, *, has_cut: bool) -> None:
-    """Notes that a load balancer was used, and whether tensors were cut by it."""
-    used = _used.setdefault(group, {}).setdefault(balancer.lengths[group.rank()], {})
-    if balancer in used or len(used) < _MOST:
-        used[balancer] = has_cut or used.get(balancer, False)
+def remember(group: dist.ProcessGroup, balancer: LoadBalancer, *, shards: bool) -> None:
+    """Notes that a load balancer was used, and whether the caller got `shards` cut by it."""
+    length = balancer.lengths[group.rank()]
+    used = _used.setdefault(group, {}).setdefault(length, set())
+    if len(used) < 2:  # two are enough to know that it is not known
+        used.add(balancer)
+    if shards:
+        _last_cut.setdefault(group, {})[length] = balancer
 
 
-def remembered(group: dist.ProcessGroup, local_length: int) -> list[LoadBalancer]:
-    """Returns the load balancers (some of them) that were used for shards of this length."""
-    return list(_used.get(group, {}).get(local_length, {}))
+def remembered(group: dist.ProcessGroup, local_length: int) -> set[LoadBalancer]:
+    """Returns the load balancers (two at most) that were used for shards of this length."""
+    return _used.get(group, {}).get(local_length, set())
 
 
-def remembered_cuts(group: dist.ProcessGroup, local_length: int) -> list[LoadBalancer]:
-    """Returns those that tensors were cut by."""
-    used = _used.get(group, {}).get(local_length, {})
-    return [balancer for balancer, has_cut in used.items() if has_cut]
+def last_cut(group: dist.ProcessGroup, local_length: int) -> LoadBalancer | None:
+    """Returns that of the last shards of this length that the caller got."""
+    return _last_cut.get(group, {}).get(local_length)
 
 
 def cut(op: str, tensor: torch.Tensor, seq_dim: int, rows: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.attention import all_gather_attention
-from symm_cp.context_parallel.layouts import remembered_cuts
+from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 
 SDPA = "scaled_dot_product_attention"
@@ -75,15 +75,15 @@ class Region:
         return balancer
 
     def _check_guess(self, balancer: LoadBalancer, local_length: int) -> None:
-        """Raises when shards of such a sequence were cut, but by other load balancers only."""
+        """Raises when the last shards of such a sequence were cut by another load balancer."""
         group = _resolve_process_group(self.group)  # type: ignore[arg-type]
-        cuts = remembered_cuts(group, local_length)
-        known = [cut for cut in cuts if cut.seq_length == balancer.seq_length]
-        if self.world_size > 1 and known and balancer not in known:
+        cut = last_cut(group, local_length)
+        same = cut is None or cut.seq_length != balancer.seq_length or cut == balancer
+        if not same and self.world_size > 1:
             raise ValueError(
                 f"context_parallel: without a load_balancer shards of {local_length} positions are "
-                f"taken for those of {balancer}, they were cut by {sorted(map(repr, known))}: pass "
-                "that load_balancer"
+                f"taken for those of {balancer}, but the last ones were cut by {cut!r}: pass the "
+                "load_balancer that the sequence was cut by"
             )
         guards.check_length(balancer)
 

@@ -200,47 +200,38 @@ def test_evaluates_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_masks_of_samples_with_layouts_of_their_own(batch: int) -> None:
-    lists = [[16, 48], [40, 24]]
-    balancer = PerDocumentHeadTail(lists, 2)
+    balancer = PerDocumentHeadTail([[16, 48], [40, 24]], 2)
     numbers = torch.stack(
-        [torch.repeat_interleave(torch.arange(2), torch.tensor(lengths)) for lengths in lists]
+        [
+            torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
+            for lengths in balancer.document_lengths[:batch]
+        ]
     )
 
     def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+        b = b if batch == 2 else b * 0  # one mask for all samples
         return (i >= j) & (numbers[b, i] == numbers[b, j])
 
-    mask = create_block_mask(documents, batch, None, 64, 64, "cpu", 16)
-    queries, keys = balancer.samples[0].positions(1), balancer.permutation()
-    local = local_block_mask(mask, balancer, 1)
+    local = local_block_mask(create_block_mask(documents, batch, 1, 64, 64, "cpu", 16), balancer, 1)
     assert tuple(local.shape) == (2, 1, 32, 64)
-    for b in range(2):
-        queries = balancer.positions(1)[b]
-        if batch == 2:
-            alone = create_block_mask(
-                lambda _b, h, i, j, b=b, q=queries: documents(b, h, q[i.clamp(max=31)], keys[b, j]),
-                1,
-                None,
-                32,
-                64,
-                "cpu",
-                16,
-            )
-            own = local_block_mask(
-                create_block_mask(
-                    lambda _b, h, i, j, b=b: documents(b, h, i, j), 1, None, 64, 64, "cpu", 16
-                ),
-                balancer.samples[b],
-                1,
-            )
-            assert torch.equal(own.to_dense(), alone.to_dense())
-            assert torch.equal(local.to_dense()[b], alone.to_dense()[0])
-        seen = evaluate(local.mask_mod, 2, 1, torch.arange(32), torch.arange(64))[b, 0]
-        expected = documents(b, 0, queries[:, None], keys[b][None])
-        assert torch.equal(seen, expected)
+    keys = balancer.permutation()
+    dense = create_mask(local.mask_mod, 2, 1, 32, 64, "cpu")
+    for b, queries in enumerate(balancer.positions(1)):
+        expected = documents(torch.tensor(b), 0, queries[:, None], keys[b][None])
+        assert torch.equal(dense[b, 0], expected)
+        alone = create_block_mask(
+            lambda _b, h, i, j, seen=expected: seen[i, j], 1, 1, 32, 64, "cpu", 16
+        )
+        assert torch.equal(block_states(local)[b], block_states(alone)[0])
+
+
+def test_layouts_of_samples_that_do_not_fit() -> None:
+    balancer = PerDocumentHeadTail([[16, 48], [40, 24]], 2)
     with pytest.raises(NotImplementedError, match="layout for each"):
         local_score_mod(lambda s, *_: s, balancer, 0)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 3, 1, 64, 64, "cpu", 16)
     with pytest.raises(ValueError, match="must be for 1 or 2, not 3"):
-        local_block_mask(create_block_mask(documents, 3, 1, 64, 64, "cpu", 16), balancer, 0)
+        local_block_mask(mask, balancer, 0)
 
 
 def test_errors() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp.context_parallel.layouts import cut, remember
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.memory import GroupLike, group_name
 
@@ -89,13 +90,14 @@ def shard_batch(
         whole["position_ids"] = (
             torch.arange(length, device=known.device).view(shape).expand(known.shape)
         )
-    rows = balancer.positions(group.rank()).to(known.device)
+    rows = balancer.positions(group.rank())
     local = {
-        name: tensor.index_select(seq_dim, rows)
+        name: cut(op, tensor, seq_dim, rows)
         if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length
         else tensor
         for name, tensor in whole.items()
     }
+    remember(group, balancer, shards=True)
     share = 1.0 / group.size()
     if "labels" in whole:
         counted = int((local["labels"] != ignore_index).sum())

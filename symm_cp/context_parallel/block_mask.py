@@ -51,9 +51,14 @@ def local_block_mask(
     `noop_mask`.
 
     `kv_load_balancer` tells how keys are spread; by default as queries, or evenly where there are
-    not as many keys as queries. The result remembers `block_mask` as `symm_cp_global`. Raises
-    `ValueError` when lengths or rank do not fit.
+    not as many keys as queries. The result remembers `block_mask` as `symm_cp_global`, and has a
+    mask for each sample where the load balancer has a layout for each. Raises `ValueError` when
+    lengths or rank do not fit.
     """
+    if load_balancer.samples or (kv_load_balancer is not None and kv_load_balancer.samples):
+        result = _of_samples(block_mask, load_balancer, rank, kv_load_balancer)
+        result.symm_cp_global = block_mask
+        return result
     keys = _keys(block_mask, load_balancer, kv_load_balancer)
     _check(block_mask, load_balancer, keys, rank)
     device = block_mask.kv_num_blocks.device
@@ -75,6 +80,63 @@ def local_block_mask(
     return result
 
 
+def _of_samples(
+    block_mask: BlockMask, queries: LoadBalancer, rank: int, keys: LoadBalancer | None
+) -> BlockMask:
+    """The masks of all samples, each cut by its own layout, as one."""
+    count = len(queries.samples)
+    keys = _keys(block_mask, queries, keys)
+    if count != len(keys.samples) or block_mask.kv_num_blocks.shape[0] not in (1, count):
+        raise ValueError(
+            f"local_block_mask: {queries} is for {count} samples: keys must be spread sample by "
+            f"sample, too, and block_mask must be for 1 or {count}, not "
+            f"{block_mask.kv_num_blocks.shape[0]}"
+        )
+    masks = [
+        local_block_mask(
+            _sample(block_mask, b), queries.samples[b], rank, kv_load_balancer=keys.samples[b]
+        )
+        for b in range(count)
+    ]
+    device = block_mask.kv_num_blocks.device
+    q, k = queries.positions(rank).to(device), keys.permutation().to(device)
+    whole = block_mask.mask_mod
+    if whole is noop_mask:
+        whole = _mask_of_blocks(block_mask)
+    names = ["kv_num_blocks", "kv_indices"]
+    if block_mask.full_kv_num_blocks is not None:
+        names += ["full_kv_num_blocks", "full_kv_indices"]
+    return BlockMask.from_kv_blocks(
+        *(torch.cat([getattr(mask, name) for mask in masks]) for name in names),
+        BLOCK_SIZE=block_mask.BLOCK_SIZE,
+        mask_mod=_local_mask_mod_of_samples(whole, q, k),
+        seq_lengths=(q.shape[1], k.shape[1]),
+    )
+
+
+def _sample(block_mask: BlockMask, sample: int) -> BlockMask:
+    """The mask of one sample of a batch."""
+    of_all = block_mask.kv_num_blocks.shape[0] == 1
+
+    def blocks(tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return tensor if tensor is None or of_all else tensor[sample : sample + 1]
+
+    def own(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        return block_mask.mask_mod(b + sample, h, q_idx, kv_idx)
+
+    return BlockMask.from_kv_blocks(
+        blocks(block_mask.kv_num_blocks),
+        blocks(block_mask.kv_indices),
+        blocks(block_mask.full_kv_num_blocks),
+        blocks(block_mask.full_kv_indices),
+        BLOCK_SIZE=block_mask.BLOCK_SIZE,
+        mask_mod=noop_mask if block_mask.mask_mod is noop_mask else own,
+        seq_lengths=block_mask.seq_lengths,
+    )
+
+
 def local_score_mod(
     score_mod: Modifier,
     load_balancer: LoadBalancer,
@@ -91,10 +153,12 @@ def local_score_mod(
 
     with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default of the
     same balancer; both on `device`, where the indices are to be. Raises `ValueError` for a rank
-    that there is not.
+    that there is not, `NotImplementedError` for layouts of each sample.
     """
     _check_rank(load_balancer, rank)
     keys = load_balancer if kv_load_balancer is None else kv_load_balancer
+    for balancer in (load_balancer, keys):
+        _ = balancer.layout  # one for all samples
     q, k = (_index(t.to(device)) for t in (load_balancer.positions(rank), keys.permutation()))
 
     def local(
@@ -160,6 +224,22 @@ def _local_mask_mod(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Mod
     ) -> torch.Tensor:
         inside = (q_idx < rows) & (kv_idx < columns)
         return mask_mod(b, h, to_query(q_idx), to_key(kv_idx)) & inside
+
+    return local
+
+
+def _local_mask_mod_of_samples(mask_mod: Modifier, q: torch.Tensor, k: torch.Tensor) -> Modifier:
+    """`_local_mask_mod` for positions (B, S) of each sample."""
+    rows, columns = q.shape[1], k.shape[1]
+    to_query, to_key = (t if t.shape[1] else t.new_zeros(len(t), 1) for t in (q, k))
+
+    def local(
+        b: torch.Tensor, h: torch.Tensor, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    ) -> torch.Tensor:
+        inside = (q_idx < rows) & (kv_idx < columns)
+        query = to_query[b, q_idx.clamp(max=max(rows, 1) - 1)]
+        key = to_key[b, kv_idx.clamp(max=max(columns, 1) - 1)]
+        return mask_mod(b, h, query, key) & inside
 
     return local
 

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.block_mask import local_block_mask
+from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.context_parallel.region import Region, active
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import unfused_all_gather
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
-
-# Which layouts `context_parallel` used for shards of which length, so that un-sharding without a
-# load balancer takes the right one or none. It goes with the process group.
-_used: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def _process_group(mesh: GroupLike) -> dist.ProcessGroup:
@@ -68,11 +63,6 @@ def _balancer_for(
     return load_balancer
 
 
-def _shard(buffer: torch.Tensor, seq_dim: int, balancer: LoadBalancer, rank: int) -> torch.Tensor:
-    rows = balancer.positions(rank).to(buffer.device)
-    return buffer.detach().index_select(seq_dim, rows)
-
-
 def context_parallel_shard(
     mesh: GroupLike,
     buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
@@ -111,7 +101,10 @@ def context_parallel_shard(
         if isinstance(buffer, BlockMask):
             found.append(local_block_mask(buffer, balancer, group.rank()))
         else:
-            found.append(_shard(buffer, dim % buffer.dim(), balancer, group.rank()))
+            rows = balancer.positions(group.rank())
+            found.append(cut(op, buffer.detach(), dim % buffer.dim(), rows))
+    if balancer is not None:
+        remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in found))
     return found
 
 
@@ -123,6 +116,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
     load_balancer: LoadBalancer | None = None,
+    on_unfused: Literal["raise", "warn", "ignore"] = "raise",
 ) -> Iterator[None]:
     """Cuts buffers to this rank's part of the sequence, and runs attention context parallel.
 
@@ -144,16 +138,26 @@ def context_parallel(
         no_restore_buffers: those of `buffers` that stay cut.
         load_balancer: how the sequence is spread, head-tail by default: then every rank has the
             same work under a causal mask. Any mask goes with any load balancer.
+        on_unfused: what to do at the end when modules ran but neither function was called, so that
+            attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",
+            or "ignore" it. Nothing is said after an exception, nor when no module ran.
 
     Contexts may be nested: the innermost counts. Compiled functions may be called within several
     contexts and without one; a context entered within a compiled function breaks its graph, and so
     does a checkpoint. Run the backward pass inside where activations are checkpointed, since what
     is recomputed outside does not run context parallel (torch then raises `CheckpointError`;
-    `ContextParallel` and `all_gather_attention` need no context). An `attn_mask`
-    must be that of the whole sequence, and dropout is refused. Raises `ValueError` before anything
-    is changed for buffers that do not fit. Source: torch's `context_parallel`.
+    `ContextParallel` and `all_gather_attention` need no context). An `attn_mask` must be that of
+    the whole sequence, and dropout is refused. So are, with `NotImplementedError`, modules whose
+    attention would be wrong: `nn.MultiheadAttention`, and models of transformers with sliding
+    windows or chunks shorter than the sequence (unless they use flex attention), attention sinks,
+    soft caps, layers that mix positions otherwise, attention that calls neither function ("eager"),
+    or positions that are missing. On one rank nothing is spread, and no module refused. Raises
+    `ValueError` before anything is changed for buffers that do not fit. Source: torch's
+    `context_parallel`.
     """
     op = "context_parallel"
+    if on_unfused not in guards.ON_UNFUSED:
+        raise ValueError(f"{op}: {on_unfused=} must be one of {guards.ON_UNFUSED}")
     group = _process_group(mesh)
     tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
     keep = [id(tensor) for tensor in no_restore_buffers or ()]
@@ -164,21 +168,21 @@ def context_parallel(
             raise ValueError(f"{op}: a buffer of shape {list(tensor.shape)} is a parameter")
     balancer = _balancer_for(op, tensors, dims, group.size(), load_balancer)
     shards = [
-        _shard(tensor, dim % tensor.dim(), balancer, group.rank())
+        cut(op, tensor.detach(), dim % tensor.dim(), balancer.positions(group.rank()))
         for tensor, dim in zip(tensors, dims, strict=True)
         if balancer is not None
     ]
     if balancer is not None:
-        lengths = _used.setdefault(group, {})
-        known = lengths.setdefault(balancer.lengths[group.rank()], set())
-        if len(known) < 2:  # two are enough to know that it is not known
-            known.add(balancer)
+        remember(group, balancer, shards=bool(keep))
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
             _become(tensor, shard)
         with Region(group_name(mesh), group.size(), balancer):
             yield
+            watch = guards.current()
+            if watch is not None:
+                watch.check_fused(on_unfused)
     finally:
         for tensor, original in zip(tensors, originals, strict=True):
             if id(tensor) not in keep:
@@ -195,20 +199,15 @@ def _balancer_used(op: str, group: dist.ProcessGroup, local_length: int) -> Load
     region = active()
     if region is not None and region.group == str(group.group_name):
         return region.layout(local_length)
-    known = _used.get(group, {}).get(local_length, set())
-    if len(known) > 1:
-        raise ValueError(
-            f"{op}: shards of {local_length} positions were cut by {sorted(map(repr, known))}: "
-            "give the load_balancer of these"
-        )
-    if known:
+    known = remembered(group, local_length)
+    orders = [balancer.permutation() for balancer in known]
+    if known and all(torch.equal(order, orders[0]) for order in orders):
         return next(iter(known))
-    if local_length % 2 != 0:
-        raise ValueError(
-            f"{op}: {local_length} positions on this rank are no two chunks of one length: give "
-            "the load_balancer that the sequence was cut by"
-        )
-    return HeadTail(local_length * group.size(), group.size())
+    by = f"were cut by {sorted(map(repr, known))}" if known else "were not cut on this group"
+    raise ValueError(
+        f"{op}: shards of {local_length} positions {by}: pass the load_balancer that the sequence "
+        "was cut by"
+    )
 
 
 @torch.no_grad()
@@ -225,12 +224,12 @@ def context_parallel_unshard(
         buffers: this rank's parts.
         seq_dims: the sequence dimension of each, negative counts from the end.
         load_balancer: the one that the sequence was cut by. By default that of the context that is
-            active, or else the one that `context_parallel` used on this group for shards of this
-            length; head-tail if there was none.
+            active, or else the one that `context_parallel`, `context_parallel_shard` or
+            `shard_batch` used on this group for shards of this length.
 
     Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` when
-    several load balancers were used and none is given, or for shards of the wrong length. Source:
-    torch's `context_parallel_unshard`.
+    no load balancer is given and none or several were used, or for shards of the wrong length.
+    Source: torch's `context_parallel_unshard`.
     """
     op = "context_parallel_unshard"
     group = _process_group(mesh)
@@ -258,4 +257,4 @@ def _gather(
     padded.narrow(dim, 0, buffer.shape[dim]).copy_(buffer)
     gathered = unfused_all_gather(padded, dim, str(group.group_name))
     rows = balancer.gathered_rows()[balancer.inverse()]
-    return gathered.index_select(dim, rows.to(buffer.device))
+    return cut("context_parallel_unshard", gathered, dim, rows)

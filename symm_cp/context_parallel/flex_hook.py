@@ -112,12 +112,20 @@ def _untraced() -> Callable[..., Any]:
 
 
 def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from symm_cp.context_parallel import guards
     from symm_cp.context_parallel.region import active
 
     region = active()
     if region is None:
         return original(*args, **kwargs)
     region.expect(FLEX)
+    if (watch := guards.current()) is not None:
+        watch.fused = True
+    if region.load_balancer is not None and region.load_balancer.samples:
+        raise NotImplementedError(
+            f"{FLEX}: {region.load_balancer} within context_parallel has a layout for each sample: "
+            "use one list of document lengths, or scaled_dot_product_attention"
+        )
     bound = flex_hook.signature.bind(*args, **kwargs)
     bound.apply_defaults()
     from symm_cp.context_parallel.flex import attend

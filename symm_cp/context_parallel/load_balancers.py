@@ -4,12 +4,15 @@ Each is a layout with names: chunks of the sequence, numbered in sequence order,
 which. `permutation()` lists the positions in the order in which the ranks hold them, rank after
 rank; `sequence[permutation]`, cut at `lengths`, are the shards, and `torch.cat(shards)[inverse]` is
 the sequence again. Nothing has to divide anything: chunks differ by one position, or are empty.
+
+Samples of a batch share a layout, except those of `PerDocumentHeadTail` with a list for each.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
@@ -24,29 +27,46 @@ class LoadBalancer:
     The base class serves for a layout of one's own.
     """
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    def __init__(self, *layouts: Layout) -> None:
+        self._layouts = layouts
 
     def __repr__(self) -> str:
-        if not hasattr(self, "layout"):  # in a traceback of its own construction
+        if not hasattr(self, "_layouts"):  # in a traceback of its own construction
             return f"{type(self).__name__}(...)"
         return f"{type(self).__name__}(seq_length={self.seq_length}, world_size={self.world_size})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoadBalancer) and self.layout == other.layout
+        return isinstance(other, LoadBalancer) and self._layouts == other._layouts
 
     def __hash__(self) -> int:
-        return hash(self.layout)
+        return hash(self._layouts)
+
+    @property
+    def layout(self) -> Layout:
+        """Which chunks each rank has; `NotImplementedError` for a layout for each sample."""
+        if self.samples:
+            raise NotImplementedError(
+                f"{self} has a layout for each of {len(self.samples)} samples, here all samples "
+                "must have one: use one of its samples"
+            )
+        return self._layouts[0]
+
+    @property
+    def samples(self) -> tuple[LoadBalancer, ...]:
+        """The load balancer of each sample of a batch; none when all samples have one layout."""
+        if len(self._layouts) == 1:
+            return ()
+        return tuple(LoadBalancer(layout) for layout in self._layouts)
 
     @property
     def seq_length(self) -> int:
         """The length of the whole sequence."""
-        return self.layout.length
+        return self._layouts[0].length
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return self.layout.world_size
+        return self._layouts[0].world_size
 
     @property
     def chunk_order(self) -> list[int]:
@@ -60,16 +80,20 @@ class LoadBalancer:
 
     @property
     def lengths(self) -> list[int]:
-        """How many positions each rank holds."""
-        return list(self.layout.lengths)
+        """How many positions each rank holds, of every sample."""
+        return list(self._layouts[0].lengths)
 
     def positions(self, rank: int) -> torch.Tensor:
-        """The positions in the sequence of a rank's rows: (lengths[rank],) of int64."""
-        return positions(self.layout.spans(rank))
+        """The positions in the sequence of a rank's rows: (lengths[rank],) of int64.
+
+        For layouts of each sample (B, lengths[rank]); `permutation` and `inverse` likewise.
+        """
+        found = [positions(layout.spans(rank)) for layout in self._layouts]
+        return torch.stack(found) if self.samples else found[0]
 
     def permutation(self) -> torch.Tensor:
         """The positions of all ranks' rows, rank after rank: (seq_length,) of int64."""
-        return torch.cat([self.positions(rank) for rank in range(self.world_size)])
+        return torch.cat([self.positions(rank) for rank in range(self.world_size)], -1)
 
     def inverse(self) -> torch.Tensor:
         """Where each position of the sequence went: `permutation()[inverse()]` counts up from 0."""
@@ -104,28 +128,57 @@ class HeadTail(LoadBalancer):
 class PerDocumentHeadTail(LoadBalancer):
     """Every document is spread head-tail: balanced under a causal mask within documents.
 
-    `document_lengths` are those of the documents packed into the sequence. Source: torch's
-    `_PerDocumentHeadTailLoadBalancer`.
+    `document_lengths` are those of the documents packed into the sequence: one list for all samples
+    of a batch, or a list of lists, one for each sample. Then tensors are cut sample by sample
+    (their dimension 0), and each rank must hold the same number of positions of every sample, as it
+    does when all lengths are divisible by 2 * world_size. `flex_attention` within
+    `context_parallel` and `all_gather_attention` need one list. Raises `ValueError` for lengths
+    that do not fit. Source: torch's `_PerDocumentHeadTailLoadBalancer`.
     """
 
-    def __init__(self, document_lengths: Sequence[int], world_size: int) -> None:
-        if not document_lengths:
+    def __init__(
+        self, document_lengths: Sequence[int] | Sequence[Sequence[int]], world_size: int
+    ) -> None:
+        lists = [lengths for lengths in document_lengths if isinstance(lengths, Sequence)]
+        if len(lists) != len(document_lengths):
+            if lists:
+                raise TypeError("PerDocumentHeadTail: document_lengths mixes lists and numbers")
+            lists = [cast("Sequence[int]", document_lengths)]
+        if not lists or not all(lists):
             raise ValueError("PerDocumentHeadTail: document_lengths must not be empty")
-        each = 2 * world_size
-        lengths = [size for length in document_lengths for size in even_lengths(length, each)]
-        order = [
-            document * each + chunk
-            for rank in range(world_size)
-            for document in range(len(document_lengths))
-            for chunk in (rank, each - 1 - rank)
-        ]
-        super().__init__(Layout(world_size, tuple(order), tuple(lengths)))
-        self.document_lengths = list(document_lengths)
+        layouts = [_per_document(lengths, world_size) for lengths in lists]
+        for sample, layout in enumerate(layouts):
+            if layout.lengths != layouts[0].lengths:
+                raise ValueError(
+                    f"PerDocumentHeadTail: the ranks hold {list(layout.lengths)} positions of "
+                    f"sample {sample} and {list(layouts[0].lengths)} of sample 0, they must hold "
+                    f"as many of every sample: use lengths divisible by {2 * world_size}"
+                )
+        super().__init__(*layouts)
+        self.document_lengths = (
+            [list(lengths) for lengths in lists] if self.samples else list(lists[0])
+        )
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
-        """Where documents begin and end: (documents + 1,) of int32, for `all_gather_attention`."""
+        """Where documents begin and end: (documents + 1,) of int32, for `all_gather_attention`.
+
+        `NotImplementedError` for lists of lengths of each sample.
+        """
+        _ = self.layout
         return torch.tensor([0, *itertools.accumulate(self.document_lengths)], dtype=torch.int32)
+
+
+def _per_document(document_lengths: Sequence[int], world_size: int) -> Layout:
+    each = 2 * world_size
+    lengths = [size for length in document_lengths for size in even_lengths(length, each)]
+    order = [
+        document * each + chunk
+        for rank in range(world_size)
+        for document in range(len(document_lengths))
+        for chunk in (rank, each - 1 - rank)
+    ]
+    return Layout(world_size, tuple(order), tuple(lengths))
 
 
 class ProcessingTimeRoundRobin(LoadBalancer):

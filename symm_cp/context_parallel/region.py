@@ -11,15 +11,18 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.overrides import TorchFunctionMode
 
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
+from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.ops.flex_graph import layout_text
 
@@ -31,6 +34,13 @@ _HIDDEN: tuple[Any, ...] = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
+
+# Ops of attention that modules call by themselves.
+_CALLED_DIRECTLY = {
+    "fused_all_gather_attention",
+    "flex_all_gather_attention",
+    "all_gather_kv",
+}
 
 # Functions that run the backward pass, and what they call the gradients of the outputs.
 _BACKWARD: dict[Any, str] = {
@@ -69,10 +79,26 @@ class Region:
             return self.load_balancer
         if local_length % 2 != 0:
             raise ValueError(
-                f"context_parallel: {local_length} positions on this rank are no two chunks of one "
-                "length: give a load_balancer, which knows the length of the whole sequence"
+                f"context_parallel: {local_length} positions on this rank cannot be split into two "
+                "equal chunks: give a load_balancer, which knows the length of the whole sequence"
             )
-        return HeadTail(local_length * self.world_size, self.world_size)
+        balancer = HeadTail(local_length * self.world_size, self.world_size)
+        if not torch.compiler.is_compiling():
+            self._check_guess(balancer, local_length)
+        return balancer
+
+    def _check_guess(self, balancer: LoadBalancer, local_length: int) -> None:
+        """Raises when the last shards of such a sequence were cut by another load balancer."""
+        group = _resolve_process_group(self.group)  # type: ignore[arg-type]
+        cut = last_cut(group, local_length)
+        same = cut is None or cut.seq_length != balancer.seq_length or cut == balancer
+        if not same and self.world_size > 1:
+            raise ValueError(
+                f"context_parallel: without a load_balancer shards of {local_length} positions are "
+                f"taken for those of {balancer}, but the last ones were cut by {cut!r}: pass the "
+                "load_balancer that the sequence was cut by"
+            )
+        guards.check_length(balancer)
 
     def expect(self, kind: str) -> None:
         """Raises when a function is called for which this region was not made."""
@@ -106,6 +132,9 @@ class Region:
             query, key, value = (
                 t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
             )
+        if self.load_balancer is not None and self.load_balancer.samples:
+            out = self._attend_samples(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
         if attn_mask is not None:
             if is_causal:
                 raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
@@ -127,13 +156,52 @@ class Region:
         )
         return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
-    def mode(self) -> TorchFunctionMode:
+    def _attend_samples(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Attends sample by sample, each on its own layout."""
+        assert self.load_balancer is not None
+        samples = self.load_balancer.samples
+        if len(samples) != query.shape[0]:
+            raise ValueError(
+                f"{SDPA}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{self.load_balancer} is for {len(samples)}"
+            )
+        shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
+        outs = [
+            replace(self, load_balancer=sample).attend(
+                query[b : b + 1],
+                key[b : b + 1],
+                value[b : b + 1],
+                attn_mask if shared or attn_mask is None else attn_mask[b : b + 1],
+                is_causal=is_causal,
+                scale=scale,
+                enable_gqa=enable_gqa,
+            )
+            for b, sample in enumerate(samples)
+        ]
+        return torch.cat(outs)
+
+    def watch(self) -> guards.Watch:
+        """A new record of what runs within this region."""
+        return guards.Watch(self.group, self.world_size, self.load_balancer)
+
+    def mode(self, watch: guards.Watch) -> TorchFunctionMode:
         """The part of a region that sees `F.scaled_dot_product_attention`."""
-        return _Mode(self)
+        return _Mode(self, watch)
 
     def __enter__(self) -> Region:
-        mode = self.mode()
+        watch = self.watch()
+        mode = self.mode(watch)
         mode.__enter__()
+        guards.enter(watch)
         flex_hook.acquire()
         _regions().append((self, mode))
         return self
@@ -141,6 +209,7 @@ class Region:
     def __exit__(self, *error: object) -> None:
         _, mode = _regions().pop()
         flex_hook.release()
+        guards.leave()
         mode.__exit__(*error)
 
 
@@ -158,11 +227,16 @@ def _is_body(value: Any) -> bool:
 
 
 class _Mode(FlexMode):
+    def __init__(self, region: Region, watch: guards.Watch) -> None:
+        super().__init__(region)
+        self._watch = watch
+
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
+            self._watch.fused = True
             return self._region.attend(*args, **kwargs)
         if func in _HIDDEN:
             raise NotImplementedError(
@@ -174,6 +248,8 @@ class _Mode(FlexMode):
             return self._backward(func, args, kwargs)
         if torch.compiler.is_dynamo_compiling() and args and _is_body(args[0]):
             args = (self._within(args[0]), *args[1:])
+        if getattr(func, "__name__", None) in _CALLED_DIRECTLY:
+            self._watch.fused = True
         return func(*args, **kwargs)
 
     def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:
@@ -199,7 +275,7 @@ class _Mode(FlexMode):
             outputs = args[0]
             count = 1 if isinstance(outputs, torch.Tensor) else len(outputs)
             grads = _Gradients(kwargs.get(name), count)
-            grads.when_read = lambda: inner.enter_context(_Mode(self._region))
+            grads.when_read = lambda: inner.enter_context(_Mode(self._region, self._watch))
             return func(*args, **{**kwargs, name: grads})
 
 

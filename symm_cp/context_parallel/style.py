@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.flex_hook import FLEX, flex_hook
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import SDPA, Region
@@ -33,7 +34,9 @@ class ContextParallel(ParallelStyle):
         load_balancer: how the sequence is spread, head-tail by default.
 
     The forward pass needs no context around it, also when it is recomputed for a checkpoint. Raises
-    `ValueError` for another `seq_dim` or `attention_type`. Source: torch's `_ContextParallel`.
+    `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as that within
+    `context_parallel` does, and `RuntimeError` when the module calls neither function.
+    Source: torch's `_ContextParallel`.
     """
 
     class AttentionType(Enum):
@@ -69,14 +72,34 @@ class ContextParallel(ParallelStyle):
             flex_hook.acquire()
             weakref.finalize(module, flex_hook.release)
 
+        @torch.compiler.assume_constant_result
+        def complaint() -> str | None:
+            try:
+                region.watch().saw(module, compiling=True)
+            except NotImplementedError as error:
+                return str(error)
+            return None
+
         @functools.wraps(forward)
         def parallel(*args: Any, **kwargs: Any) -> Any:
+            watch = region.watch()
             # A region keeps a stack of its own, which Dynamo cannot trace, and needs only its mode.
             traced = (
                 torch.compiler.is_compiling() if plain else torch.compiler.is_dynamo_compiling()
             )
-            with region.mode() if traced else region:
-                return forward(*args, **kwargs)
+            if traced:
+                if refused := complaint():
+                    raise NotImplementedError(refused)
+                with region.mode(watch):
+                    result = forward(*args, **kwargs)
+                watch.first_module = "A compiled module"
+            else:
+                with region:
+                    watch = guards.current() or watch
+                    watch.saw(module)
+                    result = forward(*args, **kwargs)
+            watch.check_fused("raise", "ContextParallel")
+            return result
 
         module.forward = parallel  # type: ignore[method-assign]
         return module

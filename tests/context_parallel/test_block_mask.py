@@ -198,6 +198,42 @@ def test_evaluates_little(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(sizes) <= AREA
 
 
+@pytest.mark.parametrize("batch", [1, 2])
+def test_masks_of_samples_with_layouts_of_their_own(batch: int) -> None:
+    balancer = PerDocumentHeadTail([[16, 48], [40, 24]], 2)
+    numbers = torch.stack(
+        [
+            torch.repeat_interleave(torch.arange(2), torch.tensor(lengths))
+            for lengths in balancer.document_lengths[:batch]
+        ]
+    )
+
+    def documents(b: Any, h: Any, i: Any, j: Any) -> Any:
+        b = b if batch == 2 else b * 0  # one mask for all samples
+        return (i >= j) & (numbers[b, i] == numbers[b, j])
+
+    local = local_block_mask(create_block_mask(documents, batch, 1, 64, 64, "cpu", 16), balancer, 1)
+    assert tuple(local.shape) == (2, 1, 32, 64)
+    keys = balancer.permutation()
+    dense = create_mask(local.mask_mod, 2, 1, 32, 64, "cpu")
+    for b, queries in enumerate(balancer.positions(1)):
+        expected = documents(torch.tensor(b), 0, queries[:, None], keys[b][None])
+        assert torch.equal(dense[b, 0], expected)
+        alone = create_block_mask(
+            lambda _b, h, i, j, seen=expected: seen[i, j], 1, 1, 32, 64, "cpu", 16
+        )
+        assert torch.equal(block_states(local)[b], block_states(alone)[0])
+
+
+def test_layouts_of_samples_that_do_not_fit() -> None:
+    balancer = PerDocumentHeadTail([[16, 48], [40, 24]], 2)
+    with pytest.raises(NotImplementedError, match="layout for each"):
+        local_score_mod(lambda s, *_: s, balancer, 0)
+    mask = create_block_mask(lambda b, h, i, j: i >= j, 3, 1, 64, 64, "cpu", 16)
+    with pytest.raises(ValueError, match="must be for 1 or 2, not 3"):
+        local_block_mask(mask, balancer, 0)
+
+
 def test_errors() -> None:
     mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 64, 64, "cpu", 16)
     for call, text in [

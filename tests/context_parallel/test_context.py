@@ -268,6 +268,12 @@ def unshards_only_what_is_known(group: dist.ProcessGroup) -> None:
     assert torch.equal(symm_cp.context_parallel_unshard(mesh, [shard], [0], straight)[0], x)
     head_tail = symm_cp.HeadTail(12 * W, W)
     assert torch.equal(symm_cp.context_parallel_unshard(mesh, [other], [-1], head_tail)[0], x)
+    # Nothing is guessed for shards of another length, or of another group.
+    with pytest.raises(ValueError, match="5 positions were not cut on this group: pass the load_b"):
+        symm_cp.context_parallel_unshard(mesh, [x[:5]], [0])
+    fresh = mesh_of(dist.new_group(list(range(group.size()))))
+    with pytest.raises(ValueError, match="not cut on this group"):
+        symm_cp.context_parallel_unshard(fresh, [shard], [0])
     with pytest.raises(ValueError, match="the buffer has 3"):
         symm_cp.context_parallel_unshard(mesh, [shard[:3]], [0], straight)
     with pytest.raises(ValueError, match="out of range"):
@@ -276,6 +282,36 @@ def unshards_only_what_is_known(group: dist.ProcessGroup) -> None:
 
 def test_unsharding_takes_the_layout_that_was_used_or_none(ranks: Ranks) -> None:
     ranks.run(2, unshards_only_what_is_known)
+
+
+def remembers(group: dist.ProcessGroup) -> None:
+    W, x = group.size(), torch.arange(12.0 * group.size())
+    straight = symm_cp.Sequential(12 * W, W)
+    ids = torch.arange(12 * W).expand(2, -1)
+    for cut in ("shard", "batch"):
+        mesh = mesh_of(dist.new_group(list(range(W))))
+        if cut == "shard":
+            (shard,) = symm_cp.context_parallel_shard(mesh, [x], [0], straight)
+        else:
+            local, _ = symm_cp.shard_batch(mesh, {"input_ids": ids}, load_balancer=straight)
+            shard = local["input_ids"][0].float()
+        assert isinstance(shard, torch.Tensor)
+        assert torch.equal(symm_cp.context_parallel_unshard(mesh, [shard], [0])[0], x)
+        # Nor does attention take these shards for those of another load balancer.
+        q = shard.view(1, 1, -1, 1)
+        if W > 1:
+            with (
+                pytest.raises(ValueError, match=r"taken for those of HeadTail.*cut by Sequential"),
+                symm_cp.context_parallel(mesh),
+            ):
+                F.scaled_dot_product_attention(q, q, q)
+        with symm_cp.context_parallel(mesh, load_balancer=straight):
+            F.scaled_dot_product_attention(q, q, q)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_shards_are_remembered(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, remembers)
 
 
 def shards_new_tensors(group: dist.ProcessGroup) -> None:

@@ -78,7 +78,37 @@ def test_processing_time_is_dealt_evenly(world_size: int) -> None:
         assert max(work) > 1.5 * min(work)
 
 
+@WORLD_SIZES
+def test_documents_of_each_sample(world_size: int) -> None:
+    each = 2 * world_size
+    lists = [[each, 3 * each], [4 * each], [2 * each, each, each]]
+    balancer = symm_cp.PerDocumentHeadTail(lists, world_size)
+    single = [symm_cp.PerDocumentHeadTail(lengths, world_size) for lengths in lists]
+    assert list(balancer.samples) == single
+    assert balancer.lengths == [8] * world_size
+    assert balancer.seq_length == 4 * each
+    for rank in range(world_size):
+        expected = torch.stack([sample.positions(rank) for sample in single])
+        assert torch.equal(balancer.positions(rank), expected)
+    order, inverse = balancer.permutation(), balancer.inverse()
+    assert torch.equal(order.gather(1, inverse), torch.arange(4 * each).expand(3, -1))
+    assert single[0] != balancer != symm_cp.PerDocumentHeadTail(lists[::-1], world_size)
+    assert hash(balancer) == hash(symm_cp.PerDocumentHeadTail(lists, world_size))
+    assert balancer.document_lengths == lists
+    for use in (lambda: balancer.layout, lambda: balancer.cu_seqlens, lambda: balancer.chunk_order):
+        with pytest.raises(NotImplementedError, match="has a layout for each of 3 samples"):
+            use()
+
+
 def test_errors() -> None:
+    with pytest.raises(ValueError, match="document_lengths must not be empty"):
+        symm_cp.PerDocumentHeadTail([[]], 2)
+    with pytest.raises(TypeError, match="mixes lists and numbers"):
+        symm_cp.PerDocumentHeadTail([8, [8]], 2)
+    with pytest.raises(
+        ValueError, match=r"\[3, 2\] positions of sample 1 and \[4, 4\] of sample 0"
+    ):
+        symm_cp.PerDocumentHeadTail([[8], [5]], 2)
     with pytest.raises(ValueError, match="document_lengths must not be empty"):
         symm_cp.PerDocumentHeadTail([], 2)
     crossed = create_block_mask(causal, None, None, 32, 64, device="cpu", BLOCK_SIZE=16)

@@ -1,0 +1,310 @@
+"""Guards of a region: refuse modules whose attention it would get wrong, notice unfused attention.
+
+A model decides from the length that it sees whether it needs a mask. Within a region it sees this
+rank's part of the sequence, and may drop a sliding window that the whole sequence needs. The region
+gets only the resulting call, `is_causal=True`, so it has to look at the modules that run in it.
+
+While any region is active a global forward pre-hook shows each module to the `Watch` of the
+innermost region of its thread, which judges the module's configuration and attributes. A forward
+hook, which unlike the other one gets keyword arguments, looks at the positions of a model. Within
+`torch.compile` both run when the model is traced. On one rank nothing is spread or refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.model_limits import (
+    Limit,
+    first_position,
+    limits_of,
+    uses_transformers,
+)
+from symm_cp.memory import resolve
+
+ON_UNFUSED = ("raise", "warn", "ignore")
+
+
+@dataclass
+class Watch:
+    """What has happened within a region since it was entered.
+
+    `pending` are limits to compare with the length of the whole sequence once that is known.
+    """
+
+    group: str
+    world_size: int
+    load_balancer: LoadBalancer | None = None
+    first_module: str | None = None
+    fused: bool = False
+    transformers: bool = False
+    has_positions: bool = False
+    first_position: int = 0
+    pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
+    judged: set[nn.Module] = field(default_factory=set)
+
+    def saw(self, module: nn.Module, *, compiling: bool = False) -> None:
+        """Notes that a module runs. Raises `NotImplementedError` if its result would be wrong."""
+        if self.world_size == 1 or module in self.judged:
+            return
+        self.judged.add(module)
+        inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
+        self.first_module = self.first_module or type(inner).__name__
+        compiled = inner is not module or module._compiled_call_impl is not None
+        for part in inner.modules() if compiled else (inner,):
+            self.transformers = self.transformers or uses_transformers(part)
+            self.first_position = self.first_position or first_position(part)
+            for limit in limits_of(part, transformers=self.transformers):
+                self._apply(part, limit, compiling or compiled)
+
+    def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
+        if not limit.needs_length:
+            raise limit.error(module)
+        if self.load_balancer is not None:
+            if not limit.fits(self.load_balancer.lengths):
+                raise limit.error(module, self.load_balancer.seq_length)
+        elif compiling and limit.harmless_up_to is not None:
+            # The graph may be used for other lengths, without another look at the module.
+            raise limit.error(module)
+        else:
+            self.pending.append((module, limit))
+
+    def check_lengths(self, lengths: list[int]) -> None:
+        """Raises for a module that was seen and does not allow a sequence spread like this."""
+        for module, limit in self.pending:
+            if not limit.fits(lengths):
+                raise limit.error(module, sum(lengths))
+
+    def check_fused(self, on_unfused: str, where: str = "context_parallel") -> None:
+        """Raises `RuntimeError`, or warns, when modules ran and no attention was fused."""
+        ran = self.first_module
+        if where == "context_parallel":
+            ran = ran or _local.compiled
+        if self.world_size == 1 or self.fused or ran is None or on_unfused == "ignore":
+            return
+        message = (
+            f"{where}: {ran} ran, but no attention ran context parallel: neither "
+            "F.scaled_dot_product_attention nor flex_attention was called, so attention saw only "
+            "this rank's part of the sequence. Use an implementation that calls one of them "
+            '(transformers: model.set_attn_implementation("sdpa"))'
+        )
+        if where == "context_parallel":
+            message += '; if the modules have no attention, pass on_unfused="ignore"'
+        if on_unfused == "raise":
+            raise RuntimeError(message)
+        warnings.warn(message, stacklevel=4)
+
+
+# --- the watches of a thread -------------------------------------------------------------------
+
+_local = threading.local()
+
+
+# `_local.compiled` tells that compiled modules ran: the graph sets it, not the hook.
+
+
+def _watches() -> list[Watch]:
+    stack: list[Watch] | None = getattr(_local, "watches", None)
+    if stack is None:
+        stack = _local.watches = []
+    return stack
+
+
+def current() -> Watch | None:
+    """The watch of the innermost region of this thread."""
+    stack = _watches()
+    return stack[-1] if stack else None
+
+
+def enter(watch: Watch) -> None:
+    """Starts to watch the modules that this thread runs."""
+    _hooks.acquire()
+    outer = current()
+    if outer is not None:
+        outer.first_module = outer.first_module or _local.compiled
+    _watches().append(watch)
+    _local.compiled = None
+
+
+def leave() -> None:
+    """Stops the innermost watch; attention that it saw was within the outer ones, too."""
+    watch = _watches().pop()
+    _local.compiled = None
+    _hooks.release()
+    outer = current()
+    if outer is not None:
+        outer.fused = outer.fused or watch.fused
+
+
+def check_length(balancer: LoadBalancer) -> None:
+    """Compares a layout that just became known with what the modules allow."""
+    watch = None if torch.compiler.is_compiling() else current()
+    if watch is not None and watch.pending:
+        watch.check_lengths(balancer.lengths)
+
+
+# --- positions of transformers' models ---------------------------------------------------------
+
+
+@functools.cache
+def _parameters(kind: Any) -> tuple[str, ...]:
+    """The names of the arguments of a module class's forward method."""
+    return tuple(inspect.signature(kind.forward).parameters)[1:]
+
+
+def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
+    names = _parameters(module.__class__)
+    index = names.index(name) if name in names else len(args)
+    return args[index] if index < len(args) else kwargs.get(name)
+
+
+def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses a language model that counts its positions from 0 on each rank."""
+    if watch.world_size == 1 or not hasattr(module, "base_model_prefix"):
+        return
+    if not uses_transformers(module):
+        return
+    name, names = type(module).__name__, _parameters(module.__class__)
+    if "position_ids" in names:
+        positions = _argument(module, "position_ids", args, kwargs)
+        if positions is None:
+            raise NotImplementedError(
+                f"context_parallel: {name} was called without position_ids, so it counted from 0 "
+                "on each rank. Pass the position_ids of this rank's part; symm_cp.shard_batch "
+                "makes them"
+            )
+        watch.has_positions = True
+        unmasked = _argument(module, "attention_mask", args, kwargs) is None
+        if isinstance(positions, torch.Tensor):
+            _check_values(watch, name, positions, unmasked)
+    elif "input_ids" in names and not watch.has_positions:
+        raise NotImplementedError(
+            f"context_parallel: {name} takes no position_ids, so it counts from 0 on each rank: "
+            "it is not supported"
+        )
+
+
+def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bool) -> None:
+    """Refuses positions that the model would take for something else. `positions`: (B, S)."""
+    balancer = watch.load_balancer
+    first = watch.first_position
+    if balancer is None or positions.dim() != 2:  # several positions for each token
+        return
+    expected = balancer.positions(resolve(watch.group).rank).to(positions.device)
+    if positions.shape[1] != expected.shape[-1]:
+        return
+    if first and bool((positions == expected).all()):
+        raise NotImplementedError(
+            f"context_parallel: {name} was called with position_ids that count from 0, it counts "
+            f"from {first} (padding_idx + 1): add {first} to them"
+        )
+    # Without an attention_mask transformers takes a jump in positions for the next document, but
+    # sees no jump between ranks.
+    if unmasked and not bool((positions == expected + first).all()):
+        raise NotImplementedError(
+            f"context_parallel: {name} was called without attention_mask and with position_ids "
+            f"that are not those of {balancer}: packed documents are not supported. For one "
+            "document pass an attention_mask of ones"
+        )
+
+
+# --- hooks -------------------------------------------------------------------------------------
+
+
+# torch.compile calls these two while it traces, and takes the results for constants. They return
+# what is wrong, because an exception raised by traced code stays the exception that it is.
+
+
+@torch.compiler.assume_constant_result
+def _complaint_before(module: nn.Module) -> str | None:
+    watch = current()
+    if watch is None:
+        return None
+    try:
+        watch.saw(module, compiling=True)
+    except NotImplementedError as error:
+        watch.judged.discard(module)  # a caller that catches this may run it again
+        return str(error)
+    return None
+
+
+@torch.compiler.assume_constant_result
+def _complaint_after(module: nn.Module, has_positions: bool) -> str | None:
+    watch = current()
+    try:
+        if watch is not None and watch.transformers:
+            _check_positions(watch, module, (), {"position_ids": has_positions or None})
+    except NotImplementedError as error:
+        return str(error)
+    return None
+
+
+def _before(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        if complaint := _complaint_before(module):
+            raise NotImplementedError(complaint)
+        _local.compiled = "A compiled module"  # whenever the graph runs
+        return
+    watch = current()
+    if watch is not None:
+        # What torch.compile gave up on runs as usual, but it may compile what is called from there.
+        compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+        watch.saw(module, compiling=compiling)
+
+
+def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+    if torch.compiler.is_compiling():
+        # Models hand positions to each other by name; a positional one is taken for missing.
+        if complaint := _complaint_after(module, kwargs.get("position_ids") is not None):
+            raise NotImplementedError(complaint)
+        return
+    watch = current()
+    if watch is not None and watch.transformers:
+        _check_positions(watch, module, args, kwargs)
+
+
+class _Hooks:
+    """Global hooks of modules, registered while they are acquired at least once.
+
+    They keep their ids: torch.compile looks at those, and would compile anew for each region.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+        self._before = self._after = -1
+
+    def acquire(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users > 1:
+                return
+            if self._before < 0:
+                # Calling a compiled module with global hooks warns that they run twice. These may.
+                warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are gl")
+                self._before = torch_module.register_module_forward_pre_hook(_before).id
+                self._after = torch_module.register_module_forward_hook(_after, with_kwargs=True).id
+            torch_module._global_forward_pre_hooks[self._before] = _before
+            torch_module._global_forward_hooks[self._after] = _after
+            torch_module._global_forward_hooks_with_kwargs[self._after] = True
+
+    def release(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                del torch_module._global_forward_pre_hooks[self._before]
+                del torch_module._global_forward_hooks[self._after]
+                del torch_module._global_forward_hooks_with_kwargs[self._after]
+
+
+_hooks = _Hooks()

@@ -1,0 +1,199 @@
+"""What a module asks of attention that a region does not apply: windows, sinks, soft caps, ...
+
+Models of transformers tell by their `config`; their attention modules by attributes as well. Other
+modules are judged by their type only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+# Layer types of transformers' configurations, and the attribute that has their length.
+_FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
+_WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
+_CHUNKED = {"chunked_attention"}
+_WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size")
+_CHUNKS = ("attention_chunk_size",)
+# Sparse attention: each query picks so many keys, of those that this rank holds.
+_PICKED = ("index_topk", "keep_window_size")
+_SOFT_CAPS = (
+    "attn_logit_softcapping",
+    "attn_logit_softcap",
+    "attention_logit_cap",
+    "attention_logits_soft_cap",
+)
+_SINKS = ("sinks", "s_aux", "attention_sinks")
+# Implementations of attention that call neither function that a region sees, or mask local keys.
+_HIDDEN = ("eager", "flash", "paged", "/")
+_MIXERS = (nn.RNNBase, nn.Conv1d)
+_FULL_ATTENTION = "Use a model with full attention"
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Something that attention within a region does not apply.
+
+    `harmless_up_to` is the longest sequence for which that makes no difference; `shortest` the
+    least number of positions that a rank may hold.
+    """
+
+    what: str
+    why: str
+    remedy: str
+    harmless_up_to: int | None = None
+    shortest: int = 0
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether the length of the sequence decides."""
+        return self.harmless_up_to is not None or self.shortest > 0
+
+    def fits(self, lengths: Sequence[int]) -> bool:
+        """Tells whether it makes no difference for a sequence with so many positions a rank."""
+        longest = self.harmless_up_to
+        held = [length for length in lengths if length > 0]
+        return (longest is None or sum(lengths) <= longest) and min(held, default=0) >= min(
+            self.shortest, sum(lengths)
+        )
+
+    def error(self, module: nn.Module, length: int | None = None) -> NotImplementedError:
+        """The error that refuses the module."""
+        whole = "" if length is None else f" (the sequence has {length} positions)"
+        return NotImplementedError(
+            f"context_parallel: {type(module).__name__} has {self.what}: {self.why}{whole}. "
+            f"{self.remedy}"
+        )
+
+
+def uses_transformers(module: nn.Module) -> bool:
+    """Tells whether a module has a configuration of transformers."""
+    return hasattr(getattr(module, "config", None), "_attn_implementation")
+
+
+def _masks_whole_sequence(module: nn.Module) -> bool:
+    """Tells whether windows reach attention as functions, which see positions of the sequence."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == "flex_attention"
+
+
+def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
+    """Yields what a region does not apply of what a module itself, not its children, asks for.
+
+    Args:
+        module: any module.
+        transformers: whether it is part of a model of transformers, whose attributes are known.
+    """
+    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
+        yield Limit(
+            f"type torch.nn.{type(module).__name__}",
+            "it would attend to this rank's part of the sequence only",
+            "Use F.scaled_dot_product_attention or flex_attention",
+        )
+    if not transformers:
+        return
+    if uses_transformers(module):
+        yield from _config_limits(module.config)
+    yield from _attribute_limits(module)
+
+
+def first_position(module: nn.Module) -> int:
+    """Where a module with embedded positions starts to count: RoBERTa's after the padding's."""
+    table = getattr(module, "position_embeddings", None)
+    padding = table.padding_idx if isinstance(table, nn.Embedding) else None
+    return 0 if padding is None else int(padding) + 1
+
+
+def _positive(owner: Any, names: Sequence[str]) -> Iterator[tuple[str, int]]:
+    for name in names:
+        value = getattr(owner, name, None)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            yield name, value
+
+
+def _window(name: str, value: int, reach: int) -> Limit:
+    return Limit(
+        f"{name}={value}",
+        "sliding windows are not applied to a sequence spread over ranks",
+        f"Use sequences of at most {reach} positions, or a model with full attention, or let its "
+        "attention modules call symm_cp.all_gather_attention with window_left and window_right",
+        harmless_up_to=reach,
+    )
+
+
+def _chunk(name: str, value: int) -> Limit:
+    return Limit(
+        f"{name}={value}",
+        "attention within chunks is not applied to a sequence spread over ranks",
+        f"Use sequences of at most {value} positions, or a model with full attention",
+        harmless_up_to=value,
+    )
+
+
+def _config_limits(config: Any) -> Iterator[Limit]:
+    chosen = config._attn_implementation
+    if isinstance(chosen, str) and any(part in chosen for part in _HIDDEN):
+        yield Limit(
+            f"config._attn_implementation={chosen!r}",
+            "it would attend to this rank's part of the sequence only",
+            'Call model.set_attn_implementation("sdpa"), if the model supports it',
+        )
+    yield from _layer_limits(config)
+    for name in _SOFT_CAPS:
+        if value := getattr(config, name, None):
+            yield Limit(f"config.{name}={value}", "soft caps are not applied", _FULL_ATTENTION)
+    for name, value in _positive(config, _PICKED):
+        yield Limit(
+            f"config.{name}={value}",
+            "keys are picked among those of this rank only",
+            f"Use sequences of at most {value} positions, or a model with full attention",
+            harmless_up_to=value,
+        )
+    yield Limit(
+        f"config.model_type={getattr(config, 'model_type', None)!r}",
+        "transformers takes a sequence of one position for a step of decoding, without a causal "
+        "mask, and a rank holds one position",
+        "Use longer sequences or fewer ranks",
+        shortest=2,
+    )
+
+
+def _layer_limits(config: Any) -> Iterator[Limit]:
+    listed = [getattr(config, name, None) for name in ("layer_types", "layers_block_type")]
+    types = {kind for kinds in listed if isinstance(kinds, (list, tuple)) for kind in kinds}
+    types = {kind for kind in types if isinstance(kind, str)}
+    for kind in sorted(types - _FULL - _WINDOWED - _CHUNKED):
+        yield Limit(
+            f"a layer of type {kind!r} in config.layer_types",
+            "it mixes positions of this rank's part of the sequence only",
+            _FULL_ATTENTION,
+        )
+    sliding = types & _WINDOWED or (not types and getattr(config, "use_sliding_window", True))
+    if sliding and config._attn_implementation != "flex_attention":
+        for name, value in _positive(config, _WINDOWS):
+            # ModernBERT's local_attention counts both sides.
+            reach = value // 2 + 1 if name == "local_attention" else value
+            yield _window(f"config.{name}", value, reach)
+    if types & _CHUNKED or not types:
+        for name, value in _positive(config, _CHUNKS):
+            yield _chunk(f"config.{name}", value)
+
+
+def _attribute_limits(module: nn.Module) -> Iterator[Limit]:
+    if getattr(module, "is_sliding", True) and not _masks_whole_sequence(module):
+        for name, value in _positive(module, ("sliding_window",)):
+            yield _window(name, value, value)
+    for name in _SINKS:
+        if getattr(module, name, None) is not None:
+            yield Limit(name, "attention sinks are not applied", _FULL_ATTENTION)
+    for child in (module, *module.children()):
+        wide = not isinstance(child, nn.Conv1d) or child.kernel_size != (1,)
+        if isinstance(child, _MIXERS) and wide:
+            yield Limit(
+                f"type {type(child).__name__}" if child is module else f"a {type(child).__name__}",
+                "it mixes positions of this rank's part of the sequence only",
+                _FULL_ATTENTION,
+            )

@@ -147,6 +147,12 @@ void symm_cp_skip(void* group, int channel, int64_t calls) {
   of(group).workspace(channel).skip(calls);
 }
 
+// Lets go of the memory of a channel; slots of what is made next are moved by `offset` bytes.
+void symm_cp_move(void* group, int channel, int64_t offset) {
+  of(group).set_offset(offset);
+  of(group).workspace(channel).drop();
+}
+
 int64_t symm_cp_run(void* group, const Command* commands, int count, const Reference* references,
                     void* const* operands) {
   return guarded_in_call(group, [&](Channel& channel, Call& call) -> int64_t {

@@ -84,6 +84,7 @@ class Group {
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   int64_t offset() const { return offset_; }
+  void set_offset(int64_t offset) { offset_ = offset; }
   WaitBudget budget() const { return WaitBudget(timeout_); }
   Workspace& workspace(int index) { return workspaces_[index]; }
   Lane& lane() { return lane_; }

@@ -154,6 +154,10 @@ class Workspace:
         """Passes over so many calls as if they had been made. Collective. For tests."""
         self._library.symm_cp_skip(self.handle, self._index, calls)
 
+    def renew(self) -> None:
+        """Lets go of the memory: the next call makes new one. Collective. For tests."""
+        self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
+
     def began(self, epoch: int) -> None:
         """Notes which call is under way."""
         if epoch == 1:
@@ -209,7 +213,7 @@ class Group:
             self.rank,
             self.world_size,
             env.timeout_ms(),
-            debug_offset("slots", self.name),
+            debug_offset("slots"),
         )
         if not self.handle:
             raise RuntimeError(native.error())

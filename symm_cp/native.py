@@ -330,6 +330,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_workspace_bytes": (_LONG, [_VOID, _INT]),
     "symm_cp_epoch": (_LONG, [_VOID, _INT]),
     "symm_cp_skip": (None, [_VOID, _INT, _LONG]),
+    "symm_cp_move": (None, [_VOID, _INT, _LONG]),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID]),
     "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
     "symm_cp_plan_free": (None, [_VOID]),

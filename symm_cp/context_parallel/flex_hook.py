@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+    from symm_cp.context_parallel.guards import Watch
     from symm_cp.context_parallel.region import Region
 
 FLEX = "flex_attention"
@@ -118,9 +119,9 @@ def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     region = active()
     if region is None:
         return original(*args, **kwargs)
-    region.expect(FLEX)
     if (watch := guards.current()) is not None:
-        watch.fused = True
+        watch.called = True
+    region.expect(FLEX)
     if region.load_balancer is not None and region.load_balancer.samples:
         raise NotImplementedError(
             f"{FLEX}: {region.load_balancer} within context_parallel has a layout for each sample: "
@@ -139,15 +140,16 @@ def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class FlexMode(TorchFunctionMode):
     """The mode of a region: where Dynamo finds the region, and guards what it reads of it."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, watch: Watch) -> None:
         super().__init__()
         self._region = region
+        self._watch = watch
 
 
-def _traced_region() -> Region | None:
+def _traced_mode() -> FlexMode | None:
     for mode in reversed(_get_current_function_mode_stack()):
         if isinstance(mode, FlexMode):
-            return mode._region
+            return mode
     return None
 
 
@@ -164,8 +166,8 @@ def _traced(
     *,
     return_aux: Any = None,
 ) -> Any:
-    region = _traced_region()
-    if region is None:
+    mode = _traced_mode()
+    if mode is None:
         return _original(
             query,
             key,
@@ -178,7 +180,9 @@ def _traced(
             kernel_options,
             return_aux=return_aux,
         )
+    region = mode._region
     region.expect(FLEX)
+    mode._watch.called = True
     from symm_cp.context_parallel.flex import in_tiles
     from symm_cp.context_parallel.flex_trace import graph_flex_attention, outside_graph
 

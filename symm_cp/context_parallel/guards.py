@@ -31,6 +31,7 @@ from symm_cp.context_parallel.model_limits import (
     uses_transformers,
 )
 from symm_cp.memory import resolve
+from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
 
@@ -46,12 +47,20 @@ class Watch:
     world_size: int
     load_balancer: LoadBalancer | None = None
     first_module: str | None = None
-    fused: bool = False
+    called: bool = False
+    runs_before: int = 0
     transformers: bool = False
     has_positions: bool = False
     first_position: int = 0
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
+
+    @property
+    def fused(self) -> bool:
+        """Whether a function that a region sees was called, or an op has run since."""
+        if torch.compiler.is_compiling():
+            return self.called
+        return self.called or attention_runs.count != self.runs_before
 
     def saw(self, module: nn.Module, *, compiling: bool = False) -> None:
         """Notes that a module runs. Raises `NotImplementedError` if its result would be wrong."""
@@ -129,6 +138,7 @@ def current() -> Watch | None:
 def enter(watch: Watch) -> None:
     """Starts to watch the modules that this thread runs."""
     _hooks.acquire()
+    watch.runs_before = attention_runs.count
     outer = current()
     if outer is not None:
         outer.first_module = outer.first_module or _local.compiled
@@ -137,13 +147,10 @@ def enter(watch: Watch) -> None:
 
 
 def leave() -> None:
-    """Stops the innermost watch; attention that it saw was within the outer ones, too."""
-    watch = _watches().pop()
+    """Stops the innermost watch."""
+    _watches().pop()
     _local.compiled = None
     _hooks.release()
-    outer = current()
-    if outer is not None:
-        outer.fused = outer.fused or watch.fused
 
 
 def check_length(balancer: LoadBalancer) -> None:

@@ -228,15 +228,14 @@ def _is_body(value: Any) -> bool:
 
 class _Mode(FlexMode):
     def __init__(self, region: Region, watch: guards.Watch) -> None:
-        super().__init__(region)
-        self._watch = watch
+        super().__init__(region, watch)
 
     def __torch_function__(
         self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            self._watch.fused = True
+            self._watch.called = True
             return self._region.attend(*args, **kwargs)
         if func in _HIDDEN:
             raise NotImplementedError(
@@ -249,7 +248,7 @@ class _Mode(FlexMode):
         if torch.compiler.is_dynamo_compiling() and args and _is_body(args[0]):
             args = (self._within(args[0]), *args[1:])
         if getattr(func, "__name__", None) in _CALLED_DIRECTLY:
-            self._watch.fused = True
+            self._watch.called = True
         return func(*args, **kwargs)
 
     def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from symm_cp.memory import Group
 from symm_cp.ops import arrival_attention
 from symm_cp.ops.attention_kernels import factor_of
 from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
-from symm_cp.ops.common import group_of, lib, new_result, what_is
+from symm_cp.ops.common import attention_runs, group_of, lib, new_result, what_is
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import Layout
 from symm_cp.schedule.tiles import Mask, Tile, tiles
@@ -236,6 +236,7 @@ def grad_shapes(key: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
 def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    attention_runs.count += 1
     group = group_of(group_name)
     call = _Call(_FORWARD, query, key, value, group, options)
     scale = options.get("scale")

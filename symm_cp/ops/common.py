@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -77,6 +78,15 @@ def refuse(group: GroupLike, channel: str, error: Exception) -> None:
     spread = state.hosts.get("cpu")
     (state if spread is None else spread.local).refuse(channel, error)
     reported(error)
+
+
+class _Runs(threading.local):
+    count = 0
+
+
+#: How often this thread has run an op that attends to the keys of all ranks, or gathers them:
+#: context_parallel asks whether any did.
+attention_runs = _Runs()
 
 
 #: Joins the namespace that torch defines; what torch registered there stays.

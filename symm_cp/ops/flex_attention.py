@@ -25,7 +25,7 @@ from symm_cp.memory import Group
 from symm_cp.ops import attention, autocast
 from symm_cp.ops.attention import check_tensors, grad_shapes, shard_shapes
 from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, dense_features, wide
-from symm_cp.ops.common import new_result, what_is
+from symm_cp.ops.common import attention_runs, new_result, what_is
 from symm_cp.ops.flex_captures import Captures, Rebinding
 from symm_cp.ops.flex_mask import MaskTiles, Modifier
 from symm_cp.ops.flex_scores import Indices, ScoreGradients, Scores, add_scores
@@ -172,6 +172,7 @@ def forward(
     """Returns the output and its log-sum-exp. Collective."""
     if isinstance(query, FakeTensor):
         return attention.fake_results(query)
+    attention_runs.count += 1
     query = dense_features(query)
     merged = Forward(query, call.scale)
     scores = Scores(query, call.scale, call.score_mod) if call.score_mod is not None else None

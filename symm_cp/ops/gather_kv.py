@@ -12,6 +12,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
+    attention_runs,
     check_dim,
     check_divisible,
     check_reduce_op,
@@ -56,6 +57,7 @@ def _longer(tensor: torch.Tensor, dim: int, times: int) -> list[int]:
 def _gather_kernel(
     key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    attention_runs.count += 1
     group = group_of(group_name)
     dim = _check(key, value, seq_dim)
     size = key.shape[dim]

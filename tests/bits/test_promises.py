@@ -49,13 +49,13 @@ def moved(group: dist.ProcessGroup, streams: bool, unit: int = alignment.ALIGN) 
         simulation(delays_us=0) if streams else nullcontext(),
     ):
         dist.barrier(group)
-        state.discard("sync")
+        state.workspace("sync").renew()
         state.device_workspaces.clear()
         yield
         dist.barrier(group)
         if streams:
             device.device_of(torch.device("cpu")).synchronize()
-        state.discard("sync")
+        state.workspace("sync").renew()
         state.device_workspaces.clear()
 
 

@@ -89,6 +89,8 @@ def one_graph(*, breaks: int = 0) -> Iterator[None]:
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
+            # A region ignores this one (guards.py); the line above has undone that.
+            warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global")
             yield
     finally:
         logging.getLogger("torch").removeHandler(records)

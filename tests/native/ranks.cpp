@@ -24,7 +24,7 @@
 #include <thread>
 
 #include "../../csrc/error.h"
-#include "../../csrc/lane.h"
+#include "../../csrc/group.h"
 #include "../../csrc/plan.h"
 #include "../../csrc/segment.h"
 
@@ -64,7 +64,8 @@ struct Known {
 std::mutex known_mutex;
 std::map<const Peers*, std::vector<Known>> known;
 
-class Meeting : public Bootstrap {
+// The store of a group.
+class Notes : public Bootstrap {
  public:
   void set(const std::string& key, const std::string& value) override {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -81,68 +82,91 @@ class Meeting : public Bootstrap {
   std::map<std::string, std::string> values_;
 };
 
+// What torch knows of a group, by a name that each rank has for itself.
+struct Party {
+  Notes* notes;
+  int rank;
+  int world_size;
+  std::mutex mutex;
+  std::shared_ptr<Peers> peers;
+};
+std::mutex parties_mutex;
+std::map<std::string, std::unique_ptr<Party>> parties;
+
+Party& party_of(const std::string& name) {
+  std::lock_guard<std::mutex> lock(parties_mutex);
+  return *parties.at(name);
+}
+
 // --- a rank --------------------------------------------------------------------------------------
 
 constexpr size_t kSlotBytes = 1 << 16;
 constexpr size_t kSharedBytes = 1 << 16;
-constexpr int kFlags = 4;
-
-struct Space {
-  std::shared_ptr<Channel> channel;
-  std::unique_ptr<Lane> lane;
-  Segment segment;
-  uint32_t epoch = 0;
-};
+std::atomic<int> names{0};
 
 class Rank {
  public:
-  Rank(Meeting& meeting, int rank, int world_size, std::chrono::milliseconds timeout)
-      : rank_(rank),
-        world_size_(world_size),
-        peers_(std::make_shared<Peers>(meeting, "threads", rank, world_size, timeout)) {
+  Rank(Notes& notes, int rank, int world_size, std::chrono::milliseconds timeout)
+      : rank_(rank), world_size_(world_size), name_("threads " + std::to_string(++names)) {
+    auto party = std::make_unique<Party>();
+    party->notes = &notes;
+    party->rank = rank;
+    party->world_size = world_size;
+    {
+      std::lock_guard<std::mutex> lock(parties_mutex);
+      parties[name_] = std::move(party);
+    }
+    group = std::make_shared<Group>(name_, rank, world_size, timeout);
     shared = Segment::create(kSharedBytes, "shared");
     map(shared);
-    for (Space& space : spaces) {
-      const int64_t flags = int64_t{kFlags} * 64 * world_size;
-      const Layout layout{0, kFlags, flags, 8192, kSlotBytes, 2};
-      space.segment = Segment::create(8192 + 2 * kSlotBytes, "workspace");
-      space.channel = std::make_shared<Channel>(map(space.segment), layout, timeout);
-      space.lane = std::make_unique<Lane>(space.channel);
-    }
   }
 
   ~Rank() {
-    for (Space& space : spaces) space.lane.reset();
-    std::lock_guard<std::mutex> lock(known_mutex);
-    known.erase(peers_.get());
+    group.reset();
+    {
+      std::lock_guard<std::mutex> lock(known_mutex);
+      known.erase(peers().get());
+    }
+    std::lock_guard<std::mutex> lock(parties_mutex);
+    parties.erase(name_);
   }
 
   int rank() const { return rank_; }
   int world_size() const { return world_size_; }
   Segment shared;
-  Space spaces[2];
+  std::shared_ptr<Group> group;
+
+  std::shared_ptr<Peers> peers() {
+    WaitBudget budget(std::chrono::seconds(30));
+    return peers_of(name_, {"tensor/0", "rendezvous", budget});
+  }
 
   std::shared_ptr<Mapping> map(const Segment& segment) {
-    auto mapping = std::make_shared<Mapping>(peers_, segment, segment.size(), 4096, sequence_++);
+    WaitBudget budget(std::chrono::seconds(30));
+    const auto mesh = peers();
+    const int64_t sequence = sequence_++;
+    auto mapping = std::make_shared<Mapping>(
+        mesh, segment, segment.size(), 4096, sequence,
+        Meeting{"tensor/" + std::to_string(sequence), "rendezvous", budget});
     std::lock_guard<std::mutex> lock(known_mutex);
-    known[peers_.get()].push_back({segment.data(), segment.size(), mapping});
+    known[mesh.get()].push_back({segment.data(), segment.size(), mapping});
     return mapping;
   }
 
  private:
   int rank_;
   int world_size_;
-  std::shared_ptr<Peers> peers_;
+  std::string name_;
   int64_t sequence_ = 0;
 };
 
 void on_all_ranks(int world_size, std::chrono::milliseconds timeout,
                   const std::function<void(Rank&)>& body) {
-  Meeting meeting;
+  Notes notes;
   std::vector<std::thread> threads;
   for (int r = 0; r < world_size; ++r)
     threads.emplace_back([&, r] {
-      Rank rank(meeting, r, world_size, timeout);
+      Rank rank(notes, r, world_size, timeout);
       body(rank);
     });
   for (std::thread& thread : threads) thread.join();
@@ -163,7 +187,7 @@ struct Part {  // of a rank
   std::vector<Operand> operands;
 };
 
-struct Call {
+struct Pattern {
   int64_t background;
   char name[40];
   std::vector<Part> parts;
@@ -175,13 +199,13 @@ void read(std::istream& file, T* to, size_t count = 1) {
   expect(file.good(), "the file is too short");
 }
 
-std::vector<Call> read_calls(const char* path, int64_t* world_size) {
+std::vector<Pattern> read_calls(const char* path, int64_t* world_size) {
   std::ifstream file(path, std::ios::binary);
   int64_t count = 0;
   read(file, world_size);
   read(file, &count);
-  std::vector<Call> calls(static_cast<size_t>(count));
-  for (Call& call : calls) {
+  std::vector<Pattern> calls(static_cast<size_t>(count));
+  for (Pattern& call : calls) {
     read(file, &call.background);
     read(file, call.name, sizeof(call.name));
     call.parts.resize(static_cast<size_t>(*world_size));
@@ -227,7 +251,7 @@ Running begin(Rank& rank, const Part& part, size_t number) {
   return running;
 }
 
-void check_results(const Rank& rank, const Call& call, const Running& running) {
+void check_results(const Rank& rank, const Pattern& call, const Running& running) {
   const Part& part = call.parts[static_cast<size_t>(rank.rank())];
   for (size_t i = 0; i < part.operands.size(); ++i) {
     const std::vector<float>& found = running.memory[i];
@@ -249,50 +273,62 @@ std::shared_ptr<const Plan> plan_of(const Part& part, const char* name) {
 }
 
 // One command at a time, so that ranks meet in all sorts of ways.
-void run_steps(Space& space, const Part& part, const Running& running, const char* name, int skip,
+void run_steps(Rank& rank, const Part& part, const Running& running, const char* name, int skip,
                std::mt19937& random) {
-  for (const Command& command : part.commands) {
-    if (random() % 4 == 0) std::this_thread::yield();
-    if (random() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
-    if (command.kind == Kind::kWait && command.flag == skip) continue;
-    space.channel->run(&command, 1, part.references.data(), running.addresses.data(), space.epoch,
-                       name);
+  Workspace& workspace = rank.group->workspace(kSync);
+  const int64_t number = rank.group->next(kSync);
+  try {
+    Call call = workspace.begin(number, kSlotBytes, name);
+    for (const Command& command : part.commands) {
+      if (random() % 4 == 0) std::this_thread::yield();
+      if (random() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
+      if (skip >= 0 && command.kind == Kind::kVerify) continue;
+      if (command.kind == Kind::kWait && command.flag == skip) continue;
+      workspace.channel()->run(&command, 1, part.references.data(), running.addresses.data(), call);
+    }
+  } catch (const std::exception& error) {
+    rank.group->failed(kSync, number, error);
+    expect(skip >= 0, error.what());  // without a wait, ranks may find that others have gone on
+    throw;
   }
 }
 
-void run_calls(Rank& rank, const std::vector<Call>& calls, int skip) {
+void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
   std::mt19937 random(static_cast<unsigned>(rank.rank()));
-  std::deque<std::pair<const Call*, Running>> in_flight;
-  Space& background = rank.spaces[1];
+  std::deque<std::pair<const Pattern*, Running>> in_flight;
+  Workspace& background = rank.group->workspace(kAsync);
+  Lane& lane = rank.group->lane();
   const auto finish_one = [&] {
     const auto& [call, running] = in_flight.front();
-    background.lane->wait(running.ticket);
+    lane.wait(running.ticket);
     check_results(rank, *call, running);
     in_flight.pop_front();
   };
   for (size_t number = 0; number < calls.size(); ++number) {
-    const Call& call = calls[number];
+    const Pattern& call = calls[number];
     const Part& part = call.parts[static_cast<size_t>(rank.rank())];
     const bool in_place = std::any_of(part.operands.begin(), part.operands.end(),
                                       [](const Operand& o) { return o.role == kSymmetric; });
     // The one symmetric tensor is the caller's again once the transfers on it are over.
     while (!in_flight.empty() && (in_place || in_flight.size() > random() % 4)) finish_one();
     Running running = begin(rank, part, number);
-    Space& space = rank.spaces[call.background];
-    ++space.epoch;
     if (call.background == 0) {
-      run_steps(space, part, running, call.name, skip, random);
+      run_steps(rank, part, running, call.name, skip, random);
       if (skip < 0) check_results(rank, call, running);
       continue;
     }
     // As collectives.cpp does: on an idle lane the caller publishes.
-    const bool idle = space.lane->idle();
+    const bool publish = lane.idle() && background.at_hand(kSlotBytes);
     const auto plan = plan_of(part, call.name);
-    if (idle)
-      space.channel->run(plan->publish.data(), static_cast<int>(plan->publish.size()),
-                         plan->references.data(), running.addresses.data(), space.epoch, call.name);
-    running.ticket = space.lane->submit({plan, !idle, running.addresses, space.epoch},
-                                        !idle || in_place || random() % 2 == 0);
+    running.ticket = rank.group->next(kAsync);
+    Lane::Program program{running.ticket, plan, running.addresses, kSlotBytes};
+    if (publish) {
+      program.begun = background.begin(running.ticket, kSlotBytes, call.name);
+      background.channel()->run(plan->publish.data(), static_cast<int>(plan->publish.size()),
+                                plan->references.data(), running.addresses.data(),
+                                *program.begun);
+    }
+    lane.submit(std::move(program), !publish || in_place || random() % 2 == 0);
     in_flight.emplace_back(&call, std::move(running));
     if (in_place) finish_one();
   }
@@ -315,40 +351,78 @@ void expect_failure(const std::function<void()>& body, const std::string& part) 
   expect(message.find(part) != std::string::npos, "'" + part + "' is not in '" + message + "'");
 }
 
-// The last rank gives up, by two threads at once; the others hear why.
-void give_up(Rank& rank) {
-  const int last = rank.world_size() - 1;
-  Channel& channel = *rank.spaces[0].channel;
-  if (rank.rank() == last) {
-    std::thread other([&] { channel.abort("no luck"); });
-    channel.abort("no luck");
-    other.join();
-    return;
+Command step_of(Kind kind, int peer, int flag = 0) {
+  Command command{};
+  command.kind = kind;
+  command.peer = peer;
+  command.flag = flag;
+  return command;
+}
+
+// A call in which each rank signals each peer and waits for it.
+void meet(Rank& rank, const std::string& what) {
+  Workspace& workspace = rank.group->workspace(kSync);
+  const int64_t number = rank.group->next(kSync);
+  try {
+    Call call = workspace.begin(number, 0, what);
+    std::vector<Command> commands{step_of(Kind::kPublish, 0)};
+    for (const Kind kind : {Kind::kSignal, Kind::kWait})
+      for (int peer = 0; peer < rank.world_size(); ++peer)
+        if (peer != rank.rank()) commands.push_back(step_of(kind, peer));
+    commands.push_back(step_of(Kind::kVerify, 0));
+    workspace.channel()->run(commands.data(), static_cast<int>(commands.size()), nullptr, nullptr,
+                             call);
+  } catch (const std::exception& error) {
+    rank.group->failed(kSync, number, error);
+    throw;
   }
-  expect_failure([&] { channel.wait(last, 0, 1, "op"); },
-                 "rank " + std::to_string(last) + " gave up: no luck");
+}
+
+// The last rank does not make a call, the first ones included; the others hear why, and all go on.
+void refuse(Rank& rank) {
+  const int last = rank.world_size() - 1;
+  for (int i = 0; i < 20; ++i) {
+    if (rank.rank() == last) {
+      for (int times = 0; times <= i % 3; ++times) rank.group->refuse(kSync, "no luck");
+    } else {
+      for (int times = 0; times <= i % 3; ++times)
+        expect_failure([&] { meet(rank, "op"); }, "failed: no luck");
+    }
+    meet(rank, "good");
+  }
+}
+
+// Ranks that make different calls are all told, and go on.
+void disagree(Rank& rank) {
+  for (int i = 0; i < 10; ++i) {
+    expect_failure([&] { meet(rank, "op " + std::to_string(rank.rank())); }, "ranks disagree");
+    meet(rank, "good");
+  }
 }
 
 // Transfers that will never end: their engine and who waits for them do.
 void close_in_flight(Rank& rank) {
-  Command await{};
-  await.kind = Kind::kWait;
-  await.peer = (rank.rank() + 1) % rank.world_size();
-  const auto plan =
-      std::make_shared<const Plan>(std::vector{await}, std::vector<Reference>{}, "op");
-  Lane& lane = *rank.spaces[1].lane;
-  const int64_t ticket = lane.submit({plan, true, {}, 1}, true);
-  lane.submit({plan, true, {}, 2}, rank.rank() == 0);
-  if (rank.rank() == 0) return;  // closes: that is told to all
-  expect_failure([&] { lane.wait(ticket + 1); }, "gave up");
-  expect(lane.failed() && lane.finished(ticket), "a lane that failed says so");
+  const auto plan = std::make_shared<const Plan>(
+      std::vector{step_of(Kind::kPublish, 0),
+                  step_of(Kind::kWait, (rank.rank() + 1) % rank.world_size())},
+      std::vector<Reference>{}, "op");
+  Lane& lane = rank.group->lane();
+  const int64_t first = rank.group->next(kAsync), second = rank.group->next(kAsync);
+  lane.submit({first, plan, {}, 0}, true);
+  lane.submit({second, plan, {}, 0}, rank.rank() == 0);
+  if (rank.rank() == 0) {  // closes when all have the memory: that is told to the last rank
+    std::this_thread::sleep_for(std::chrono::milliseconds(200));
+    return;
+  }
+  const std::string message = failure_of([&] { lane.wait(second); });
+  expect(!message.empty() && lane.finished(first), "who waits for them hears that they failed");
 }
 
 // One rank cannot map the first, second, ... of the segments: no rank has the memory then.
 void no_memory(Rank& rank) {
   const int last = rank.world_size() - 1, mappings = 1 + 2 * last;
   const std::string what =
-      rank.rank() == last ? "cannot map" : "rank " + std::to_string(last) + " gave up: cannot map";
+      rank.rank() == last ? "cannot map" : "(on rank " + std::to_string(last) + ")";
   const Segment more = Segment::create(4096, "more");
   for (int allowed = 0; allowed <= mappings; ++allowed) {
     mappings_left = rank.rank() == last ? allowed : -1;
@@ -363,7 +437,13 @@ void no_memory(Rank& rank) {
 
 void time_is_over(Rank& rank) {
   const int peer = (rank.rank() + 1) % rank.world_size();
-  expect_failure([&] { rank.spaces[0].channel->wait(peer, 1, 1, "op"); }, "op: rank ");
+  meet(rank, "good");
+  const int64_t number = rank.group->next(kSync);
+  Call call = rank.group->workspace(kSync).begin(number, 0, "op");
+  const Command command = step_of(Kind::kWait, peer, 1);
+  expect_failure(
+      [&] { rank.group->workspace(kSync).channel()->run(&command, 1, nullptr, nullptr, call); },
+      "op: rank ");
 }
 
 void segments() {
@@ -378,13 +458,13 @@ void segments() {
 
 // Someone who found the socket without the token is no rank; the ranks meet all the same.
 void strangers() {
-  Meeting meeting;
+  Notes notes;
   std::atomic<bool> over{false};
   int refused = 0;
   std::thread stranger([&] {
     while (!over) {
       std::this_thread::sleep_for(std::chrono::milliseconds(5));
-      const auto token = meeting.get("symm_cp/peer/0");
+      const auto token = notes.get("symm_cp/peer/0");
       if (!token) continue;
       sockaddr_un address{};
       address.sun_family = AF_UNIX;
@@ -395,7 +475,7 @@ void strangers() {
       if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) continue;
       // The layout of a greeting: magic, rank, world size, token.
       struct {
-        uint32_t magic = 0x53434d31;
+        uint32_t magic = 0x53434d32;
         int32_t rank = 1, world_size = 2;
         char token[32] = "not the token";
       } hello;
@@ -404,9 +484,9 @@ void strangers() {
       refused += recv(fd.get(), &answer, 1, 0) <= 0;  // the other end was closed
     }
   });
-  std::thread first([&] { Rank rank(meeting, 0, 2, std::chrono::seconds(30)); });
+  std::thread first([&] { Rank rank(notes, 0, 2, std::chrono::seconds(30)); });
   std::this_thread::sleep_for(std::chrono::milliseconds(300));
-  std::thread second([&] { Rank rank(meeting, 1, 2, std::chrono::seconds(30)); });
+  std::thread second([&] { Rank rank(notes, 1, 2, std::chrono::seconds(30)); });
   first.join();
   second.join();
   over = true;
@@ -417,7 +497,8 @@ void strangers() {
 void faults() {
   const std::chrono::seconds long_time(30);
   for (int world_size = 2; world_size <= 4; ++world_size) {
-    on_all_ranks(world_size, long_time, give_up);
+    on_all_ranks(world_size, long_time, refuse);
+    on_all_ranks(world_size, long_time, disagree);
     on_all_ranks(world_size, long_time, close_in_flight);
     on_all_ranks(world_size, long_time, no_memory);
     on_all_ranks(world_size, std::chrono::milliseconds(120), time_is_over);
@@ -475,6 +556,31 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
     if (one.mapping->sequence() == sequence) return one.mapping;
   return nullptr;
 }
+
+std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group) {
+  const auto peers = party_of(group).peers;
+  return peers == nullptr ? nullptr : find_mapping(address, *peers);
+}
+
+std::shared_ptr<Peers> peers_of(const std::string& group, const Meeting& meeting) {
+  Party& party = party_of(group);
+  std::lock_guard<std::mutex> lock(party.mutex);
+  if (party.peers == nullptr)
+    party.peers = std::make_shared<Peers>(*party.notes, group, party.rank, party.world_size,
+                                          std::chrono::seconds(30), meeting);
+  return party.peers;
+}
+
+void refuse_peers(const std::string& group, const std::string& key, const std::string& reason) {
+  Party& party = party_of(group);
+  Peers::refuse_before(*party.notes, party.rank, key, reason);
+}
+
+void check_refused_peers(const std::string& group, const Meeting& meeting, int peer) {
+  Peers::check_refusal(*party_of(group).notes, meeting, peer);
+}
+
+std::chrono::milliseconds timeout_of(const std::string&) { return std::chrono::seconds(30); }
 
 }  // namespace symm_cp
 

@@ -29,7 +29,7 @@ from torch.fx import Graph, GraphModule
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops.attention_tiles import wide
-from symm_cp.ops.common import group_of, lib
+from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.flex_attention import FlexCall, backward, check_flex, forward
 from symm_cp.ops.flex_mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -243,6 +243,7 @@ def _transforms() -> torch._C._ForceDispatchKeyGuard:
 def _kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    attention_runs.count += 1  # also when it is refused
     with _transforms():
         call = _Inputs(*rest).call(query, key, value, None)
         out, lse = forward(call, query, key, value)

@@ -377,7 +377,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         problem.check(fn(*problem.arguments()))
     style = symm_cp.ContextParallel(2, symm_cp.ContextParallel.AttentionType.SDPA)
     attention = parallelize_module(Attention(problem.mask), mesh_of(group), style)
-    with problem.region(), pytest.raises(RuntimeError, match="the module called flex_attention"):
+    with pytest.raises(RuntimeError, match="the module called flex_attention"), problem.region():
         torch.compile(attention, backend="aot_eager")(q, k, v)
 
 

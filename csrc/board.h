@@ -22,6 +22,7 @@ struct CallSite {
   int channel;
   int64_t number;  // 1, 2, ... in each channel, identically on all ranks
   std::string what;
+  int64_t ordinal = 0;  // of the calls of all channels
 };
 
 class Board {
@@ -43,7 +44,7 @@ class Board {
   // The call in which the only thread is blocked, if it is.
   std::optional<CallSite> blocked() const {
     const uint32_t before = version_.load();
-    CallSite site{blocked_channel_.load(), blocked_number_.load(), {}};
+    CallSite site{blocked_channel_.load(), blocked_number_.load(), {}, blocked_ordinal_.load()};
     char text[sizeof(what_) + 1] = {};
     for (size_t i = 0; i < what_.size(); ++i) {
       const uint64_t word = what_[i].load();
@@ -53,10 +54,11 @@ class Board {
     site.what = text;
     return site;
   }
-  void set_blocked(int channel, int64_t number, const char* what) {
+  void set_blocked(int channel, int64_t number, int64_t ordinal, const char* what) {
     ++version_;
     blocked_channel_.store(channel);
     blocked_number_.store(number);
+    blocked_ordinal_.store(ordinal);
     char text[sizeof(what_)] = {};
     std::strncpy(text, what, sizeof(text) - 1);
     for (size_t i = 0; i < what_.size(); ++i) {
@@ -66,7 +68,7 @@ class Board {
     }
     ++version_;
   }
-  void clear_blocked() { set_blocked(0, 0, ""); }
+  void clear_blocked() { set_blocked(0, 0, 0, ""); }
 
  private:
   std::atomic<int64_t> made_[kChannels];
@@ -76,6 +78,7 @@ class Board {
   std::atomic<uint32_t> version_;  // odd while the rest is being written
   std::atomic<int32_t> blocked_channel_;
   std::atomic<int64_t> blocked_number_;
+  std::atomic<int64_t> blocked_ordinal_;
   std::array<std::atomic<uint64_t>, 13> what_;
 };
 static_assert(sizeof(Board) <= 4096 && std::atomic<int64_t>::is_always_lock_free);

@@ -45,8 +45,9 @@ class SystemError : public ResourceError {
 // What other ranks are told of a failure on a rank.
 inline std::string cause_of(const std::exception& error, int rank) {
   const auto* known = dynamic_cast<const PeerError*>(&error);
-  return known != nullptr ? known->cause()
-                          : std::string(error.what()) + " (on rank " + std::to_string(rank) + ")";
+  if (known != nullptr && dynamic_cast<const Interrupted*>(&error) == nullptr)
+    return known->cause();
+  return std::string(error.what()) + " (on rank " + std::to_string(rank) + ")";
 }
 
 }  // namespace symm_cp

@@ -153,6 +153,7 @@ int64_t Group::next(int index, bool by_user) {
     board().set_threads(several_ ? 2 : 1);
   }
   const int64_t number = board().made(index) + 1;
+  ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
   board().set_made(index, number);
   return number;
 }
@@ -194,7 +195,7 @@ void Group::failed(int index, int64_t number, const std::exception& error) {
   const std::string cause = cause_of(error, rank_);
   const CallSite* other = other_of(error);
   if (other != nullptr && other->channel != index) {
-    const CallSite own{index, board().made(index), {}};
+    const CallSite own{index, number, {}};
     give_up_at(other->channel, other->number, cause, &own);
   }
   workspaces_[index].fail(number, cause, other);
@@ -229,10 +230,30 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   if (!mine.single_threaded() || !theirs.single_threaded()) return;
   if (theirs.made(call.channel) >= call.number) return;  // it is on its way
   if (mine.made(blocked->channel) >= blocked->number) return;
-  CallSite all = *blocked;
-  all.number = theirs.made(all.channel);
-  const std::string what = "ranks disagree: rank " + text(rank_) + " calls " + call.what + ", " +
-                           who + " calls " + blocked->what;
+  compare(call, peer, *blocked);
+}
+
+// Two ranks are blocked in different calls, and neither has made the other's. The one whose call
+// comes first by the number of all its calls fails: the other rank has refused or failed its own
+// call of that number, and gone on. Both pass over what the other one has made.
+void Group::compare(const CallSite& call, int peer, const CallSite& theirs) {
+  const int64_t mine = ordinal_of(call.channel, call.number);
+  const std::string me = "rank " + text(rank_), who = "rank " + text(peer);
+  if (mine > theirs.ordinal) {
+    const CallSite before{call.channel, call.number - 1, {}};
+    const std::string cause = "ranks disagree: " + who + " calls " + theirs.what + ", " + me +
+                              " has gone on to " + call.what;
+    give_up_at(theirs.channel, theirs.number, cause, &before);
+    return;
+  }
+  CallSite all{theirs.channel, theirs.number - 1, {}};
+  std::string what = "ranks disagree: " + me + " calls " + call.what + ", " + who;
+  if (mine == theirs.ordinal) {
+    all.number = known_peers()->board(peer).made(theirs.channel);
+    what += " calls " + theirs.what;
+  } else {
+    what += " has gone on to " + theirs.what;
+  }
   throw GaveUp(what, what, all);
 }
 
@@ -255,7 +276,8 @@ void Group::check_generation(const CallSite& call, int peer) {
 void Group::block(const CallSite& call) {
   const auto known = board().blocked();
   if (known && known->channel == call.channel && known->number == call.number) return;
-  board().set_blocked(call.channel, call.number, call.what.c_str());
+  board().set_blocked(call.channel, call.number, ordinal_of(call.channel, call.number),
+                      call.what.c_str());
 }
 
 void Group::unblock() {

@@ -130,6 +130,10 @@ class Group {
 
  private:
   Board& board() const { return *board_.load(); }
+  std::atomic<int64_t>& ordinal_of(int index, int64_t number) {
+    return ordinals_[index][static_cast<size_t>(number) % kOrdinals];
+  }
+  void compare(const CallSite& call, int peer, const CallSite& theirs);
   void end(int index, int64_t number, const std::string& cause, const CallSite* other);
   void check_generation(const CallSite& call, int peer);
 
@@ -146,6 +150,8 @@ class Group {
   std::atomic<Board*> board_{&own_board_};
   std::shared_ptr<Peers> peers_;
   Workspace workspaces_[kChannels];
+  static constexpr size_t kOrdinals = 1024;
+  std::atomic<int64_t> ordinals_[kChannels][kOrdinals]{};  // of the last calls
   std::optional<Call> current_;
   Clock::time_point apart_since_[kChannels]{};  // since when a peer seems to use other memory
   std::atomic<bool> closing_{false};

@@ -347,9 +347,13 @@ void Peers::check_missing(const std::string& key, const std::string& what,
     }
     if (dead(peer)) throw_missing(peer, what, "died");
     if (closed) throw_missing(peer, what, "has left the group");
-    if (expired)
-      throw_missing(peer, what, "did not come within " + text(budget.limit.count()) + " ms");
   }
+  if (!expired) return;
+  std::string late;
+  for (int peer = 0; peer < world_size_; ++peer)
+    if (!have[peer]) late += (late.empty() ? "rank " : ", rank ") + text(peer);
+  throw PeerError(what + ": " + late + " did not come within " + text(budget.limit.count()) +
+                  " ms");
 }
 
 std::vector<Received> Peers::exchange(const Meeting& meeting, int round, const Parcel& parcel,

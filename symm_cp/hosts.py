@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import env
-from symm_cp.memory import Group, resolve, timeout_of
+from symm_cp.memory import Group, on_first_use, resolve, timeout_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -115,7 +115,7 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
     return found
 
 
-def publish(group: Group) -> None:
+def _publish(group: Group) -> None:
     """Says where this rank is, for ranks that ask for CPU tensors. Not collective.
 
     Once for the process, under its number in the world: ranks that meet in one group must not wait
@@ -137,6 +137,7 @@ def publish(group: Group) -> None:
 
 
 _published: set[str] = set()
+on_first_use.append(_publish)
 
 
 def _key(world_rank: int) -> str:
@@ -165,7 +166,6 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     kind = device.type
     store, keys = _keys_of_world(group) if kind == "cpu" else (None, [])
     if store is not None:
-        publish(group)
         about = group.read(store, keys)
     else:
         about = group.share(f"host/{kind}", _text(device))

@@ -373,7 +373,6 @@ class Group:
 
     def close(self) -> None:
         """Lets go of everything; runs when the process group is gone."""
-        self._workspaces.clear()
         self.device_workspaces.clear()
         self.retained.clear()
         self.hosts.clear()
@@ -394,6 +393,10 @@ def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
             return options._timeout
     return dist.default_pg_timeout
 
+
+#: What is done when a group is first used; not collective. What peers may ask of this rank is said
+#: then, whichever op comes first.
+on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
 
@@ -426,6 +429,8 @@ def resolve(group: GroupLike) -> Group:
         return known[1]
     native.load()
     made = Group(process_group)
+    for act in on_first_use:
+        act(made)
     _groups[name] = (weakref.ref(process_group), made)
     weakref.finalize(process_group, _forget, name, made).atexit = False
     return made

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import json
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import env, trusted
-from symm_cp.memory import Group
+from symm_cp.memory import Group, on_first_use
 from symm_cp.schedule import builders, staged
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
 from symm_cp.schedule.steps import Schedule
@@ -197,25 +198,31 @@ def _facts(group: Group) -> _Facts:
     if isinstance(known, _Facts):
         return known
     reading = known or 0
-    reasons = publish(group)
     texts = json.loads(group.read(group.store(), [_key(reading)])[0])
     facts = group.tuning = _Facts(reading, *texts)
-    for reason in reasons:
+    for reason in _left_out.pop(group, []):
         warnings.warn(reason, stacklevel=2)  # last: it may be an error, on this rank alone
     return facts
+
+
+# Why rank 0 left files out, until it has said so.
+_left_out: weakref.WeakKeyDictionary[Group, list[str]] = weakref.WeakKeyDictionary()
 
 
 def _key(reading: int) -> str:
     return f"symm_cp/tuning/{reading}"
 
 
-def publish(group: Group) -> list[str]:
-    """Rank 0 says what the ranks choose by; returns why it left files out. Not collective."""
-    if group.rank != 0 or isinstance(group.tuning, _Facts):
-        return []
+def _publish(group: Group) -> None:
+    """Rank 0 says what the ranks choose by. Not collective."""
+    if group.rank != 0 or group.world_size == 1:
+        return
     found = [_read(path, group.world_size) for path in (machine_path, tuned_path)]
     group.store().set(_key(group.tuning or 0), json.dumps([text for text, _ in found]))
-    return [reason for _, reason in found if reason]
+    _left_out[group] = [reason for _, reason in found if reason]
+
+
+on_first_use.append(_publish)
 
 
 def _of_device(device: torch.device, measured: Machine) -> Machine:
@@ -306,3 +313,4 @@ def relearn(group: Group) -> None:
     """Lets the group read the files again at its next op. Call it on all ranks alike."""
     if isinstance(group.tuning, _Facts):
         group.tuning = group.tuning.reading + 1
+    _publish(group)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import hosts, native, tuning
+from symm_cp import native
 from symm_cp.memory import Group, GroupLike, PeerLostError, reported, resolve, unknown_group
 from symm_cp.runtime.cpu import REDUCIBLE
 
@@ -72,9 +72,6 @@ def refuse(group: GroupLike, channel: str, error: Exception) -> None:
     state = resolve(group)
     if state.world_size == 1 or getattr(error, "_symm_cp_reported", False):
         return
-    # What peers may want to know of this rank before they come to the call.
-    hosts.publish(state)
-    tuning.publish(state)
     spread = state.hosts.get("cpu")
     (state if spread is None else spread.local).refuse(channel, error)
     reported(error)

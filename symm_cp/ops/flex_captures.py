@@ -61,7 +61,7 @@ class Captures:
             score = torch.zeros(1, 1, 1, 1, device="cpu", requires_grad=True)
             modified = over_indices(self._score_mod, score=True)(score, zero, zero, zero, zero)
         known = {_node(tensor) for tensor in (score, *self.tensors)}
-        todo = [modified.grad_fn] if modified.requires_grad else []
+        todo = [_node(modified)] if modified.requires_grad else []
         visited = set(todo)
         while todo:
             node = todo.pop()

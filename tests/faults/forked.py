@@ -222,12 +222,17 @@ CASES: dict[str, Callable[[int, str], Any]] = {
 }
 
 
-def main() -> None:
-    """Runs the cases that were named."""
+def prepare() -> None:
+    """Does what ranks would otherwise each do for themselves."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     native.load()
     importlib.import_module("torch.distributed.tensor")  # with what gradients import at first use
+
+
+def main() -> None:
+    """Runs the cases that were named."""
+    prepare()
     found = {}
     for case in sys.argv[1:]:
         what, world_size, op = case.split(":")

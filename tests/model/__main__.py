@@ -34,6 +34,11 @@ CASES = [
     Case("protocol", "-DRANKS=2 -DCALLS=20 -DWRAP -DDENSE"),
     Case("protocol", "-DRANKS=2 -DHASTY", right=False),
     Case("protocol", "-DRANKS=2 -DSINGLE", right=False),
+    Case("failures", "-DRANKS=2 -DCALLS=4 -DQUITS=2"),
+    Case("failures", "-DRANKS=3 -DCALLS=2"),
+    Case("failures", "-DRANKS=2 -DNO_MARK", right=False),
+    Case("failures", "-DRANKS=2 -DNO_DEBT", right=False),
+    Case("failures", "-DRANKS=2 -DNO_VERIFY", right=False),
     Case("sleep", "-DRANKS=3"),
     Case("sleep", "-DEARLY", right=False),
     Case("sleep", "-DLATE", right=False),
@@ -43,6 +48,8 @@ MORE = [
     Case("protocol", "-DRANKS=2 -DCALLS=7 -DDEATHS"),
     Case("protocol", "-DRANKS=3 -DCALLS=6"),
     Case("protocol", "-DRANKS=3 -DCALLS=3 -DDEATHS"),
+    Case("failures", "-DRANKS=2 -DCALLS=6 -DQUITS=3"),
+    Case("failures", "-DRANKS=3 -DCALLS=3"),
 ]
 
 

@@ -83,7 +83,8 @@ void Channel::begin(Call& call) {
         flag_word(mapping_->rank(), peer, 0), peer, call,
         [&](uint32_t) { return entered(peer, debt_); },
         "rank " + std::to_string(peer) + " to come to call " +
-            std::to_string(call.number - (call.epoch - debt_)) + ", which this rank failed");
+            std::to_string(call.number - (call.epoch - debt_)) + ", which failed here (" +
+            failure(mapping_->rank(), debt_).cause + ")");
   }
   debt_ = 0;
 }

@@ -23,6 +23,7 @@ using std::chrono::milliseconds;
 constexpr size_t kMaxWords = 8;
 constexpr size_t kMaxDescriptors = 2;
 constexpr size_t kMaxEnded = 1024;
+const char* const kBoards = "boards";   // the key under which boards are exchanged
 constexpr int kRefusal = -1;            // the round of a refusal
 constexpr milliseconds kPatience{500};  // between the end of a socket and that of its process
 constexpr milliseconds kPoll{10};
@@ -91,6 +92,7 @@ Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
     exchange_boards(meeting);
   } catch (const std::exception& error) {
     refuse_before(bootstrap, rank_, meeting.key, cause_of(error, rank_));
+    refuse(kBoards, cause_of(error, rank_));  // to those that have come that far
     throw;
   }
 }
@@ -186,7 +188,7 @@ void Peers::adopt(int peer, Descriptor socket) {
 // Not under the key of a call: ranks may come here for different calls first.
 void Peers::exchange_boards(const Meeting& meeting) {
   const Parcel own{{}, {boards_[rank_].fd()}};
-  auto received = exchange({"board", meeting.what, meeting.budget, meeting.on_slice}, 0, own, true);
+  auto received = exchange({kBoards, meeting.what, meeting.budget, meeting.on_slice}, 0, own, true);
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_)
       boards_[peer] = Segment::map(std::move(received[peer].fds.at(0)), boards_[rank_].size());

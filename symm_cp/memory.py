@@ -429,8 +429,9 @@ def resolve(group: GroupLike) -> Group:
         return known[1]
     native.load()
     made = Group(process_group)
-    for act in on_first_use:
-        act(made)
+    if process_group in dist.distributed_c10d._world.pg_map:  # not a part of one, of hosts.py
+        for act in on_first_use:
+            act(made)
     _groups[name] = (weakref.ref(process_group), made)
     weakref.finalize(process_group, _forget, name, made).atexit = False
     return made

@@ -228,11 +228,17 @@ def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bo
 # --- hooks -------------------------------------------------------------------------------------
 
 
+def _constant_when_traced(function: Any) -> Any:
+    """`torch.compiler.assume_constant_result`, which would import the compiler: a second."""
+    function._dynamo_marked_constant = True
+    return function
+
+
 # torch.compile calls these two while it traces, and takes the results for constants. They return
 # what is wrong, because an exception raised by traced code stays the exception that it is.
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_traced
 def _complaint_before(module: nn.Module) -> str | None:
     watch = current()
     if watch is None:
@@ -245,7 +251,7 @@ def _complaint_before(module: nn.Module) -> str | None:
     return None
 
 
-@torch.compiler.assume_constant_result
+@_constant_when_traced
 def _complaint_after(module: nn.Module, has_positions: bool) -> str | None:
     watch = current()
     try:

@@ -64,6 +64,10 @@ def moment(random_: random.Random) -> dict[str, Any]:
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
 
     def work(group: dist.ProcessGroup) -> dict[str, Any]:
+        store = dist.distributed_c10d._get_default_store()
+        store.add("made", 1)
+        while store.add("made", 0) < world_size:  # the groups of all ranks
+            time.sleep(0.001)
         begin = time.monotonic()
         if group.rank() == victim:
             strike(event, delay)

@@ -12,7 +12,9 @@ from typing import Any
 
 SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
 ROOT = Path(__file__).resolve().parents[2]
-OPS = re.compile(r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out")
+OPS = re.compile(
+    r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous"
+)
 #: Seconds until each rank has heard of it.
 LIMIT = 2.0
 

@@ -119,7 +119,8 @@ def refuses(group: dist.ProcessGroup) -> None:
     with spread_out(group, 2) as wide:
         tensor = torch.randn(2, 2)
         with pytest.raises(
-            NotImplementedError, match=r"\[\[0, 1\], \[2\]\]: needs as many on each"
+            NotImplementedError,
+            match=r"\[\[0, 1\], \[2\]\]: every host must hold the same number of ranks",
         ):
             symm_cp.all_gather_matmul(tensor, tensor, group=wide)
     # The group that they came from is as good as before.

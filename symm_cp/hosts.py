@@ -166,6 +166,7 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     kind = device.type
     store, keys = _keys_of_world(group) if kind == "cpu" else (None, [])
     if store is not None:
+        _publish(group)
         about = group.read(store, keys)
     else:
         about = group.share(f"host/{kind}", _text(device))

@@ -38,6 +38,8 @@ def _forget(group: dist.ProcessGroup) -> None:
     dist.barrier(group)
     store = dist.distributed_c10d._get_process_group_store(group)
     store.delete_key(f"symm_cp/host/cpu/{group.rank()}")
+    dist.distributed_c10d._get_default_store().delete_key(f"symm_cp/host/{dist.get_rank()}")
+    hosts._published.discard(str(group.group_name))
     dist.barrier(group)
 
 
@@ -120,7 +122,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         tensor = torch.randn(2, 2)
         with pytest.raises(
             NotImplementedError,
-            match=r"\[\[0, 1\], \[2\]\]: every host must hold the same number of ranks",
+            match=r"\[\[0, 1\], \[2\]\]; every host must hold the same",
         ):
             symm_cp.all_gather_matmul(tensor, tensor, group=wide)
     # The group that they came from is as good as before.

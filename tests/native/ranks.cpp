@@ -325,8 +325,7 @@ void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
     if (publish) {
       program.begun = background.begin(running.ticket, kSlotBytes, call.name);
       background.channel()->run(plan->publish.data(), static_cast<int>(plan->publish.size()),
-                                plan->references.data(), running.addresses.data(),
-                                *program.begun);
+                                plan->references.data(), running.addresses.data(), *program.begun);
     }
     lane.submit(std::move(program), !publish || in_place || random() % 2 == 0);
     in_flight.emplace_back(&call, std::move(running));

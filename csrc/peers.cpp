@@ -93,6 +93,9 @@ Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
   } catch (const std::exception& error) {
     refuse_before(bootstrap, rank_, meeting.key, cause_of(error, rank_));
     refuse(kBoards, cause_of(error, rank_));  // to those that have come that far
+    // What a peer said before it left says more than that it has.
+    for (int peer = 0; peer < world_size_; ++peer)
+      if (peer != rank_) check_refusal(bootstrap, meeting, peer);
     throw;
   }
 }

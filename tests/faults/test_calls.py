@@ -1,0 +1,164 @@
+"""Calls that fail on a rank, and the calls after them."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import wait_tensor
+
+import symm_cp
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+SIZES = pytest.mark.parametrize("world_size", [2, 3, 4])
+
+
+def fresh(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    return dist.new_group(list(range(group.size())))
+
+
+def works(group: dist.ProcessGroup) -> None:
+    x = torch.full((50,), group.rank() + 1.0)
+    total = OPS.one_shot_all_reduce(x, "sum", group.group_name)
+    assert torch.equal(total, torch.full((50,), sum(range(1, group.size() + 1)) * 1.0))
+
+
+def refused_by_one(group: dist.ProcessGroup) -> None:
+    """The others hear at once, at the first call and later, and nobody is out of step."""
+    own, x = fresh(group), torch.ones(4, 6)
+    for _ in range(3):
+        begin, bad = time.monotonic(), own.rank() == 0
+        error = ValueError if bad else RuntimeError
+        with pytest.raises(error, match=r"B\[0\] of shape \[5, 4\] needs 6 rows") as caught:
+            symm_cp.all_gather_matmul(x, torch.ones(5 if bad else 6, 4), group=own)
+        assert bad or "ValueError on rank 0" in str(caught.value)
+        assert time.monotonic() - begin < 2
+        works(own)
+
+
+@SIZES
+def test_arguments_that_one_rank_refuses(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, refused_by_one)
+
+
+def missed(group: dist.ProcessGroup) -> None:
+    """Rank 1 makes a call that rank 0 does not make, gives it up, and both go on."""
+    own = fresh(group)
+    os.environ["SYMM_CP_TIMEOUT_MS"] = "300"  # of the groups that are used first from now on
+    try:
+        works(own)
+    finally:
+        del os.environ["SYMM_CP_TIMEOUT_MS"]
+    dist.barrier(group)
+    x = torch.ones(50)
+    if own.rank() == 1:
+        with pytest.raises(RuntimeError, match="timed out after 300 ms"):
+            OPS.one_shot_all_reduce(100 * x, "sum", own.group_name)
+    dist.barrier(group)
+    if own.rank() == 0:  # not the data of the call that was given up
+        with pytest.raises(RuntimeError, match=r"rank 1 failed: .*timed out"):
+            OPS.one_shot_all_reduce(x, "sum", own.group_name)
+    works(own)
+
+
+def test_a_call_that_only_one_rank_made(ranks: Ranks) -> None:
+    ranks.run(2, missed)
+
+
+def interrupted(group: dist.ProcessGroup) -> None:
+    """Ctrl-C ends a wait, of the first call and of a later one."""
+    own = fresh(group)
+    for _ in range(2):
+        if own.rank() == 0:
+            before = signal.signal(signal.SIGINT, signal.default_int_handler)
+            sent: list[float] = []
+
+            def send(sent: list[float] = sent) -> None:
+                sent.append(time.monotonic())
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Timer(0.3, send).start()
+            with pytest.raises(KeyboardInterrupt):
+                symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=own)
+            assert time.monotonic() - sent[0] < 0.2
+            signal.signal(signal.SIGINT, before)
+            dist.barrier(group)
+        else:
+            dist.barrier(group)
+            with pytest.raises(RuntimeError, match=r"rank 0 failed: .*(interrupted|Keyboard)"):
+                symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=own)
+        works(own)
+
+
+def test_ctrl_c(ranks: Ranks) -> None:
+    ranks.run(2, interrupted)
+
+
+def opposite_order(group: dist.ProcessGroup) -> None:
+    """Asynchronous ops of two groups, whose first use is in another order on each rank."""
+    for elements in (1 << 10, 1 << 18, 1 << 19):  # small ones, large ones, and growth
+        groups = [fresh(group), fresh(group)]
+        x = torch.full((elements,), float(group.rank()))
+        order = groups if group.rank() == 0 else groups[::-1]
+        pending = [OPS._low_contention_all_gather(x, own.group_name) for own in order]
+        for gathered in map(wait_tensor, pending):
+            parts = gathered.view(group.size(), elements)
+            assert parts[:, 0].tolist() == list(range(group.size()))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_first_uses_in_any_order(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, opposite_order)
+
+
+def forked(group: dist.ProcessGroup) -> None:
+    own = fresh(group)
+    works(own)
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            OPS.one_shot_all_reduce(torch.ones(50), "sum", own.group_name)
+            said = "no error"
+        except BaseException as error:
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    message = os.read(read, 4096).decode()
+    assert f"RuntimeError: symm_cp: this process was forked from rank {own.rank()}" in message
+    os.close(read)
+    os.close(write)
+    works(own)
+
+
+def test_a_forked_child_is_no_rank(ranks: Ranks) -> None:
+    ranks.run(2, forked)
+
+
+def without_descriptors(group: dist.ProcessGroup) -> None:
+    own = fresh(group)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if own.rank() == 1:
+        highest = max(int(name) for name in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 3, hard))
+    begin = time.monotonic()
+    try:
+        with pytest.raises(RuntimeError, match=r"more file descriptors.*ulimit -n"):
+            OPS.one_shot_all_reduce(torch.ones(50), "sum", own.group_name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert time.monotonic() - begin < 2
+    dist.barrier(group)
+    works(own)
+
+
+def test_too_few_file_descriptors(ranks: Ranks) -> None:
+    ranks.run(2, without_descriptors)

@@ -8,7 +8,7 @@ compare what they call by way of the group's store. That takes a round trip for 
 from __future__ import annotations
 
 from symm_cp import env
-from symm_cp.memory import Group
+from symm_cp.memory import Group, reported
 
 
 def agree(group: Group, what: bytes) -> None:
@@ -29,16 +29,18 @@ def agree(group: Group, what: bytes) -> None:
         try:
             store.wait([_key(number, rank)], limit)
         except RuntimeError as error:
-            raise RuntimeError(
-                f"symm_cp: {what.decode()}: rank {rank} has not made its call number {number} of "
-                f"group {group.name!r} within {limit.total_seconds():g} s"
+            raise reported(
+                RuntimeError(
+                    f"symm_cp: {what.decode()}: rank {rank} has not made its call number {number} "
+                    f"of group {group.name!r} within {limit.total_seconds():g} s"
+                )
             ) from error
         found.append(store.get(_key(number, rank)))
     # All have come here, so all have read what there was before.
     store.delete_key(_key(number - 1, group.rank))
     if len(set(found)) > 1:
         calls = ", ".join(f"rank {rank} calls {text.decode()}" for rank, text in enumerate(found))
-        raise RuntimeError(f"symm_cp: ranks disagree: {calls}")
+        raise reported(RuntimeError(f"symm_cp: ranks disagree: {calls}"))
 
 
 def _key(number: int, rank: int) -> str:

@@ -269,10 +269,16 @@ def _before(module: nn.Module, args: Any) -> None:
         _local.compiled = "A compiled module"  # whenever the graph runs
         return
     watch = current()
-    if watch is not None:
-        # What torch.compile gave up on runs as usual, but it may compile what is called from there.
-        compiling = torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-        watch.saw(module, compiling=compiling)
+    if watch is None:
+        return
+    # What torch.compile gave up on runs as usual, but it may compile what is called from there: not
+    # this.
+    eval_frame = torch._C._dynamo.eval_frame
+    callback = eval_frame.set_eval_frame(None)
+    try:
+        watch.saw(module, compiling=callback is not None)
+    finally:
+        eval_frame.set_eval_frame(callback)
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
@@ -282,8 +288,13 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             raise NotImplementedError(complaint)
         return
     watch = current()
-    if watch is not None and watch.transformers:
+    if watch is None or not watch.transformers:
+        return
+    callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    try:
         _check_positions(watch, module, args, kwargs)
+    finally:
+        torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
 
 class _Hooks:

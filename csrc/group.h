@@ -29,7 +29,7 @@ class Workspace {
   // Ends a call that failed on this rank or that it refuses to make. `other` is a call of another
   // channel that was given up with it. Never waits.
   void fail(int64_t number, const std::string& cause, const CallSite* other = nullptr);
-  // Makes slots of at least so many bytes at the next call that needs new memory.
+  // Makes slots of at least `slot_bytes` at the next call that needs new memory.
   void reserve(int64_t slot_bytes) { reserved_ = std::max(reserved_, slot_bytes); }
   // Passes over so many calls, as if they had been made. For tests.
   void skip(int64_t calls) { base_ -= calls; }

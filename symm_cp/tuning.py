@@ -32,9 +32,11 @@ import torch
 
 from symm_cp import env, trusted
 from symm_cp.memory import Group, on_first_use
-from symm_cp.schedule import builders, staged
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
-from symm_cp.schedule.steps import Schedule
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_CONSUME,
+    PRODUCE_AND_REDUCE_SCATTER,
+)
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
@@ -84,17 +86,17 @@ class Question:
     def seconds(self, machine: Machine, ranks: int, *, device: str = "cpu") -> dict[str, float]:
         """Returns what each way should take."""
         one, all_at_once = (self._kernels(machine, times) for times in (1, ranks))
-        gather, scatter = _BUILDERS[device]
         if self.partial:
+            produce = PRODUCE_AND_REDUCE_SCATTER
+            scatter = produce.direct() if device == "cpu" else produce.staged()
             copy = machine.copy(self.partial)
             by_shards = Work(self.op, scatter, lambda _: one, partial=self.partial)
             whole = Work(self.op, scatter, lambda _: copy, partial=self.partial)
         else:
-            by_shards = Work(self.op, gather, lambda _: one, shard=self.shard)
-            options = {"gather": True} if device == "cpu" else {"keep": True}
-            whole = Work(
-                self.op, gather, _nothing, self.shard, fresh=ranks * self.shard, options=options
-            )
+            consume = ALL_GATHER_AND_CONSUME
+            gather = consume.direct if device == "cpu" else consume.staged
+            by_shards = Work(self.op, gather(), lambda _: one, shard=self.shard)
+            whole = Work(self.op, gather(keep=True), _nothing, self.shard, fresh=ranks * self.shard)
         return {
             "shards": by_shards.predict(machine, ranks).total,
             "whole": whole.predict(machine, ranks).total + all_at_once,
@@ -114,12 +116,6 @@ class Question:
             total += machine.copy(self.accumulated * (2.5 if item == 2 else 0.5))
             total += machine.fresh(self.accumulated) if item == 2 else 0.0
         return total
-
-
-_BUILDERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
-    "cpu": (builders.all_gather_and_consume, builders.produce_and_reduce_scatter),
-    "cuda": (staged.gather_and_consume, staged.produce_and_scatter),
-}
 
 
 def _nothing(machine: Machine) -> float:

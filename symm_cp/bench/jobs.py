@@ -24,8 +24,15 @@ from symm_cp.demo import options as demo_options
 from symm_cp.demo import variants
 from symm_cp.ops import low_contention, matmul
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
-from symm_cp.schedule import builders, staged
 from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_CONSUME,
+    BACKGROUND_ALL_GATHER,
+    BACKGROUND_REDUCE_SCATTER,
+    PRODUCE_AND_REDUCE_SCATTER,
+    Pattern,
+    Variant,
+)
 from symm_cp.schedule.work import Work
 
 IN_PLACE, TORCH = "fused, in place", "torch"
@@ -126,7 +133,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
     item = x.element_size()
     work = Work(
         "all_gather_matmul",
-        staged.gather_and_consume if setting.cuda else builders.all_gather_and_consume,
+        _variant(setting, ALL_GATHER_AND_CONSUME),
         _matmul(setting, rows, inner, columns),
         shard=rows * inner * item,
         fresh=setting.ranks * rows * columns * item,
@@ -158,7 +165,7 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
     item = x.element_size()
     work = Work(
         "matmul_reduce_scatter",
-        staged.produce_and_scatter if setting.cuda else builders.produce_and_reduce_scatter,
+        _variant(setting, PRODUCE_AND_REDUCE_SCATTER),
         _matmul(setting, rows, inner, columns),
         partial=rows * columns * item,
         fresh=rows * columns * item,
@@ -170,6 +177,10 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
         check=lambda: _close(setting, run(), unfused_reduce_scatter(full, "sum", 0, setting.name)),
     )
     return Job(case, work, lambda: torch.mm(x[:rows], weight, out=out))
+
+
+def _variant(setting: Setting, pattern: Pattern) -> Variant:
+    return pattern.staged() if setting.cuda else pattern.direct()
 
 
 def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
@@ -197,7 +208,7 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
     dtype = str(setting.dtype)[6:]
     work = Work(
         "all_gather_attention",
-        staged.gather_and_consume if setting.cuda else builders.all_gather_and_consume,
+        _variant(setting, ALL_GATHER_AND_CONSUME),
         lambda machine: machine.attention(4.0 * heads * tokens * tokens * head_dim, dtype),
         shard=2 * kv_heads * tokens * head_dim * item,
         fresh=2 * heads * tokens * head_dim * item,
@@ -275,7 +286,8 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
             if not torch.equal(run(shard), full):
                 raise AssertionError("the gathered tensor is not that of the shards")
 
-    work = Work("all_gather", builders.all_gather, _nothing, nbytes, fresh=setting.ranks * nbytes)
+    variant = BACKGROUND_ALL_GATHER.direct()
+    work = Work("all_gather", variant, _nothing, nbytes, fresh=setting.ranks * nbytes)
     case = setting.case(
         f"all-gather, {size(nbytes)} a rank",
         {
@@ -305,9 +317,8 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
         for full in (x, shared):
             _close(setting, run(full), want)
 
-    work = Work(
-        "reduce_scatter", builders.reduce_scatter, _nothing, setting.ranks * nbytes, nbytes, nbytes
-    )
+    variant = BACKGROUND_REDUCE_SCATTER.direct()
+    work = Work("reduce_scatter", variant, _nothing, setting.ranks * nbytes, nbytes, nbytes)
     case = setting.case(
         f"reduce-scatter, {size(nbytes)} a rank",
         {

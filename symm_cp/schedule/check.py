@@ -25,11 +25,10 @@ Three calls on 16 ranks take 5 to 20 ms, according to the pattern, on one core.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from symm_cp.schedule.builders import all_ranks
 from symm_cp.schedule.steps import (
     GIVEN_BUFFERS,
     SHARED_BUFFERS,
@@ -161,13 +160,6 @@ def check(calls: Sequence[Sequence[Schedule]]) -> Report:
     """
     world_size, slots = _common_sizes(calls)
     return _Run(calls, world_size, slots).report()
-
-
-def check_builder(
-    builder: Callable[..., Schedule], world_size: int, calls: int = 3, **options: bool | int
-) -> Report:
-    """``check`` for ``calls`` calls in a row of one builder."""
-    return check([all_ranks(builder, world_size, **options)] * calls)
 
 
 def _common_sizes(calls: Sequence[Sequence[Schedule]]) -> tuple[int, int]:
@@ -377,12 +369,12 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
 
 def _events(call: int, steps: tuple[Step, ...], rank: int) -> Iterator[_Event]:
     for index, step in enumerate(steps):
-        for part in _parts(step, rank):
+        for part in parts(step, rank):
             yield _Event(call, index, part)
 
 
-def _parts(step: Step, rank: int) -> Iterator[Step]:
-    """A kernel that polls does so between its reads, and writes until its end."""
+def parts(step: Step, rank: int) -> Iterator[Step]:
+    """A step as the proofs see it: a kernel that polls flags waits for each before it reads on."""
     if not isinstance(step, Compute) or not step.awaits:
         yield step
         return

@@ -127,15 +127,14 @@ class _Run:
         while lane.position < len(lane.steps):
             call, step = lane.steps[lane.position]
             start = lane.time
-            if isinstance(step, Wait):
-                came = self._came(lane, call, step)
-                if came is None:
-                    key = (step.flag, step.source, lane.rank)
-                    self.waiting.setdefault(key, []).append(lane)
-                    return
-                lane.time = max(start, came)
-            else:
-                lane.time = start + self.cost(lane.rank, step)
+            waits = _waits(step, lane.rank)
+            came = [self._came(lane, call, wait) for wait in waits]
+            if None in came:
+                missing = waits[came.index(None)]
+                key = (missing.flag, missing.source, lane.rank)
+                self.waiting.setdefault(key, []).append(lane)
+                return
+            lane.time = self._end(lane, step, [time for time in came if time is not None])
             lane.position += 1
             self.events.append(Event(lane.rank, lane.name, call, step, start, lane.time))
             if isinstance(step, Signal):
@@ -145,12 +144,29 @@ class _Run:
                 self.flags.setdefault(key, []).append((call + 1, lane.time + delay))
                 ready.extend(self.waiting.pop(key, ()))
 
+    def _end(self, lane: _Lane, step: Step, came: Sequence[float]) -> float:
+        """When a step ends whose flags came at these times."""
+        if isinstance(step, Wait):
+            return max(lane.time, *came)
+        # A kernel that polls spends equal shares on what it reads at once and behind each flag.
+        share = self.cost(lane.rank, step) / (1 + len(came))
+        time = lane.time + share
+        for flag in came:
+            time = max(time, flag) + share
+        return time
+
     def _came(self, lane: _Lane, call: int, step: Wait) -> float | None:
         needed = call + 1 - step.lag
         if needed <= 0:
             return 0.0
         raised = self.flags.get((step.flag, step.source, lane.rank), ())
         return next((time for epoch, time in raised if epoch >= needed), None)
+
+
+def _waits(step: Step, rank: int) -> list[Wait]:
+    if isinstance(step, Compute):
+        return [Wait(rank, flag) for flag, _ in step.awaits]
+    return [step] if isinstance(step, Wait) else []
 
 
 def simulate(calls: Sequence[Sequence[Schedule]], cost: Cost, *, signal: float = 0.0) -> Timeline:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from symm_cp.schedule.builders import all_ranks
 from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.simulate import Cost, Timeline, simulate
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
 
@@ -21,16 +21,15 @@ class Work:
     """
 
     op: str
-    builder: Callable[..., Schedule]
+    variant: Variant
     kernel: Callable[[Machine], float]
     shard: float = 0.0
     partial: float = 0.0
     fresh: float = 0.0
-    options: Mapping[str, bool | int] = field(default_factory=dict)
 
     def schedules(self, ranks: int) -> tuple[Schedule, ...]:
         """One of each rank."""
-        return all_ranks(self.builder, ranks, **self.options)
+        return self.variant.schedules(ranks)
 
     def cost(self, machine: Machine, ranks: int) -> Cost:
         """Returns what each step costs."""

@@ -5,6 +5,7 @@
 workspace. Pure Python: no torch here.
 """
 
+from symm_cp.schedule import patterns
 from symm_cp.schedule.builders import (
     all_gather,
     all_gather_and_consume,
@@ -41,6 +42,7 @@ __all__ = [
     "check_builder",
     "consume_and_reduce_scatter",
     "one_shot_all_reduce",
+    "patterns",
     "peers",
     "produce_and_reduce_scatter",
     "reduce_scatter",

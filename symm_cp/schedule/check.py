@@ -33,6 +33,7 @@ from symm_cp.schedule.builders import all_ranks
 from symm_cp.schedule.steps import (
     GIVEN_BUFFERS,
     SHARED_BUFFERS,
+    Compute,
     Region,
     Schedule,
     Signal,
@@ -365,7 +366,7 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
             caller = _caller_lane(schedules[rank])
             events.setdefault((rank, caller), []).append(_Event(call, CALLER, None))
             for name, steps in lanes.items():
-                events.setdefault((rank, name), []).extend(_events(call, steps))
+                events.setdefault((rank, name), []).extend(_events(call, steps, rank))
         # The caller may write once more after the last call has returned.
         events[rank, caller].append(_Event(len(calls), CALLER, None))
     return [
@@ -374,8 +375,21 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
     ]
 
 
-def _events(call: int, steps: tuple[Step, ...]) -> Iterator[_Event]:
-    return (_Event(call, index, step) for index, step in enumerate(steps))
+def _events(call: int, steps: tuple[Step, ...], rank: int) -> Iterator[_Event]:
+    for index, step in enumerate(steps):
+        for part in _parts(step, rank):
+            yield _Event(call, index, part)
+
+
+def _parts(step: Step, rank: int) -> Iterator[Step]:
+    """A kernel that polls does so between its reads, and writes until its end."""
+    if not isinstance(step, Compute) or not step.awaits:
+        yield step
+        return
+    yield Compute(step.kernel, step.index, step.reads, step.writes)
+    for flag, region in step.awaits:
+        yield Wait(rank, flag)
+        yield Compute(step.kernel, step.index, (region,), step.writes)
 
 
 def _caller_lane(schedule: Schedule) -> str:

@@ -99,13 +99,15 @@ class Wait:
 class Compute:
     """Run kernel ``kernel`` for shard or chunk ``index``; it reads and writes just these regions.
 
-    A region in both ``reads`` and ``writes`` is updated in place.
+    A region in both ``reads`` and ``writes`` is updated in place. ``awaits`` pairs flags to oneself
+    with further regions: the running kernel polls the flag, and reads the region only after that.
     """
 
     kernel: str
     index: int
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
+    awaits: tuple[tuple[str, Region], ...] = ()
 
     def __str__(self) -> str:
         return f"Compute({self.kernel!r}, {self.index})"
@@ -189,7 +191,7 @@ def accesses(step: Step) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     if isinstance(step, Copy):
         return (step.src,), (step.dst,)
     if isinstance(step, Compute):
-        return step.reads, step.writes
+        return (*step.reads, *(region for _, region in step.awaits)), step.writes
     return (), ()
 
 

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 import torch
 
+from symm_cp import wire
 from symm_cp.alignment import part_offsets
 from symm_cp.memory import Group, Workspace, is_symmetric, reported
 from symm_cp.runtime.program import Binding, Extent, Kernel, Program, Reduction, lower
@@ -26,15 +27,15 @@ _WAKE_BYTES = 64 * 1024
 
 #: The element types that native reductions take, with torch's numbers for them.
 REDUCIBLE: dict[torch.dtype, int] = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bfloat16: 15,
+    torch.uint8: wire.DType.UINT8,
+    torch.int8: wire.DType.INT8,
+    torch.int16: wire.DType.INT16,
+    torch.int32: wire.DType.INT32,
+    torch.int64: wire.DType.INT64,
+    torch.float16: wire.DType.FLOAT16,
+    torch.float32: wire.DType.FLOAT32,
+    torch.float64: wire.DType.FLOAT64,
+    torch.bfloat16: wire.DType.BFLOAT16,
 }
 
 

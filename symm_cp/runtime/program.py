@@ -10,33 +10,13 @@ import ctypes
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TypeAlias
 
-from symm_cp import native
+from symm_cp import native, wire
 from symm_cp.alignment import part_offsets
-from symm_cp.memory import FLAGS, Workspace
+from symm_cp.memory import Workspace
 from symm_cp.runtime import probe, recorder
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
-
-
-class _Kind(IntEnum):
-    """Mirrors `Kind` of csrc/channel.h."""
-
-    COPY = 0
-    SIGNAL = 1
-    WAIT = 2
-    REDUCE = 3
-    PUBLISH = 4
-    VERIFY = 5
-
-
-class _Space(IntEnum):
-    """Mirrors `Space` of csrc/channel.h."""
-
-    OPERAND = 0
-    SLOT = 1
-    SHARD = 2
 
 
 @dataclass(frozen=True)
@@ -82,7 +62,7 @@ class Reduction:
 
 @dataclass
 class _Batch:
-    commands: list[native.Command] = field(default_factory=list)
+    commands: list[wire.Command] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -155,8 +135,8 @@ class _Lowering:
         self.steps = [step for lane in schedule.lanes.values() for step in lane]
         self.in_place = any("symmetric" in buffers_of(step) for step in self.steps)
         self.items: list[tuple[object, int]] = []
-        self.commands: list[native.Command] = []
-        self.references: list[native.Reference] = []
+        self.commands: list[wire.Command] = []
+        self.references: list[wire.Reference] = []
         self.announced = False
 
     def program(self) -> Program:
@@ -164,15 +144,15 @@ class _Lowering:
             self._lower(step)
         if any(isinstance(step, Wait) for step in self.steps):
             # No step of the schedule: what was read counts unless its owner has left the call.
-            self.commands.append(native.Command(kind=_Kind.VERIFY))
+            self.commands.append(wire.Command(kind=wire.Kind.VERIFY))
         self._flush()
-        references = (native.Reference * max(1, len(self.references)))(*self.references)
+        references = (wire.Reference * max(1, len(self.references)))(*self.references)
         return Program(tuple(self.items), references)
 
     def _flush(self) -> None:
         if self.commands:
             count = len(self.commands)
-            self.items.append(((native.Command * count)(*self.commands), count))
+            self.items.append(((wire.Command * count)(*self.commands), count))
             self.commands = []
 
     def _call(self, kernel: str, index: int) -> None:
@@ -181,14 +161,14 @@ class _Lowering:
 
     def _lower(self, step: Step) -> None:
         if isinstance(step, Wait):
-            flag = FLAGS.index(step.flag)
+            flag = wire.FLAGS.index(step.flag)
             self.commands.append(
-                native.Command(kind=_Kind.WAIT, peer=step.source, flag=flag, lag=step.lag)
+                wire.Command(kind=wire.Kind.WAIT, peer=step.source, flag=flag, lag=step.lag)
             )
         elif isinstance(step, Signal):
             self._announce()
-            flag = FLAGS.index(step.flag)
-            self.commands.append(native.Command(kind=_Kind.SIGNAL, peer=step.to, flag=flag))
+            flag = wire.FLAGS.index(step.flag)
+            self.commands.append(wire.Command(kind=wire.Kind.SIGNAL, peer=step.to, flag=flag))
         elif isinstance(step, Copy):
             if step.src.buffer in self.python_copies:
                 chunk = step.dst.chunk if step.dst.chunk is not None else -1
@@ -205,7 +185,7 @@ class _Lowering:
         if self.announced:
             return
         self.announced = True
-        command = native.Command(kind=_Kind.PUBLISH, mean=int(self.in_place))
+        command = wire.Command(kind=wire.Kind.PUBLISH, mean=int(self.in_place))
         if self.in_place:
             command.source = self._reference(Region(self.rank, "symmetric"), 0)[0]
         self.commands.append(command)
@@ -215,7 +195,7 @@ class _Lowering:
             return self.slots[region.rank]
         return self.binding[region.buffer]
 
-    def _reference(self, region: Region, part: int) -> tuple[native.Reference, int, int, int]:
+    def _reference(self, region: Region, part: int) -> tuple[wire.Reference, int, int, int]:
         """Returns where a region begins, its bytes per row, its rows and their pitch."""
         extent = self._parts(region)[part]
         if region.chunk is None:
@@ -229,11 +209,11 @@ class _Lowering:
         if region.rank != self.rank:
             # In an op on symmetric tensors a peer's slot is no shard: nothing was announced there.
             by_slot = self.in_place and region.buffer == "slot"
-            space = _Space.SLOT if by_slot else _Space.SHARD
-            return native.Reference(space, region.rank, offset), nbytes, rows, pitch
+            space = wire.Space.SLOT if by_slot else wire.Space.SHARD
+            return wire.Reference(space, region.rank, offset), nbytes, rows, pitch
         if extent.operand is None:
-            return native.Reference(_Space.SLOT, self.rank, offset), nbytes, rows, pitch
-        return native.Reference(_Space.OPERAND, extent.operand, offset), nbytes, rows, pitch
+            return wire.Reference(wire.Space.SLOT, self.rank, offset), nbytes, rows, pitch
+        return wire.Reference(wire.Space.OPERAND, extent.operand, offset), nbytes, rows, pitch
 
     def _copy(self, step: Copy) -> None:
         # A target with fewer parts ("gathered") takes the first ones.
@@ -244,8 +224,8 @@ class _Lowering:
             rows = max(source_rows, to_rows)
             nbytes = source_bytes * source_rows // rows
             self.commands.append(
-                native.Command(
-                    kind=_Kind.COPY,
+                wire.Command(
+                    kind=wire.Kind.COPY,
                     to=to,
                     source=source,
                     bytes=nbytes,
@@ -267,8 +247,8 @@ class _Lowering:
                 rows, from_pitch = source_rows, source_pitch
         nbytes = to_bytes * to_rows // rows
         self.commands.append(
-            native.Command(
-                kind=_Kind.REDUCE,
+            wire.Command(
+                kind=wire.Kind.REDUCE,
                 to=to,
                 bytes=nbytes,
                 rows=rows,

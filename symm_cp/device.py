@@ -2,7 +2,7 @@
 
 A workspace here is memory of torch's own symmetric memory for the device, of
 
-    4096 * ceil(6 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+    4096 * ceil(7 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
 
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
@@ -27,22 +27,14 @@ from typing import Any, TypeAlias
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from symm_cp import env, native
+from symm_cp import env, native, wire
 from symm_cp.alignment import debug_offset
 from symm_cp.hosts import hosts_of, watched_processes
-from symm_cp.memory import FLAG_BYTES, Calls, Group, GroupLike, pages, resolve
-from symm_cp.memory import FLAGS as _BETWEEN_RANKS
+from symm_cp.memory import Calls, Group, GroupLike, pages, resolve
 from symm_cp.modes import ordinary_tensors
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
-CHANNELS = ("sync", "async")
-#: The flags between ranks, those of this rank's own pulls, for kernels that poll for them, and last
-#: that a rank has given up (csrc/watch.h).
-FLAGS = (*_BETWEEN_RANKS, "arrived", "gave up")
-
-_SLOTS = 2
-
 
 #: Gives a time in nanoseconds of the monotonic clock, once the device was synchronized.
 Mark: TypeAlias = Callable[[], int]
@@ -166,10 +158,10 @@ class DeviceWorkspace(Calls):
     ) -> None:
         self.device, self.channel = device, channel
         self.rank, self.world_size = group.rank, group.world_size
-        self.slots = 1 if graph else _SLOTS
+        self.slots = 1 if graph else wire.SLOTS
         offset = debug_offset("slots", slot_bytes)
         self.slot_bytes = pages(slot_bytes) + offset
-        self._header = pages(len(FLAGS) * FLAG_BYTES * self.world_size) + offset
+        self._header = pages(wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)) + offset
         self.last_stream: int | None = None
         self.limit_ms = int(group.wait_limit().total_seconds() * 1000)
         self.given_up = False
@@ -188,9 +180,9 @@ class DeviceWorkspace(Calls):
         return memory, addresses_of(self.torch_handle, memory, self.rank)
 
     def _open(self, group: Group, graph: bool, bases: Sequence[int]) -> int:
-        layout = native.Layout(
+        self.layout = wire.WorkspaceLayout(
             flags=0,
-            flag_count=len(FLAGS),
+            flag_count=len(wire.DEVICE_FLAGS),
             records=0,  # of CPU workspaces only
             slots=self._header,
             slot_bytes=self.slot_bytes,
@@ -201,7 +193,7 @@ class DeviceWorkspace(Calls):
             (ctypes.c_void_p * self.world_size)(*bases),
             self.world_size,
             self.rank,
-            ctypes.byref(layout),
+            ctypes.byref(self.layout),
             int(graph),
             events_needed(self.world_size),
             group.name.encode(),
@@ -214,7 +206,7 @@ class DeviceWorkspace(Calls):
 
     def _clear(self, group: Group, graph: bool) -> None:
         self.memory[: self._header].zero_()
-        done = FLAGS.index("done")
+        done = wire.DEVICE_FLAGS.index("done")
         if graph and self.device.signals_by_stream():
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
@@ -228,7 +220,7 @@ class DeviceWorkspace(Calls):
 
     def issue(
         self,
-        commands: ctypes.Array[native.StreamCommand],
+        commands: ctypes.Array[wire.StreamCommand],
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,
@@ -243,11 +235,11 @@ class DeviceWorkspace(Calls):
 
     def signal(self, flag: str, peer: int) -> None:
         """Signals a peer by a kernel of torch's, in the current stream."""
-        self.torch_handle.put_signal(peer, FLAGS.index(flag))
+        self.torch_handle.put_signal(peer, wire.DEVICE_FLAGS.index(flag))
 
     def wait(self, flag: str, peer: int) -> None:
         """Waits for a peer's signal by a kernel of torch's, and takes it back."""
-        self.torch_handle.wait_signal(peer, FLAGS.index(flag), self.limit_ms)
+        self.torch_handle.wait_signal(peer, wire.DEVICE_FLAGS.index(flag), self.limit_ms)
 
     def give_up(self) -> None:
         """After an error in the middle of a call: tells the peers, and serves no other call."""
@@ -262,13 +254,13 @@ class DeviceWorkspace(Calls):
 
     def flags(self, name: str) -> torch.Tensor:
         """Returns a flag of each rank here, as int32."""
-        first, step = FLAGS.index(name) * self.world_size, FLAG_BYTES // 4
-        words = self.memory[: self._header].view(torch.int32)[::step]
-        return words[first : first + self.world_size]
+        flag = wire.DEVICE_FLAGS.index(name)
+        first, end = (wire.flag_offset(f, 0, self.world_size) for f in (flag, flag + 1))
+        return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]
 
     def slot(self, epoch: int, offset: int, nbytes: int) -> torch.Tensor:
         """Returns bytes of this rank's slot in call `epoch`."""
-        begin = self._header + epoch % self.slots * self.slot_bytes + offset
+        begin = self.layout.slot_offset(epoch) + offset
         return self.memory[begin : begin + nbytes]
 
 
@@ -341,7 +333,7 @@ def _workspace(
 def reserve_on(group: Group, device: Device, slot_bytes: int) -> None:
     """Makes room in all workspaces for calls of up to `slot_bytes`. Collective."""
     with group.lock, device.guard():
-        for channel in CHANNELS:
+        for channel in wire.CHANNELS:
             for graph in (False, True) if device.captures else (False,):
                 _workspace(group, device, channel, slot_bytes, graph=graph, capturing=False)
 

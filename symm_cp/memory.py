@@ -6,13 +6,14 @@ in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically 
 a rank refuses to do is a call as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
-    4096 * ceil((4 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
+    4096 * ceil((5 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
 writer), records (what each of the two calls under way is), why the last calls failed that did,
 then the two slots. The slot is as large as the largest call so far; a larger one replaces the
 workspace, which is collective but happens inside an op that is collective anyway, on sizes that
-all ranks know. So does the call after `LAST_EPOCH`. Nothing is collective when memory is returned.
+all ranks know. So does the call after `wire.LAST_EPOCH`. Nothing is collective when memory is
+returned.
 """
 
 from __future__ import annotations
@@ -34,26 +35,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from . import env, native
+from . import env, native, wire
 from .alignment import debug_offset
 from .modes import ordinary_tensors
 
-#: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
-FLAGS = ("ready", "reduced", "taken", "done")
-#: The channels of a group.
-CHANNELS = ("sync", "async")
-
-#: A flag has a cache line of its own.
-FLAG_BYTES = 64
-
-#: The calls of a workspace. A wait compares 32-bit numbers by their difference: a flag that few ops
-#: raise would, 2^31 calls later, look as if it had been raised (tests/model/protocol.pml, WRAP).
-LAST_EPOCH = (1 << 31) - 2
-
-_SLOTS = 2
-_RECORD_BYTES = 192
-_FAILURES_BYTES = 8 * 256
-_PAGE = 4096
 _MAX_VIEWS = 1024
 _MAX_PLANS = 512
 
@@ -62,13 +47,15 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str"
 
 def pages(nbytes: int) -> int:
     """Returns a number of bytes, rounded up to whole pages."""
-    return math.ceil(nbytes / _PAGE) * _PAGE
+    return math.ceil(nbytes / wire.PAGE_BYTES) * wire.PAGE_BYTES
 
 
 def workspace_bytes(world_size: int, slot_bytes: int) -> int:
     """Returns the bytes that a workspace takes on each rank (the formula above)."""
-    header = len(FLAGS) * FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES + _FAILURES_BYTES
-    return pages(header) + _SLOTS * pages(slot_bytes)
+    flags = wire.flag_offset(len(wire.FLAGS), 0, world_size)
+    failures = wire.FAILURES * ctypes.sizeof(wire.Failure)
+    header = flags + wire.SLOTS * wire.RECORD_BYTES + failures
+    return pages(header) + wire.SLOTS * pages(slot_bytes)
 
 
 def group_name(group: GroupLike) -> str:
@@ -116,7 +103,7 @@ class Calls:
 
     def serves(self, slot_bytes: int) -> bool:
         """Whether a call with a slot of so many bytes can be made."""
-        return self.slot_bytes >= slot_bytes and self.epoch < LAST_EPOCH
+        return self.slot_bytes >= slot_bytes and self.epoch < wire.LAST_EPOCH
 
 
 class Workspace:
@@ -128,7 +115,7 @@ class Workspace:
 
     def __init__(self, group: Group, channel: str) -> None:
         self.handle = group.handle
-        self._index = CHANNELS.index(channel)
+        self._index = wire.CHANNELS.index(channel)
         self._library = native.load()
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
@@ -222,7 +209,7 @@ class Group:
         weakref.finalize(self, self._library.symm_cp_group_close, self.handle).atexit = False
         #: What ops keep from call to call, by a key of theirs.
         self.plans: dict[Hashable, Any] = {}
-        self._workspaces = {channel: Workspace(self, channel) for channel in CHANNELS}
+        self._workspaces = {channel: Workspace(self, channel) for channel in wire.CHANNELS}
         #: Kept for device.py: workspaces by device and channel, and those that graphs still use.
         self.device_workspaces: dict[Hashable, Any] = {}
         self.retained: list[Any] = []
@@ -322,11 +309,11 @@ class Group:
         """Returns the workspace of a channel, as it is now."""
         return self._workspaces[channel]
 
-    def reserve(self, slot_bytes: int, channels: Sequence[str] = CHANNELS) -> None:
+    def reserve(self, slot_bytes: int, channels: Sequence[str] = wire.CHANNELS) -> None:
         """Sizes workspaces for calls of up to `slot_bytes`. Collective where they have to grow."""
         with self.own_lock():
             for channel in channels:
-                index = CHANNELS.index(channel)
+                index = wire.CHANNELS.index(channel)
                 if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
                     raise reported(RuntimeError(native.error()))
 
@@ -361,7 +348,7 @@ class Group:
             return
         with self.own_lock():
             self._library.symm_cp_refuse(
-                self.handle, CHANNELS.index(channel), _cause(self, b"", error)
+                self.handle, wire.CHANNELS.index(channel), _cause(self, b"", error)
             )
 
     def remember(self, key: Hashable, plan: Any) -> Any:
@@ -443,8 +430,8 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
     Collective when the workspace has to grow: call it with the same size on every rank. It is
     released with the group. Raises `ValueError` for an unknown channel or a negative size.
     """
-    if channel not in CHANNELS:
-        raise ValueError(f"get_workspace: {channel=} must be one of {CHANNELS}")
+    if channel not in wire.CHANNELS:
+        raise ValueError(f"get_workspace: {channel=} must be one of {wire.CHANNELS}")
     if nbytes < 0:
         raise ValueError(f"get_workspace: {nbytes=} must not be negative")
     state = resolve(group)

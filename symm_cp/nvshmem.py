@@ -21,14 +21,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from symm_cp import native
+from symm_cp import native, wire
 from symm_cp.device import Device, DeviceWorkspace
-from symm_cp.memory import FLAG_BYTES, Group, GroupLike, resolve
-
-_PAGE = 4096
-# `StreamKind` and `Space` of csrc/.
-_COPY, _SIGNAL, _WAIT = 0, 1, 2
-_OPERAND = 0
+from symm_cp.memory import Group, GroupLike, pages, resolve
 
 
 def library() -> tuple[Any, Any]:
@@ -54,7 +49,7 @@ class Heap:
 
     def cut(self, nbytes: int) -> int:
         """Returns the offset of free bytes; raises `RuntimeError` when there are too few."""
-        begin, wanted = 0, -(-nbytes // _PAGE) * _PAGE
+        begin, wanted = 0, pages(nbytes)
         for place, (offset, size) in enumerate(self.taken):
             if offset - begin >= wanted:
                 self.taken.insert(place, (begin, wanted))
@@ -216,7 +211,7 @@ class NvshmemWorkspace(DeviceWorkspace):
 
     def issue(
         self,
-        commands: ctypes.Array[native.StreamCommand],
+        commands: ctypes.Array[wire.StreamCommand],
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,
@@ -231,7 +226,7 @@ class NvshmemWorkspace(DeviceWorkspace):
 
         def issue_here(first: int, end: int) -> None:
             if first < end:
-                part = (native.StreamCommand * (end - first))(*commands[first:end])
+                part = (wire.StreamCommand * (end - first))(*commands[first:end])
                 super(NvshmemWorkspace, self).issue(
                     part, operands, lanes, epoch, capturing=False, what=what
                 )
@@ -245,23 +240,27 @@ class NvshmemWorkspace(DeviceWorkspace):
             first = index + 1
         issue_here(first, len(commands))
 
-    def _is_remote(self, command: native.StreamCommand) -> bool:
-        if command.kind in (_SIGNAL, _WAIT):
+    def _is_remote(self, command: wire.StreamCommand) -> bool:
+        if command.kind in (wire.StreamKind.SIGNAL, wire.StreamKind.WAIT):
             return True
         source = command.source
-        return command.kind == _COPY and source.space != _OPERAND and source.index != self.rank
+        return (
+            command.kind == wire.StreamKind.COPY
+            and source.space != wire.Space.OPERAND
+            and source.index != self.rank
+        )
 
     def _issue_remote(
         self,
-        command: native.StreamCommand,
+        command: wire.StreamCommand,
         operands: ctypes.Array[ctypes.c_void_p],
         stream: int,
         epoch: int,
         what: bytes,
     ) -> None:
         bindings, peer = self.heap.bindings, command.peer
-        if command.kind == _SIGNAL:
-            place = (command.flag * self.world_size + self.rank) * FLAG_BYTES
+        if command.kind == wire.StreamKind.SIGNAL:
+            place = wire.flag_offset(command.flag, self.rank, self.world_size)
             bindings.signal_op_on_stream(
                 self.remote[peer] + place,
                 epoch,
@@ -269,8 +268,8 @@ class NvshmemWorkspace(DeviceWorkspace):
                 self.pes[peer],
                 stream,
             )
-        elif command.kind == _WAIT:
-            place = (command.flag * self.world_size + peer) * FLAG_BYTES
+        elif command.kind == wire.StreamKind.WAIT:
+            place = wire.flag_offset(command.flag, peer, self.world_size)
             mine = self.remote[self.rank] + place
             at_least = self.heap.core.ComparisonType.CMP_GE
             needed = max(0, epoch - command.lag)
@@ -279,7 +278,7 @@ class NvshmemWorkspace(DeviceWorkspace):
             bindings.signal_wait_until_on_stream(mine, at_least, needed, stream)
         else:
             owner = command.source.index
-            slot = self._header + epoch % self.slots * self.slot_bytes + command.source.offset
+            slot = self.layout.slot_offset(epoch) + command.source.offset
             to = (operands[command.to.index] or 0) + command.to.offset
             for row in range(command.rows):
                 bindings.getmem_on_stream(

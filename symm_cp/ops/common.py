@@ -13,7 +13,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import native
+from symm_cp import native, wire
 from symm_cp.memory import Group, GroupLike, PeerLostError, reported, resolve, unknown_group
 from symm_cp.runtime.cpu import REDUCIBLE
 
@@ -22,7 +22,6 @@ R = TypeVar("R")
 
 _PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
-_MAX_WHAT = 103  # csrc/channel.h: Record::what
 
 
 class _Library(torch.library.Library):
@@ -96,7 +95,7 @@ def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
     `tensors` are those that must have one shape on all ranks.
     """
     shapes = " ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
-    return f"{op} {shapes} {detail}".encode()[:_MAX_WHAT]
+    return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -7,8 +7,9 @@ from functools import lru_cache
 
 import torch
 
+from symm_cp import wire
 from symm_cp.device import device_for, workspace
-from symm_cp.memory import FLAG_BYTES, Group
+from symm_cp.memory import Group
 from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.cuda import Mode, Shard, Sizes
 from symm_cp.runtime.launch import Kernel, Launch, lower
@@ -69,7 +70,7 @@ def all_gather_and_poll(
     with group.lock, device.guard():
         space = workspace(group, device, "sync", mine.room)
         epoch = space.next_epoch()
-        words, step = space.flags("arrived"), FLAG_BYTES // 4
+        words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
         kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
         operands = [*mine.addresses(), staging.data_ptr()]
         launch.run(space, epoch, operands, kernels, capturing=False, what=what)

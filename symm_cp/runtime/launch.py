@@ -10,34 +10,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
-from symm_cp import native
-from symm_cp.device import FLAGS, LANES, DeviceWorkspace, events_needed
+from symm_cp import wire
+from symm_cp.device import LANES, DeviceWorkspace, events_needed
 from symm_cp.runtime import recorder
 from symm_cp.runtime.program import Binding, Extent, buffers_of
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait
-
-
-class _Kind(IntEnum):
-    """Mirrors `StreamKind` of csrc/streams.h."""
-
-    COPY = 0
-    SIGNAL = 1
-    WAIT = 2
-    RECORD = 3
-    WAIT_EVENT = 4
-    ARRIVED = 5
-
 
 # Events of every call: where the caller's stream begins it, where a lane has ended it, and where
 # the caller's stream has ended it.
 _BEGIN, _JOIN, _END = 0, 1, 2
 _FIRST_FREE = 3
-_OPERAND, _SLOT = 0, 1  # `Space` of csrc/channel.h
 
 #: A Python kernel takes the index of its step.
 Kernel: TypeAlias = Callable[[int], None]
@@ -79,7 +65,7 @@ class _Call:
 
 
 #: Native commands, one after the other.
-_Batch: TypeAlias = "ctypes.Array[native.StreamCommand]"
+_Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
 
 
 @dataclass(frozen=True)
@@ -134,8 +120,8 @@ class Launch:
             raise
 
 
-def _batch(commands: Sequence[native.StreamCommand]) -> _Batch:
-    return (native.StreamCommand * len(commands))(*commands)
+def _batch(commands: Sequence[wire.StreamCommand]) -> _Batch:
+    return (wire.StreamCommand * len(commands))(*commands)
 
 
 def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]]:
@@ -143,31 +129,31 @@ def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]
 
     Copies of a lane that follow each other stay together, as the driver gets them.
     """
-    for (copies, lane), run in groupby(batch, lambda c: (c.kind == _Kind.COPY, c.lane)):
+    for (copies, lane), run in groupby(batch, lambda c: (c.kind == wire.StreamKind.COPY, c.lane)):
         commands = list(run)
         for part in [commands] if copies else [[command] for command in commands]:
             yield _step_of(part[0], rank), LANES[lane], _batch(part)
 
 
-def _step_of(command: native.StreamCommand, rank: int) -> Step | None:
-    if command.kind == _Kind.COPY:
+def _step_of(command: wire.StreamCommand, rank: int) -> Step | None:
+    if command.kind == wire.StreamKind.COPY:
         return Copy(_region_of(command.source, rank), _region_of(command.to, rank))
-    if command.kind == _Kind.SIGNAL:
-        return Signal(command.peer, FLAGS[command.flag])
-    if command.kind == _Kind.WAIT:
-        return Wait(command.peer, FLAGS[command.flag], command.lag)
-    if command.kind == _Kind.WAIT_EVENT:
+    if command.kind == wire.StreamKind.SIGNAL:
+        return Signal(command.peer, wire.DEVICE_FLAGS[command.flag])
+    if command.kind == wire.StreamKind.WAIT:
+        return Wait(command.peer, wire.DEVICE_FLAGS[command.flag], command.lag)
+    if command.kind == wire.StreamKind.WAIT_EVENT:
         return Wait(rank, f"event {command.event}")
-    return Signal(rank, "arrived") if command.kind == _Kind.ARRIVED else None
+    return Signal(rank, "arrived") if command.kind == wire.StreamKind.ARRIVED else None
 
 
-def _region_of(reference: native.Reference, rank: int) -> Region:
-    if reference.space == _SLOT:
+def _region_of(reference: wire.Reference, rank: int) -> Region:
+    if reference.space == wire.Space.SLOT:
         return Region(reference.index, "slot")
     return Region(rank, f"tensor {reference.index}")
 
 
-_BETWEEN_STREAMS = _batch([native.StreamCommand(kind=_Kind.WAIT_EVENT, lane=0, event=_END)])
+_BETWEEN_STREAMS = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
 
 
 def _steps(schedule: Schedule) -> list[Step]:
@@ -201,7 +187,7 @@ class _Lowering:
         in_place = any("symmetric" in buffers_of(step) for step in _steps(schedule))
         self.released = joined or in_place
         self.items: list[_Call | _Batch] = []
-        self.commands: list[native.StreamCommand] = []
+        self.commands: list[wire.StreamCommand] = []
         # Copies handed out since something else was, with their regions: a batch has no order.
         self.copied: list[Copy] = []
         self.events: dict[str, int] = {}
@@ -214,9 +200,9 @@ class _Lowering:
             first = next(step for step in lanes["compute"] if isinstance(step, Compute))
             lanes["compute"] = [first]
         others = [name for name in lanes if name != "compute"]
-        self._add(_Kind.RECORD, "compute", event=_BEGIN)
+        self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
         for name in others:
-            self._add(_Kind.WAIT_EVENT, name, event=_BEGIN)
+            self._add(wire.StreamKind.WAIT_EVENT, name, event=_BEGIN)
         # Lane copy first: what peers wait for goes out before kernels do.
         position = dict.fromkeys(lanes, 0)
         while any(position[name] < len(steps) for name, steps in lanes.items()):
@@ -226,10 +212,10 @@ class _Lowering:
                     position[name] = self._advance(name, lanes[name], position[name])
             assert position != before, f"{self.schedule.name}: lanes wait for each other"
         for name in others if self.joined else ():
-            self._add(_Kind.RECORD, name, event=_JOIN)
-            self._add(_Kind.WAIT_EVENT, "compute", event=_JOIN)
+            self._add(wire.StreamKind.RECORD, name, event=_JOIN)
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
         if self.joined:
-            self._add(_Kind.RECORD, "compute", event=_END)
+            self._add(wire.StreamKind.RECORD, "compute", event=_END)
         self._release("copy")
         self._flush()
         assert _FIRST_FREE + len(self.events) <= events_needed(self.schedule.world_size)
@@ -254,8 +240,8 @@ class _Lowering:
     def _release(self, lane: str) -> None:
         if not self.released:
             self.released = True
-            self._add(_Kind.RECORD, lane, event=_JOIN)
-            self._add(_Kind.WAIT_EVENT, "compute", event=_JOIN)
+            self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
 
     def _lower(self, lane: str, step: Step) -> None:
         if isinstance(step, Signal) and step.to != self.rank:
@@ -266,28 +252,29 @@ class _Lowering:
         elif isinstance(step, Copy):
             self._copy(lane, step)
         elif self.polled and isinstance(step, Signal) and step.flag.startswith("pulled"):
-            turn = int(step.flag.removeprefix("pulled"))
-            self._add(_Kind.ARRIVED, lane, peer=turn, flag=FLAGS.index("arrived"))
+            turn, flag = int(step.flag.removeprefix("pulled")), wire.DEVICE_FLAGS.index("arrived")
+            self._add(wire.StreamKind.ARRIVED, lane, peer=turn, flag=flag)
         elif isinstance(step, Signal) and step.to == self.rank:
             self.recorded.add(step.flag)
-            self._add(_Kind.RECORD, lane, event=self._event(step.flag))
+            self._add(wire.StreamKind.RECORD, lane, event=self._event(step.flag))
         elif isinstance(step, Wait) and step.source == self.rank:
-            self._add(_Kind.WAIT_EVENT, lane, event=self._event(step.flag))
+            self._add(wire.StreamKind.WAIT_EVENT, lane, event=self._event(step.flag))
         elif self.by_kernels:
             peer = step.to if isinstance(step, Signal) else step.source
             self._call(step.flag, peer, lane, type(step).__name__.lower())
         elif isinstance(step, Signal):
-            self._add(_Kind.SIGNAL, lane, peer=step.to, flag=FLAGS.index(step.flag))
+            flag = wire.FLAGS.index(step.flag)
+            self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
         else:
-            flag = FLAGS.index(step.flag)
-            self._add(_Kind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
+            flag = wire.FLAGS.index(step.flag)
+            self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
 
     def _event(self, flag: str) -> int:
         return self.events.setdefault(flag, _FIRST_FREE + len(self.events))
 
-    def _add(self, kind: _Kind, lane: str, **fields: int) -> None:
+    def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:
         self.copied = []
-        command = native.StreamCommand(kind=kind, lane=LANES.index(lane), **fields)
+        command = wire.StreamCommand(kind=kind, lane=LANES.index(lane), **fields)
         self.commands.append(command)
 
     def _flush(self) -> None:
@@ -300,15 +287,15 @@ class _Lowering:
         self._flush()
         self.items.append(_Call(name, index, lane, signals))
 
-    def _reference(self, region: Region, extent: Extent, chunk: int) -> native.Reference:
+    def _reference(self, region: Region, extent: Extent, chunk: int) -> wire.Reference:
         offset = extent.offsets[chunk]
         if extent.operand is None:
-            return native.Reference(_SLOT, region.rank, offset)
+            return wire.Reference(wire.Space.SLOT, region.rank, offset)
         # The peers' symmetric tensors are operands, too, one after the other.
         operand = extent.operand + (region.rank if region.buffer == "symmetric" else 0)
-        return native.Reference(_OPERAND, operand, offset)
+        return wire.Reference(wire.Space.OPERAND, operand, offset)
 
-    def _parts(self, region: Region) -> Iterator[tuple[native.Reference, int, int, int]]:
+    def _parts(self, region: Region) -> Iterator[tuple[wire.Reference, int, int, int]]:
         """Where the parts of a region begin, their bytes per row, rows and pitch."""
         slot = region.buffer == "slot"
         for extent in self.slots[region.rank] if slot else self.binding[region.buffer]:
@@ -334,16 +321,16 @@ class _Lowering:
     def _copy_part(
         self,
         lane: str,
-        source: tuple[native.Reference, int, int, int],
-        to: tuple[native.Reference, int, int, int],
+        source: tuple[wire.Reference, int, int, int],
+        to: tuple[wire.Reference, int, int, int],
         alone: bool,
     ) -> None:
         # A place that shards of several sizes take in turn is as large as the largest.
         assert source[1] * source[2] <= to[1] * to[2], (source, to)
         rows = max(source[2], to[2])
         nbytes = source[1] * source[2] // rows
-        command = native.StreamCommand(
-            kind=_Kind.COPY,
+        command = wire.StreamCommand(
+            kind=wire.StreamKind.COPY,
             lane=LANES.index(lane),
             alone=int(alone),
             to=to[0],

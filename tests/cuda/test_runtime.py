@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import device, memory
+from symm_cp import device, memory, wire
 from symm_cp.ops import low_contention
 from tests.cuda.simulated import build, simulated_device, simulation
 from tests.pool import Ranks
@@ -154,14 +154,14 @@ def epochs_end(group: dist.ProcessGroup) -> None:
         state = memory.resolve(group)
         space = device.workspace(state, made, "sync", 1 << 12)
         dist.barrier(group)
-        space.epoch = memory.LAST_EPOCH - 4
+        space.epoch = wire.LAST_EPOCH - 4
         for _ in range(8):
             rows = stacked(group, 4, 4)
             out = symm_cp.all_gather_matmul(
                 rows[group.rank()], torch.eye(4), gather_dim=0, group=group
             )
             assert torch.equal(out, rows.flatten(0, 1))
-        assert space.epoch == memory.LAST_EPOCH
+        assert space.epoch == wire.LAST_EPOCH
         assert device.workspace(state, made, "sync", 1 << 12).epoch == 4
 
 

@@ -14,6 +14,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, is_symmetric, resolve
 from symm_cp.ops.common import (
+    PLANS,
+    Plans,
     check_divisible,
     check_reduce_op,
     lib,
@@ -85,9 +87,10 @@ def _all_reduce(
     group = _group_of_one_host(op, group_name)
     _check_out(op, "out", out, list(input.shape), input.dtype)
     key = (op, "one shot", input.shape, input.dtype, reduce_op)
-    plan = group.plans.get(key)
+    plans = group.state(PLANS, Plans)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_all_reduce(group, input, reduce_op, op))
+        plan = plans.keep(key, _plan_all_reduce(group, input, reduce_op, op))
     plan.run(group, input, out)
     return out
 
@@ -132,9 +135,10 @@ def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
         return input.copy_(_all_reduce(_TWO_SHOT, input, reduce_op, group_name, out))
     key = (_TWO_SHOT, input.shape, input.dtype, reduce_op)
-    plan = group.plans.get(key)
+    plans = group.state(PLANS, Plans)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_two_shot(group, input, reduce_op))
+        plan = plans.keep(key, _plan_two_shot(group, input, reduce_op))
     plan.run(group, input, input)
     return input
 
@@ -178,9 +182,10 @@ def _reduce_scatter_out_cpu(
 ) -> torch.Tensor:
     group = _group_of_one_host(_SCATTER_OUT, group_name)
     key = (_SCATTER_OUT, input.shape, input.dtype, split_last_dim)
-    plan = group.plans.get(key)
+    plans = group.state(PLANS, Plans)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_scatter_out(group, input, split_last_dim))
+        plan = plans.keep(key, _plan_scatter_out(group, input, split_last_dim))
     _check_out(_SCATTER_OUT, "output", output, list(plan.output), input.dtype)
     plan.run(group, input, output)
     return output

@@ -12,6 +12,8 @@ import torch.distributed._functional_collectives as funcol
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, GroupLike, group_name, resolve
 from symm_cp.ops.common import (
+    PLANS,
+    Plans,
     check_divisible,
     check_reduce_op,
     in_test_mode,
@@ -100,9 +102,10 @@ def _all_gather_cpu(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     if hosts_of(group, tensor.device) is not None:
         return between_hosts_gather(tensor, group)
     key = (_GATHER, tensor.shape, tensor.dtype)
-    plan = group.plans.get(key)
+    plans = group.state(PLANS, Plans)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_gather(group, tensor))
+        plan = plans.keep(key, _plan_gather(group, tensor))
     return plan.start(group, tensor)
 
 
@@ -115,9 +118,10 @@ def _reduce_scatter_cpu(tensor: torch.Tensor, reduce_op: str, group_name: str) -
         _check_scatter(tensor, reduce_op, group.world_size)
         return between_hosts_scatter(tensor, reduce_op, group)
     key = (_SCATTER, tensor.shape, tensor.dtype, reduce_op)
-    plan = group.plans.get(key)
+    plans = group.state(PLANS, Plans)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_scatter(group, tensor, reduce_op))
+        plan = plans.keep(key, _plan_scatter(group, tensor, reduce_op))
     return plan.start(group, tensor)
 
 

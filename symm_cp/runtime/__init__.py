@@ -10,44 +10,23 @@ kernels whose bits depend on that take it through `symm_cp.alignment.aligned`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib import import_module
 from types import ModuleType
 
 import torch
 
+from symm_cp.devices import has_streams, spans_hosts
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
-from symm_cp.runtime import cpu, hierarchy
-
-_runtimes: dict[str, ModuleType] = {"cpu": cpu}
+from symm_cp.runtime import cpu, cuda, hierarchy
 
 
 def of(tensor: torch.Tensor, group: Group) -> ModuleType:
     """Returns the runtime for the device of a tensor and the ranks of a group."""
-    if group.engine is not None and tensor.device.type != "cpu":
-        return on(tensor)  # it reaches other hosts
+    if spans_hosts(group, tensor.device):
+        return on(tensor)
     return on(tensor) if hosts_of(group, tensor.device) is None else hierarchy
 
 
 def on(tensor: torch.Tensor) -> ModuleType:
     """Returns the runtime for the device of a tensor, of ranks that share memory."""
-    kind = tensor.device.type
-    found = _runtimes.get(kind)
-    if found is None:
-        found = _runtimes[kind] = import_module(f"symm_cp.runtime.{kind}")
-    return found
-
-
-@contextmanager
-def replaced(kind: str, by: str) -> Iterator[None]:
-    """Uses another runtime for tensors on devices of a kind, inside. For tests."""
-    before = _runtimes.get(kind)
-    _runtimes[kind] = import_module(f"symm_cp.runtime.{by}")
-    try:
-        yield
-    finally:
-        del _runtimes[kind]
-        if before is not None:
-            _runtimes[kind] = before
+    return cuda if has_streams(tensor.device) else cpu

@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.device import device_for, workspace
+from symm_cp.devices import device_for, workspace
 from symm_cp.memory import FLAG_BYTES, Group
 from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.cuda import Mode, Shard, Sizes

@@ -18,7 +18,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp.alignment import part_offsets, scratch, scratch_rows
-from symm_cp.device import (
+from symm_cp.devices import (
     Device,
     DeviceWorkspace,
     device_for,

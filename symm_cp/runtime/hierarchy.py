@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.alignment import part_offsets, scratch
+from symm_cp.devices import give_up
 from symm_cp.hosts import Hosts, hosts_of
 from symm_cp.memory import Group
 from symm_cp.runtime.cpu import Consume, Shapes
@@ -87,8 +88,7 @@ class _Ring:
             except BaseException as error:
                 local = self.hosts.local
                 local.refuse("sync", error)
-                for on_device in local.device_workspaces.values():
-                    on_device.give_up()
+                give_up(local)
                 raise
 
 

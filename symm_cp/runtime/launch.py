@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from symm_cp import native
-from symm_cp.device import FLAGS, LANES, DeviceWorkspace, events_needed
+from symm_cp.devices import FLAGS, LANES, DeviceWorkspace, events_needed
 from symm_cp.runtime import recorder
 from symm_cp.runtime.program import Binding, Extent, buffers_of
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait

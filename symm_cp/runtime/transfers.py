@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
-from symm_cp.device import Device, device_for, workspace
+from symm_cp.devices import Device, device_for, workspace
 from symm_cp.memory import Group
 from symm_cp.runtime.cuda import Mode, peers_in_place
 from symm_cp.runtime.launch import Kernel, Launch, lower

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp import tuning
-from symm_cp.device import device_of
+from symm_cp.devices import device_of
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.modes import ordinary_tensors

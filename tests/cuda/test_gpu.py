@@ -15,7 +15,7 @@ import torch
 import symm_cp
 from symm_cp import kernels, native
 from symm_cp.device import Device, device_of
-from symm_cp.ops import attention_kernels
+from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.override import CudaOverride
 from tests.cuda import kernel_cases
 

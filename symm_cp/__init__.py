@@ -28,7 +28,7 @@ from symm_cp.context_parallel import (
 from symm_cp.devices import reserve
 from symm_cp.memory import get_workspace
 from symm_cp.ops.attention import set_rotate_method
-from symm_cp.ops.gather_kv import all_gather_kv
+from symm_cp.ops.attention.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.override import override_cuda_ops

@@ -228,7 +228,9 @@ class Shards:
         self.own = own
         self.dtypes = tuple(t.dtype for t in own)
         if shapes is None:
-            self.shapes: tuple[tuple[Shape, ...], ...] = (tuple(tuple(t.shape) for t in own),) * ranks
+            self.shapes: tuple[tuple[Shape, ...], ...] = (
+                tuple(tuple(t.shape) for t in own),
+            ) * ranks
         else:
             self.shapes = tuple(tuple(tuple(shape) for shape in parts) for parts in shapes)
         self.sizes = _sizes_of(self.shapes, tuple(dtype.itemsize for dtype in self.dtypes))

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
+from symm_cp import wire
 from symm_cp.memory import Group
 from symm_cp.shards import Shape, Shapes, Split
 
@@ -27,21 +28,21 @@ Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
 Produce: TypeAlias = Callable[[int, torch.Tensor], None]
 #: Takes the tensors of a rank's shard, the rank, and the memory for the contribution to it.
 ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor], None]
-#: Takes the peers' shards (one tensor for each part, peers in the order of `peers`), words of int32,
-#: a step and an epoch: shard i is there once word i * step is the epoch, or a later one.
+#: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
+#: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
 Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
 
-#: The element types that can be summed, with torch's numbers for them.
-REDUCIBLE: dict[torch.dtype, int] = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bfloat16: 15,
+#: The element types that can be summed.
+REDUCIBLE: dict[torch.dtype, wire.DType] = {
+    torch.uint8: wire.DType.UINT8,
+    torch.int8: wire.DType.INT8,
+    torch.int16: wire.DType.INT16,
+    torch.int32: wire.DType.INT32,
+    torch.int64: wire.DType.INT64,
+    torch.float16: wire.DType.FLOAT16,
+    torch.float32: wire.DType.FLOAT32,
+    torch.float64: wire.DType.FLOAT64,
+    torch.bfloat16: wire.DType.BFLOAT16,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -42,9 +43,7 @@ def _consume_program(
     strided: bool,
     gathered: tuple[Split, Shape, int] | None,
 ) -> Program:
-    variant = patterns.ALL_GATHER_AND_CONSUME.direct(
-        in_place=in_place, keep=gathered is not None
-    )
+    variant = patterns.ALL_GATHER_AND_CONSUME.direct(in_place=in_place, keep=gathered is not None)
     own = tuple(Extent.even(i, size) for i, size in enumerate(sizes.parts[rank]))
     slots = sizes.slots()
     buffers = {"input": own}
@@ -308,7 +307,7 @@ class CpuRuntime:
         numbers = _real(tensor)
         chunk, elements = -(-numbers.numel() // ranks), numbers.numel()
         ends = [min(rank * chunk, elements) for rank in range(ranks + 1)]
-        split = Split(tuple(end - start for start, end in zip(ends, ends[1:], strict=False)))
+        split = Split(tuple(end - start for start, end in itertools.pairwise(ends)))
         chunks = Extent.split(0, split, (elements,), numbers.element_size())
         slots = {rank: (Extent.even(None, chunks.nbytes[rank]),) for rank in range(ranks)}
         binding = Binding({"symmetric": (chunks,)}, {"slot": slots})

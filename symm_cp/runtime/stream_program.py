@@ -157,9 +157,7 @@ def _region_of(reference: wire.Reference, rank: int) -> Region:
     return Region(rank, f"tensor {reference.index}")
 
 
-_BETWEEN_STREAMS = _batch(
-    [wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)]
-)
+_BETWEEN_STREAMS = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
 
 
 def _overlap(one: Region, other: Region) -> bool:

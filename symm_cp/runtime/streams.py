@@ -81,9 +81,9 @@ class _Call:
         """Where the peers' shards are, if they can be read there; ranks agree on that first."""
         agree(self.group, self.name)
         addresses = None
-        if len(shard) == 1 and not self.mode.capturing:
-            if is_whole(self.device, shard[0], self.group):
-                addresses = symmetric_addresses(shard[0], self.group)
+        readable = len(shard) == 1 and not self.mode.capturing
+        if readable and is_whole(self.device, shard[0], self.group):
+            addresses = symmetric_addresses(shard[0], self.group)
         way = b" through a slot" if addresses is None else b" of symmetric memory"
         agree(self.group, self.name + way)
         return addresses
@@ -328,9 +328,7 @@ class StreamRuntime:
         ]
         with call.workspace(shards.nbytes) as (space, epoch):
             words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
-            kernels: dict[str, Kernel] = {
-                "consume": lambda _: kernel(pulled, words, step, epoch)
-            }
+            kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
             operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
             call.run(launch, space, epoch, operands, kernels)
 

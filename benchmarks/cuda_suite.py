@@ -28,7 +28,8 @@ import symm_cp
 from benchmarks.harness import Case, main
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
-from symm_cp.ops import arrival_attention, low_contention, matmul
+from symm_cp.ops import low_contention, matmul
+from symm_cp.ops.attention import arrival as arrival_attention
 from symm_cp.schedule.layout import sequential
 from symm_cp.schedule.tiles import Mask
 

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,12 +30,10 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import env, trusted
-from symm_cp.memory import Group, on_first_use
+from symm_cp.liveness import read, share
+from symm_cp.memory import Group, StateKey, on_first_use
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
-from symm_cp.schedule.patterns import (
-    ALL_GATHER_AND_CONSUME,
-    PRODUCE_AND_REDUCE_SCATTER,
-)
+from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
@@ -188,21 +185,35 @@ def _read(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
         return "", f"symm_cp: not used: {error}"
 
 
+@dataclass
+class _Tuning:
+    """What a rank knows of the files that its group goes by, and what it published of them."""
+
+    #: How often `relearn` was called.
+    reading: int = 0
+    facts: _Facts | None = None
+    #: Why rank 0 left files out, until it has warned.
+    left_out: list[str] = field(default_factory=list)
+
+
+_TUNING = StateKey[_Tuning]("tuning")
+
+
+def facts_read(group: Group) -> bool:
+    """Tells whether this rank has read what its group goes by."""
+    return group.state(_TUNING, _Tuning).facts is not None
+
+
 def _facts(group: Group) -> _Facts:
     """Collective at the first call for a group."""
-    known = group.tuning
-    if isinstance(known, _Facts):
-        return known
-    reading = known or 0
-    texts = json.loads(group.read(group.store(), [_key(reading)])[0])
-    facts = group.tuning = _Facts(reading, *texts)
-    for reason in _left_out.pop(group, []):
-        warnings.warn(reason, stacklevel=2)  # last: it may be an error, on this rank alone
-    return facts
-
-
-# Why rank 0 left files out, until it has said so.
-_left_out: weakref.WeakKeyDictionary[Group, list[str]] = weakref.WeakKeyDictionary()
+    tuning = group.state(_TUNING, _Tuning)
+    if tuning.facts is None:
+        texts = json.loads(read(group, group.store(), [_key(tuning.reading)])[0])
+        tuning.facts = _Facts(tuning.reading, *texts)
+        reasons, tuning.left_out = tuning.left_out, []
+        for reason in reasons:
+            warnings.warn(reason, stacklevel=2)  # last: it may be an error, on this rank alone
+    return tuning.facts
 
 
 def _key(reading: int) -> str:
@@ -210,12 +221,13 @@ def _key(reading: int) -> str:
 
 
 def _publish(group: Group) -> None:
-    """Rank 0 says what the ranks choose by. Not collective."""
+    """Rank 0 writes the files that the ranks choose by to the store. Not collective."""
     if group.rank != 0:
         return
-    found = [_read(path, group.world_size) for path in (machine_path, tuned_path)]
-    group.store().set(_key(group.tuning or 0), json.dumps([text for text, _ in found]))
-    _left_out[group] = [reason for _, reason in found if reason]
+    tuning = group.state(_TUNING, _Tuning)
+    files = [_read(path, group.world_size) for path in (machine_path, tuned_path)]
+    group.store().set(_key(tuning.reading), json.dumps([text for text, _ in files]))
+    tuning.left_out = [reason for _, reason in files if reason]
 
 
 on_first_use.append(_publish)
@@ -265,7 +277,7 @@ def _apart(group: Group, device: torch.device, facts: _Facts) -> bool:
     """Whether each rank of a group has a GPU of its own. Collective at the first call."""
     if facts.apart is None:
         own = str(torch.cuda.get_device_properties(device).uuid)
-        facts.apart = len(set(group.share(f"gpu/{facts.reading}", own))) == group.world_size
+        facts.apart = len(set(share(group, f"gpu/{facts.reading}", own))) == group.world_size
     return facts.apart
 
 
@@ -306,7 +318,8 @@ def _choice(group: Group, device: torch.device, question: Question, facts: _Fact
 
 
 def relearn(group: Group) -> None:
-    """Lets the group read the files again at its next op. Call it on all ranks alike."""
-    if isinstance(group.tuning, _Facts):
-        group.tuning = group.tuning.reading + 1
+    """Has the group read the files again at its next op. Call it on all ranks."""
+    tuning = group.state(_TUNING, _Tuning)
+    if tuning.facts is not None:
+        tuning.reading, tuning.facts = tuning.reading + 1, None
     _publish(group)

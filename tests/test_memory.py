@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
-from symm_cp import memory
+from symm_cp import memory, wire
 from symm_cp.runtime.probe import probing
 from tests.faults import soak
 from tests.faults.ops import ALL, results
@@ -48,11 +48,11 @@ def sizes(group: dist.ProcessGroup) -> None:
     symm_cp.all_gather_matmul(torch.ones(200, 64), w, group=own)
     assert workspace.nbytes == memory.workspace_bytes(own.size(), 200 * 64 * 4)
     symm_cp.reserve(own, 1 << 20)
-    reserved = [symm_cp.get_workspace(own, 0, channel=c).nbytes for c in memory.CHANNELS]
+    reserved = [symm_cp.get_workspace(own, 0, channel=c).nbytes for c in wire.CHANNELS]
     for _ in range(3):
         symm_cp.all_gather_matmul(torch.ones(4096, 64), w, group=own)
         symm_cp.low_contention_all_gather(torch.ones(4096, 64), group=own).sum()
-    assert [state.workspace(c).nbytes for c in memory.CHANNELS] == reserved  # nothing had to grow
+    assert [state.workspace(c).nbytes for c in wire.CHANNELS] == reserved  # nothing had to grow
     dist.destroy_process_group(own)
 
 
@@ -82,11 +82,11 @@ def outlives_its_epochs(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     expected = results(own, list(ALL), 0)
     state = memory.resolve(own)
-    spaces = [state.workspace(channel) for channel in memory.CHANNELS]
+    spaces = [state.workspace(channel) for channel in wire.CHANNELS]
     dist.barrier(own)
     for space in spaces:
-        space.skip(memory.LAST_EPOCH - 3 - space.epoch)
-        assert space.epoch == memory.LAST_EPOCH - 3
+        space.skip(wire.LAST_EPOCH - 3 - space.epoch)
+        assert space.epoch == wire.LAST_EPOCH - 3
     for _ in range(3):
         with probing(seed=group.rank(), delay_us=200):
             found = results(own, list(ALL), 0)

@@ -13,10 +13,10 @@ from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.memory import resolve
-from symm_cp.ops.flex_attention import flex_all_gather_attention
-from symm_cp.ops.flex_captures import captures_tensors
-from symm_cp.ops.flex_mask import Modifier, whole_mask
-from symm_cp.ops.gather_kv import all_gather_kv
+from symm_cp.ops.attention.flex.captures import captures_tensors
+from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.ops.attention.gather_kv import all_gather_kv
 
 if TYPE_CHECKING:
     from symm_cp.context_parallel.region import Region

@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.ops.flex_mask import positions
+from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.schedule.layout import Layout, even_lengths, head_tail, sequential
 
 

@@ -24,7 +24,7 @@ from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.ops.flex_graph import layout_text
+from symm_cp.ops.attention.flex.graph import layout_text
 
 SDPA = "scaled_dot_product_attention"
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import HeadTail, all_gather_attention
 from symm_cp.demo.model import attend
-from symm_cp.ops.attention_tiles import Backward, Forward
+from symm_cp.ops.attention.tiles import Backward, Forward
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 from symm_cp.schedule.tiles import Mask, tiles
 

@@ -6,23 +6,25 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import native
-from symm_cp.memory import Group, GroupLike, PeerLostError, reported, resolve, unknown_group
-from symm_cp.runtime.cpu import REDUCIBLE
+from symm_cp import native, wire
+from symm_cp.hosts import on_this_host
+from symm_cp.liveness import PeerLostError
+from symm_cp.memory import Group, GroupLike, StateKey, reported, resolve, unknown_group
+from symm_cp.runtime.api import REDUCIBLE, Collective
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
-_MAX_WHAT = 103  # csrc/channel.h: Record::what
+_MAX_PLANS = 512
 
 
 class _Library(torch.library.Library):
@@ -72,8 +74,7 @@ def refuse(group: GroupLike, channel: str, error: Exception) -> None:
     state = resolve(group)
     if state.world_size == 1 or getattr(error, "_symm_cp_reported", False):
         return
-    spread = state.hosts.get("cpu")
-    (state if spread is None else spread.local).refuse(channel, error)
+    on_this_host(state, "cpu").refuse(channel, error)
     reported(error)
 
 
@@ -86,6 +87,20 @@ class _Runs(threading.local):
 attention_runs = _Runs()
 
 
+class Plans(dict[Hashable, Collective]):
+    """The collectives that a group has planned, by what tells them apart; a bounded cache."""
+
+    def keep(self, key: Hashable, plan: Collective) -> Collective:
+        """Keeps a plan for later calls, and returns it."""
+        if len(self) >= _MAX_PLANS:
+            self.clear()
+        self[key] = plan
+        return plan
+
+
+PLANS: StateKey[Plans] = StateKey("plans")
+
+
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = _Library("symm_mem", "FRAGMENT")
 
@@ -96,7 +111,7 @@ def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
     `tensors` are those that must have one shape on all ranks.
     """
     shapes = " ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
-    return f"{op} {shapes} {detail}".encode()[:_MAX_WHAT]
+    return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

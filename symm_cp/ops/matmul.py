@@ -39,6 +39,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
 
 lib.define(
@@ -146,8 +147,9 @@ def _add_products_of_shards(
         for total, B in zip(sums, Bs, strict=True):
             total.add_product(columns, B.narrow(0, rank * k, k))
 
+    columns = Split.equal(k, group.world_size, dim=1)
     runtime.of(A_rows, group).all_gather_and_consume(
-        group, [A_rows], consume, what, gathered=A_full, columns=True
+        group, [A_rows], consume, what, gathered=A_full, split=columns
     )
     for total in sums:
         total.finish()

@@ -8,7 +8,7 @@ from types import TracebackType
 import torch
 
 from symm_cp import native
-from symm_cp.device import Device
+from symm_cp.devices.cuda import CudaDevice
 from symm_cp.ops import low_contention, matmul, scaled_matmul
 
 _installed: CudaOverride | None = None
@@ -59,7 +59,7 @@ def override_cuda_ops() -> CudaOverride:
     context manager. Raises `RuntimeError` where the CUDA driver does not load.
     """
     global _installed
-    if native.load().symm_cp_driver(Device.driver.encode()) < 0:
+    if native.load().symm_cp_driver(CudaDevice.driver.encode()) < 0:
         raise RuntimeError(f"override_cuda_ops: {native.error()}")
     if _installed is None:
         _installed = CudaOverride()

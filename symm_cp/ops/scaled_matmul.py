@@ -32,6 +32,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 from symm_cp.ops.transforms import register_no_gradient
+from symm_cp.shards import Split
 
 _GATHER = "fused_all_gather_scaled_matmul"
 _SCATTER = "fused_scaled_matmul_reduce_scatter"
@@ -207,7 +208,12 @@ def _gathered_then_scaled(
         rows = A.flatten(0, -2)
         A_full = new_result(A, (rows.shape[0], rows.shape[1] * group.world_size))
         runtime.of(A, group).all_gather_and_consume(
-            group, [rows], lambda shards, rank: None, what, gathered=A_full, columns=True
+            group,
+            [rows],
+            lambda shards, rank: None,
+            what,
+            gathered=A_full,
+            split=Split.equal(rows.shape[1], group.world_size, dim=1),
         )
         A_full = A_full.view(*A.shape[:-1], A_full.shape[-1])
     lead = A_full.shape[:-1]

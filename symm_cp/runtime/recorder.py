@@ -16,16 +16,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from symm_cp import native
-from symm_cp.device import Device, Mark
-from symm_cp.memory import FLAGS, GroupLike, group_name
+from symm_cp import native, wire
+from symm_cp.devices import Device, Mark
+from symm_cp.memory import GroupLike, group_name
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 
 _NANO = 1e-9
-# Kinds of native commands, see `Kind` of csrc/channel.h; a publish is no step.
-_COPY, _SIGNAL, _WAIT, _REDUCE = 0, 1, 2, 3
 
 
 class Recording:
@@ -38,7 +36,7 @@ class Recording:
         self._kernels: list[tuple[str, int, bytes, int, int, int]] = []
         self._marked: list[tuple[Step, str, int, bytes, Mark, Mark]] = []
         self._devices: dict[int, Device] = {}
-        self._native: Iterable[native.TraceEvent] = ()
+        self._native: Iterable[wire.TraceEvent] = ()
 
     def kernel(
         self, run: Callable[[int], None], name: str, index: int, what: bytes, epoch: int
@@ -69,7 +67,7 @@ class Recording:
         library = native.load()
         count = ctypes.c_int64()
         events = library.symm_cp_recorded(ctypes.byref(count))
-        copied = (native.TraceEvent * count.value)()
+        copied = (wire.TraceEvent * count.value)()
         ctypes.memmove(copied, events, ctypes.sizeof(copied))
         self._native = copied
         library.symm_cp_recorded_free(events)
@@ -103,7 +101,7 @@ class Recording:
             if step is not None:
                 lane = "copy" if event.engine else "compute"
                 times = event.start, event.end
-                yield self._event(step, lane, event.epoch, times, event.what)
+                yield self._event(step, lane, event.epoch, times, event.call_name)
 
     def all_ranks(self, group: GroupLike | None = None) -> Timeline:
         """Returns the steps of all ranks of a group (default: all there are). Collective."""
@@ -152,20 +150,20 @@ def trace() -> Iterator[Recording]:
         recording.finish()
 
 
-def _region(reference: native.Reference, rank: int) -> Region:
-    if reference.space == 0:
+def _region(reference: wire.Reference, rank: int) -> Region:
+    if reference.space == wire.Space.OPERAND:
         return Region(rank, f"tensor {reference.index}")
-    return Region(reference.index, "slot" if reference.space == 1 else "shard")
+    return Region(reference.index, "slot" if reference.space == wire.Space.SLOT else "shard")
 
 
-def _step(command: native.Command, rank: int) -> Step | None:
+def _step(command: wire.Command, rank: int) -> Step | None:
     """The step that a native command stands for, so far as the command tells."""
-    if command.kind == _COPY:
+    if command.kind == wire.Kind.COPY:
         return Copy(_region(command.source, rank), _region(command.to, rank))
-    if command.kind == _SIGNAL:
-        return Signal(command.peer, FLAGS[command.flag])
-    if command.kind == _WAIT:
-        return Wait(command.peer, FLAGS[command.flag], command.lag)
-    if command.kind == _REDUCE:
+    if command.kind == wire.Kind.SIGNAL:
+        return Signal(command.peer, wire.FLAGS[command.flag])
+    if command.kind == wire.Kind.WAIT:
+        return Wait(command.peer, wire.FLAGS[command.flag], command.lag)
+    if command.kind == wire.Kind.REDUCE:
         return Compute("reduce", rank, (), ())
     return None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from symm_cp import tuning
 from symm_cp.bench import tune
-from symm_cp.ops import arrival_attention
+from symm_cp.ops.attention import arrival as arrival_attention
 from tests.cuda.simulated import build, simulation
 from tests.pool import Ranks
 

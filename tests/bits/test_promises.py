@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import alignment, device, memory, tuning
+from symm_cp import alignment, devices, memory, tuning
 from symm_cp.ops.scaled_mm import _torch_scales_rows_on_cpu
 from tests.bits.products import watched
 from tests.cuda.simulated import build, simulation
@@ -50,13 +50,13 @@ def moved(group: dist.ProcessGroup, streams: bool, unit: int = alignment.ALIGN) 
     ):
         dist.barrier(group)
         state.workspace("sync").renew()
-        state.device_workspaces.clear()
+        devices.workspaces_of(state).current.clear()
         yield
         dist.barrier(group)
         if streams:
-            device.device_of(torch.device("cpu")).synchronize()
+            devices.device_of(torch.device("cpu")).synchronize()
         state.workspace("sync").renew()
-        state.device_workspaces.clear()
+        devices.workspaces_of(state).current.clear()
 
 
 def flattened(results: Any) -> list[torch.Tensor]:

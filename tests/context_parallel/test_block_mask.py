@@ -26,7 +26,7 @@ from symm_cp.context_parallel.load_balancers import (
     ProcessingTimeRoundRobin,
     Sequential,
 )
-from symm_cp.ops.flex_mask import AREA, EMPTY, FULL, PARTIAL, block_states
+from symm_cp.ops.attention.flex.mask import AREA, EMPTY, FULL, PARTIAL, block_states
 from symm_cp.schedule.layout import Layout
 
 MaskMod = Callable[..., torch.Tensor]

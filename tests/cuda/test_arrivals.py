@@ -17,7 +17,7 @@ def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     # Triton chooses its interpreter when it is imported.
     from symm_cp import memory
     from symm_cp.kernels import arrival_attention as module
-    from symm_cp.ops import arrival_attention
+    from symm_cp.ops.attention import arrival as arrival_attention
     from symm_cp.schedule.layout import head_tail, sequential
     from symm_cp.schedule.tiles import Mask
     from tests.cuda import interpreted

@@ -6,7 +6,7 @@ import ctypes
 
 import pytest
 
-from symm_cp import native
+from symm_cp import wire
 from symm_cp.runtime.launch import Launch, lower
 from symm_cp.runtime.program import Extent
 from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Wait, staged
@@ -27,7 +27,7 @@ def words(launch: Launch) -> list[str]:
             found.append(f"{item.lane}: call {item.name}({item.index})")
             continue
         for command in item:
-            assert isinstance(command, native.StreamCommand)
+            assert isinstance(command, wire.StreamCommand)
             kind, lane = KINDS[command.kind], ["compute", "copy"][command.lane]
             event = f" {command.event}" if "event" in kind or kind == "record" else ""
             found.append(f"{lane}: {kind}{event}" + (" alone" if command.alone else ""))

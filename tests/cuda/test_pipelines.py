@@ -1,6 +1,6 @@
 """The CUDA runtime over a simulated driver: the tests of the ops, run as on CUDA.
 
-Real ranks, schedules, launches, signals and copies; streams are threads that dawdle at random.
+Real ranks, schedules, launches, signals and copies; streams are threads with random delays.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import device, memory
+from symm_cp import devices, memory
 from tests.cuda.simulated import build, simulation
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
@@ -32,7 +32,7 @@ def _built() -> None:
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:
     with simulation(**mode) as made:
-        device.reserve_on(memory.resolve(group), made, 1 << 20)
+        devices.reserve_on(memory.resolve(group), made, 1 << 20)
         for index in range(count):
             test_random.gathers(group, index)
             test_random.scatters(group, index)
@@ -65,7 +65,7 @@ def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None
         for rotate, dtype in (("allgather", torch.float32), ("alltoall", torch.bfloat16))
     ]
     with simulation(**mode) as made:
-        device.reserve_on(memory.resolve(group), made, 1 << 20)
+        devices.reserve_on(memory.resolve(group), made, 1 << 20)
         test_attention.run_all(group, cases, seed)
 
 

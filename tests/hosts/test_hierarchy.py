@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import env, hosts, memory
+from symm_cp import env, hosts, liveness, memory
 from tests.hosts.fabric import fabric
 from tests.launch import launch
 from tests.ops import test_attention, test_gradients, test_random
@@ -39,7 +39,6 @@ def _forget(group: dist.ProcessGroup) -> None:
     store = dist.distributed_c10d._get_process_group_store(group)
     store.delete_key(f"symm_cp/host/cpu/{group.rank()}")
     dist.distributed_c10d._get_default_store().delete_key(f"symm_cp/host/{dist.get_rank()}")
-    hosts._published.discard(str(group.group_name))
     dist.barrier(group)
 
 
@@ -47,13 +46,14 @@ def _forget(group: dist.ProcessGroup) -> None:
 def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.ProcessGroup]:
     """Ranks take each other for ranks of several hosts, inside."""
     state, key = memory.resolve(group), (group.group_name, per_host)
-    before, state.hosts = state.hosts, _found.get(key, {})
+    before = state.state(hosts.SPREADS, dict)
+    state.put(hosts.SPREADS, _found.setdefault(key, {}))
     os.environ["SYMM_CP_HOST"] = f"host {group.rank() // per_host}"
     _forget(group)
     try:
         yield group
     finally:
-        _found[key], state.hosts = state.hosts, before
+        state.put(hosts.SPREADS, before)
         del os.environ["SYMM_CP_HOST"]
         _forget(group)
 
@@ -189,7 +189,8 @@ def test_gpus_that_do_not_reach_each_other_are_as_on_several_hosts() -> None:
 def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
     """Two pairs of GPUs on one host, with nothing between the pairs."""
     state, rank = memory.resolve(group), group.rank()
-    before, state.hosts = state.hosts, {}
+    before = state.state(hosts.SPREADS, dict)
+    state.put(hosts.SPREADS, {})
     _forget(group)
     here = connected("01 23")[rank]
     patch = unittest.mock.patch.object(hosts, "_place", return_value=here)
@@ -203,10 +204,10 @@ def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
         assert (found.ranks, found.host, found.place) == (((0, 1), (2, 3)), rank // 2, rank % 2)
         said = [str(w.message) for w in caught if "symm_cp" in str(w.message)]
         assert len(said) == (rank == 0)
-        assert all("between ranks [0, 1], [2, 3] goes what goes between hosts" in s for s in said)
+        assert all("ranks [0, 1], [2, 3] exchange data as if on different hosts" in s for s in said)
         all_ops(group, seed, layouts=1)
     finally:
-        state.hosts = before
+        state.put(hosts.SPREADS, before)
         _forget(group)
 
 
@@ -216,9 +217,9 @@ def test_ops_between_gpus_that_do_not_reach_each_other(ranks: Ranks) -> None:
 
 def test_identity_is_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SYMM_CP_HOST", raising=False)
-    assert re.fullmatch(r"[0-9a-f-]{36} net:\[\d+\]", hosts.identity())
+    assert re.fullmatch(r"[0-9a-f-]{36} net:\[\d+\]", liveness.host_identity())
     monkeypatch.setenv("SYMM_CP_HOST", "here")
-    assert env.host() == hosts.identity() == "here"
+    assert env.host() == liveness.host_identity() == "here"
 
 
 # --- network namespaces ------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from symm_cp import native
+from symm_cp import wire
 from symm_cp.runtime.cpu import REDUCIBLE
 from symm_cp.runtime.program import Extent, Program, Reduction, lower
 from symm_cp.schedule import CHANNELS, Pattern
@@ -88,8 +88,8 @@ def _bytes(program: Program, operands: list[tuple[int, int]]) -> bytes:
     commands = b"".join(bytes(item) for item, _ in program.items)  # type: ignore[call-overload]
     references = bytes(program.references)  # type: ignore[call-overload]
     sizes = (
-        len(commands) // ctypes.sizeof(native.Command),
-        len(references) // ctypes.sizeof(native.Reference),
+        len(commands) // ctypes.sizeof(wire.Command),
+        len(references) // ctypes.sizeof(wire.Reference),
         len(operands),
     )
     listed = b"".join(struct.pack("2q", *operand) for operand in operands)

@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import device, memory, nvshmem
+from symm_cp import devices, memory
+from symm_cp.devices import nvshmem
 from tests.cuda.simulated import SimulatedDevice, build, simulation
 from tests.nvshmem.double import Double
 from tests.ops import test_attention, test_random
@@ -37,13 +38,18 @@ def _built() -> None:
 class _Both(SimulatedDevice):
     """Streams of the simulation, workspaces of NVSHMEM."""
 
+    captures = False
+
     def __init__(self, heap: nvshmem.Heap) -> None:
         super().__init__()
-        self.heap = heap
+        self._heap = heap
 
-    def workspace(self, *given: Any, **options: Any) -> nvshmem.NvshmemWorkspace:
-        group, *rest = given
-        return nvshmem.NvshmemWorkspace(group, self, *rest, **options)
+    def workspace(
+        self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
+    ) -> nvshmem.NvshmemWorkspace:
+        return nvshmem.NvshmemWorkspace(
+            group, self, channel, slot_bytes, graph=graph, heap=self._heap
+        )
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return False
@@ -67,12 +73,12 @@ def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) ->
             nvshmem.init(heap_bytes, device=cpu)
             assert nvshmem._heap is not None
             both = _Both(nvshmem._heap)
-            state.device_workspaces.clear()
-            with mock.patch.dict(device._devices, {cpu: both}):
+            devices.workspaces_of(state).current.clear()
+            with devices.replaced(cpu, both):
                 yield double
                 both.synchronize()
             dist.barrier()
-            state.device_workspaces.clear()
+            devices.workspaces_of(state).current.clear()
             nvshmem.finalize()
         assert double.calls[-2:] == [("free",), ("finalize",)]
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.memory import resolve
-from symm_cp.ops.flex_attention import flex_all_gather_attention
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.schedule.layout import Layout
 
 OPS = torch.ops.symm_mem

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.ops import attention_kernels
+from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.schedule.layout import head_tail_order
 from tests.pool import Ranks

@@ -22,9 +22,9 @@ from symm_cp.context_parallel.load_balancers import (
     Sequential,
 )
 from symm_cp.memory import resolve
-from symm_cp.ops import flex_mask
 from symm_cp.ops.attention import set_rotate_method
-from symm_cp.ops.flex_attention import flex_all_gather_attention
+from symm_cp.ops.attention.flex import mask as flex_mask
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.schedule.layout import Layout
 from tests.pool import Ranks
 

@@ -6,14 +6,13 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp import tuning
-from symm_cp.device import device_of
+from symm_cp import runtime, tuning
+from symm_cp.devices import device_of
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.modes import ordinary_tensors
-from symm_cp.runtime.arrivals import all_gather_and_poll
-from symm_cp.schedule.builders import peers
 from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.patterns import peers
 from symm_cp.schedule.tiles import Mask
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -114,5 +113,5 @@ def attend(
             arrival_attention(query, key, value, arrivals, at, chunks, causal=causal, scale=scale)
         )
 
-    all_gather_and_poll(group, [key, value], kernel, what)
+    runtime.of(key, group).all_gather_and_poll(group, [key, value], kernel, what)
     return found[0]

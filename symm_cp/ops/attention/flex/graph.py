@@ -28,10 +28,10 @@ import torch
 from torch.fx import Graph, GraphModule
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.ops.attention_tiles import wide
+from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
+from symm_cp.ops.attention.flex.op import FlexCall, backward, check_flex, forward
+from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
-from symm_cp.ops.flex_attention import FlexCall, backward, check_flex, forward
-from symm_cp.ops.flex_mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import Layout, head_tail, sequential
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from symm_cp.ops.flex_mask import Modifier, over_indices
+from symm_cp.ops.attention.flex.mask import Modifier, over_indices
 
 
 class Rebinding(Protocol):

@@ -20,9 +20,9 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
-from symm_cp.ops.attention_kernels import factor_of
-from symm_cp.ops.attention_tiles import Forward, Total, rows_first, wide
-from symm_cp.ops.flex_mask import Modifier, cut, over_indices
+from symm_cp.ops.attention.flex.mask import Modifier, cut, over_indices
+from symm_cp.ops.attention.kernels import factor_of
+from symm_cp.ops.attention.tiles import Forward, Total, rows_first, wide
 from symm_cp.schedule.tiles import Tile
 
 #: The positions of the queries and of the keys of a tile.

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp.modes import ordinary_tensors
-from symm_cp.ops import attention_kernels
+from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.common import new_result
 from symm_cp.schedule.tiles import Tile, squares
 

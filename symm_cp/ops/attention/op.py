@@ -22,9 +22,9 @@ import torch.nn.functional as F
 
 from symm_cp import runtime
 from symm_cp.memory import Group
-from symm_cp.ops import arrival_attention
-from symm_cp.ops.attention_kernels import factor_of
-from symm_cp.ops.attention_tiles import DTYPES, Backward, Forward, dense_features, wide
+from symm_cp.ops.attention import arrival as arrival_attention
+from symm_cp.ops.attention.kernels import factor_of
+from symm_cp.ops.attention.tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import attention_runs, group_of, lib, new_result, what_is
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import Layout

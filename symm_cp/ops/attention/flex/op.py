@@ -22,13 +22,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp import runtime
 from symm_cp.memory import Group
-from symm_cp.ops import attention, autocast
-from symm_cp.ops.attention import check_tensors, grad_shapes, shard_shapes
-from symm_cp.ops.attention_tiles import Backward, Forward, Total, additive, dense_features, wide
+from symm_cp.ops import autocast
+from symm_cp.ops.attention import op as attention
+from symm_cp.ops.attention.flex.captures import Captures, Rebinding
+from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
+from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.op import check_tensors, grad_shapes, shard_shapes
+from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, dense_features, wide
 from symm_cp.ops.common import attention_runs, new_result, what_is
-from symm_cp.ops.flex_captures import Captures, Rebinding
-from symm_cp.ops.flex_mask import MaskTiles, Modifier
-from symm_cp.ops.flex_scores import Indices, ScoreGradients, Scores, add_scores
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import Layout
 

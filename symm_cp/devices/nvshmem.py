@@ -1,4 +1,4 @@
-"""NVSHMEM: one-sided transfers between GPUs, also of different hosts, by way of nvshmem4py.
+"""NVSHMEM: one-sided transfers between GPUs, also of different hosts, through nvshmem4py.
 
 `init()` starts it on all ranks and takes one piece of the symmetric heap, from which the workspaces
 of groups are cut: allocation on that heap is collective over all ranks, a group's workspace is not.
@@ -10,6 +10,7 @@ and signals are NVSHMEM's, all of it on the same streams.
 from __future__ import annotations
 
 import ctypes
+import itertools
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -21,14 +22,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from symm_cp import native
-from symm_cp.device import Device, DeviceWorkspace
-from symm_cp.memory import FLAG_BYTES, Group, GroupLike, resolve
-
-_PAGE = 4096
-# `StreamKind` and `Space` of csrc/.
-_COPY, _SIGNAL, _WAIT = 0, 1, 2
-_OPERAND = 0
+from symm_cp import native, wire
+from symm_cp.devices.base import Device, DeviceWorkspace
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.devices.registry import choose
+from symm_cp.devices.workspaces import workspaces_of
+from symm_cp.memory import Group, GroupLike, StateKey, pages, resolve
 
 
 def library() -> tuple[Any, Any]:
@@ -54,7 +53,7 @@ class Heap:
 
     def cut(self, nbytes: int) -> int:
         """Returns the offset of free bytes; raises `RuntimeError` when there are too few."""
-        begin, wanted = 0, -(-nbytes // _PAGE) * _PAGE
+        begin, wanted = 0, pages(nbytes)
         for place, (offset, size) in enumerate(self.taken):
             if offset - begin >= wanted:
                 self.taken.insert(place, (begin, wanted))
@@ -123,8 +122,8 @@ def finalize() -> None:
     if _heap is None:
         return
     for group in _enabled:
-        group.engine = None
-        group.device_workspaces.clear()
+        choose(group, None)
+        workspaces_of(group).current.clear()
     _enabled.clear()
     torch.cuda.synchronize()
     heap, _heap = _heap, None
@@ -136,40 +135,41 @@ _enabled: list[Group] = []
 
 
 def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
-    """Has the ops of a group on CUDA go by way of NVSHMEM. Call it on all ranks of the group.
+    """Has the ops of a group on CUDA go through NVSHMEM. Call it on all ranks of the group.
 
     Raises `RuntimeError` before `init()`.
     """
     if _heap is None:
         raise RuntimeError("symm_cp.nvshmem: enable() needs init() before it")
     where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
-    state = resolve(group)
-    state.engine = NvshmemDevice(torch.device(where), _heap)
-    state.device_workspaces.clear()
-    _enabled.append(state)
+    enabled = resolve(group)
+    choose(enabled, NvshmemDevice(torch.device(where), _heap))
+    workspaces_of(enabled).current.clear()
+    _enabled.append(enabled)
 
 
-class NvshmemDevice(Device):
+class NvshmemDevice(CudaDevice):
     """A CUDA device whose groups' workspaces lie on the symmetric heap."""
 
     captures = False
+    spans_hosts = True
 
-    def __init__(self, device: torch.device, heap: Heap) -> None:
-        super().__init__(device)
-        self.heap = heap
+    def __init__(self, torch_device: torch.device, heap: Heap) -> None:
+        super().__init__(torch_device)
+        self._heap = heap
 
     def workspace(
         self, group: Group, channel: str, slot_bytes: int, *, graph: bool
     ) -> DeviceWorkspace:
         """Makes a workspace; collective."""
-        return NvshmemWorkspace(group, self, channel, slot_bytes, graph=graph)
+        return NvshmemWorkspace(group, self, channel, slot_bytes, graph=graph, heap=self._heap)
 
     def signals_by_stream(self) -> bool:
-        """Always: torch's kernels know nothing of this memory."""
+        """Always: torch's kernels signal in torch's own symmetric memory only."""
         return True
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
-        """Nothing that a user allocates by torch."""
+        """Never: what users allocate does not lie on NVSHMEM's heap."""
         return False
 
     def capturing(self) -> bool:
@@ -179,18 +179,40 @@ class NvshmemDevice(Device):
         return False
 
 
+def _numbers() -> itertools.count[int]:
+    return itertools.count(1)
+
+
+# The numbers of a group's workspaces: its ranks make them in the same order.
+_NUMBERS: StateKey[itertools.count[int]] = StateKey("workspaces on the NVSHMEM heap")
+
+
 class NvshmemWorkspace(DeviceWorkspace):
     """A workspace on the symmetric heap.
 
     `remote[r]` is the symmetric address, as NVSHMEM takes it, of rank r's workspace.
     """
 
-    def _allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
-        heap: Heap = self.device.heap  # type: ignore[attr-defined]
+    def __init__(
+        self,
+        group: Group,
+        device: Device,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        heap: Heap,
+    ) -> None:
         self.heap = heap
+        super().__init__(group, device, channel, slot_bytes, graph=graph)
+
+    def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Cuts this rank's memory from the heap; returns it, and where each rank's is mapped."""
+        heap = self.heap
         process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
         self._store = group.store()
-        self._key = f"symm_cp/nvshmem/{self.channel}/{_count(group)}"
+        numbers = group.state(_NUMBERS, _numbers)
+        self._key = f"symm_cp/nvshmem/{self.channel}/{next(numbers)}"
         offset = heap.cut(nbytes)
         weakref.finalize(self, heap.give_back, offset).atexit = False
         # Offsets are each rank's own: it may be in other groups than its peers.
@@ -207,16 +229,15 @@ class NvshmemWorkspace(DeviceWorkspace):
         self.direct = all(bases)
         return heap.memory[offset : offset + nbytes], bases
 
-    def _clear(self, group: Group, graph: bool) -> None:
-        self.memory[: self._header].zero_()
+    def meet(self, group: Group, *, graph: bool) -> None:
+        """Returns when all ranks have cleared their flags."""
         self.device.synchronize()
-        # No peer signals before all have come here.
         self._store.set(f"{self._key}/cleared/{group.rank}", "")
         self._store.wait([f"{self._key}/cleared/{r}" for r in range(group.world_size)])
 
     def issue(
         self,
-        commands: ctypes.Array[native.StreamCommand],
+        commands: ctypes.Array[wire.StreamCommand],
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,
@@ -231,7 +252,7 @@ class NvshmemWorkspace(DeviceWorkspace):
 
         def issue_here(first: int, end: int) -> None:
             if first < end:
-                part = (native.StreamCommand * (end - first))(*commands[first:end])
+                part = (wire.StreamCommand * (end - first))(*commands[first:end])
                 super(NvshmemWorkspace, self).issue(
                     part, operands, lanes, epoch, capturing=False, what=what
                 )
@@ -245,23 +266,27 @@ class NvshmemWorkspace(DeviceWorkspace):
             first = index + 1
         issue_here(first, len(commands))
 
-    def _is_remote(self, command: native.StreamCommand) -> bool:
-        if command.kind in (_SIGNAL, _WAIT):
+    def _is_remote(self, command: wire.StreamCommand) -> bool:
+        if command.kind in (wire.StreamKind.SIGNAL, wire.StreamKind.WAIT):
             return True
         source = command.source
-        return command.kind == _COPY and source.space != _OPERAND and source.index != self.rank
+        return (
+            command.kind == wire.StreamKind.COPY
+            and source.space != wire.Space.OPERAND
+            and source.index != self.rank
+        )
 
     def _issue_remote(
         self,
-        command: native.StreamCommand,
+        command: wire.StreamCommand,
         operands: ctypes.Array[ctypes.c_void_p],
         stream: int,
         epoch: int,
         what: bytes,
     ) -> None:
         bindings, peer = self.heap.bindings, command.peer
-        if command.kind == _SIGNAL:
-            place = (command.flag * self.world_size + self.rank) * FLAG_BYTES
+        if command.kind == wire.StreamKind.SIGNAL:
+            place = wire.flag_offset(command.flag, self.rank, self.world_size)
             bindings.signal_op_on_stream(
                 self.remote[peer] + place,
                 epoch,
@@ -269,8 +294,8 @@ class NvshmemWorkspace(DeviceWorkspace):
                 self.pes[peer],
                 stream,
             )
-        elif command.kind == _WAIT:
-            place = (command.flag * self.world_size + peer) * FLAG_BYTES
+        elif command.kind == wire.StreamKind.WAIT:
+            place = wire.flag_offset(command.flag, peer, self.world_size)
             mine = self.remote[self.rank] + place
             at_least = self.heap.core.ComparisonType.CMP_GE
             needed = max(0, epoch - command.lag)
@@ -279,7 +304,7 @@ class NvshmemWorkspace(DeviceWorkspace):
             bindings.signal_wait_until_on_stream(mine, at_least, needed, stream)
         else:
             owner = command.source.index
-            slot = self._header + epoch % self.slots * self.slot_bytes + command.source.offset
+            slot = self.layout.slot_offset(epoch) + command.source.offset
             to = (operands[command.to.index] or 0) + command.to.offset
             for row in range(command.rows):
                 bindings.getmem_on_stream(
@@ -289,9 +314,3 @@ class NvshmemWorkspace(DeviceWorkspace):
                     self.pes[owner],
                     stream,
                 )
-
-
-def _count(group: Group) -> int:
-    """Numbers the workspaces of a group: its ranks make them in one order."""
-    group.engine_workspaces += 1
-    return group.engine_workspaces

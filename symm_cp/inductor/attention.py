@@ -32,7 +32,7 @@ from symm_cp.inductor.trace import (
     is_item,
     static_shape,
 )
-from symm_cp.schedule.layout import Layout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 _ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 #: Attention, with its backward pass: both take query, key and value, and give the output and the
@@ -187,7 +187,7 @@ def _mask_options(node: Node, key: Traced) -> dict[str, Any] | str:
     return "its mask is no causal one of a sequential or head-tail layout"
 
 
-def _is_causal(visible: torch.Tensor, layout: Layout, rank: int) -> bool:
+def _is_causal(visible: torch.Tensor, layout: SequenceLayout, rank: int) -> bool:
     here = visible.device
     queries = torch.tensor(list(layout.positions(rank)), device=here)
     order = [p for r in range(layout.world_size) for p in layout.positions(r)]

@@ -23,7 +23,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Layout:
+class SequenceLayout:
     """How a sequence is spread over ranks. Raises `ValueError` unless its parts fit together."""
 
     world_size: int
@@ -115,9 +115,9 @@ def even_lengths(length: int, chunks: int) -> tuple[int, ...]:
     return tuple(each + (chunk < more) for chunk in range(chunks))
 
 
-def sequential(length: int, world_size: int) -> Layout:
+def sequential(length: int, world_size: int) -> SequenceLayout:
     """Rank r holds the r-th part of the sequence."""
-    return Layout(world_size, tuple(range(world_size)), even_lengths(length, world_size))
+    return SequenceLayout(world_size, tuple(range(world_size)), even_lengths(length, world_size))
 
 
 def head_tail_order(world_size: int) -> tuple[int, ...]:
@@ -125,9 +125,11 @@ def head_tail_order(world_size: int) -> tuple[int, ...]:
     return tuple(chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank))
 
 
-def head_tail(length: int, world_size: int) -> Layout:
+def head_tail(length: int, world_size: int) -> SequenceLayout:
     """Rank r holds chunks r and 2W-1-r of 2W: the same work for all under a causal mask.
 
     Source: the zigzag layout of ring-flash-attention, torch's `_HeadTailLoadBalancer`.
     """
-    return Layout(world_size, head_tail_order(world_size), even_lengths(length, 2 * world_size))
+    return SequenceLayout(
+        world_size, head_tail_order(world_size), even_lengths(length, 2 * world_size)
+    )

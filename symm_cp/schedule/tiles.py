@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from symm_cp.schedule.layout import Layout, Span
+from symm_cp.schedule.layout import SequenceLayout, Span
 
 # Rows of queries in a tile with a band: bounds the memory of its mask, and the work it wastes.
 _BAND_ROWS = 256
@@ -89,7 +89,7 @@ def squares(tile: Tile) -> tuple[Tile, ...]:
 
 
 @lru_cache(maxsize=1024)
-def tiles(layout: Layout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
+def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
     """The tiles of a rank's queries and the keys of rank `owner`, of one sequence."""
     if rank == owner and _is_causal(mask) and _ascends(layout.spans(rank)):
         rows = layout.lengths[rank]
@@ -106,7 +106,7 @@ def tiles(layout: Layout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]
     return tuple(_join_rows(_join_keys(found)))
 
 
-def pairs(layout: Layout, mask: Mask, rank: int) -> int:
+def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
     """How many pairs of a query and a key a rank computes: its share of the work."""
     return sum(
         tile.pairs

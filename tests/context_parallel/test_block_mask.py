@@ -27,7 +27,7 @@ from symm_cp.context_parallel.load_balancers import (
     Sequential,
 )
 from symm_cp.ops.attention.flex.mask import AREA, EMPTY, FULL, PARTIAL, block_states
-from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.layout import SequenceLayout
 
 MaskMod = Callable[..., torch.Tensor]
 
@@ -54,7 +54,7 @@ def balancers(mask: BlockMask, W: int) -> Iterator[LoadBalancer]:
     yield PerDocumentHeadTail(parts, W)
     yield ProcessingTimeRoundRobin(mask, W)
     order = random.sample(range(2 * W), 2 * W)
-    yield LoadBalancer(Layout(W, tuple(order), (length, *[0] * (2 * W - 1))))
+    yield LoadBalancer(SequenceLayout(W, tuple(order), (length, *[0] * (2 * W - 1))))
 
 
 def expected_states(mask: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:

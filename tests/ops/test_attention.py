@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp.ops.attention import set_rotate_method
-from symm_cp.schedule.layout import Layout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from tests import device
 from tests.attention_reference import Problem, check
 from tests.pool import Ranks
@@ -25,7 +25,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Case:
-    layout: Layout
+    layout: SequenceLayout
     batch: int = 1
     heads: int = 2
     kv_heads: int = 2
@@ -127,7 +127,7 @@ def run_all(group: dist.ProcessGroup, cases: list[Case], seed: int) -> None:
         run(group, case, seed + number)
 
 
-def masks(layout: Layout) -> list[dict[str, Any]]:
+def masks(layout: SequenceLayout) -> list[dict[str, Any]]:
     length = layout.length
     documents = tuple(sorted({0, length // 3, length // 2, length}))
     return [
@@ -142,17 +142,17 @@ def masks(layout: Layout) -> list[dict[str, Any]]:
     ]
 
 
-def layouts(world_size: int) -> list[Layout]:
+def layouts(world_size: int) -> list[SequenceLayout]:
     """Even, uneven and odd ones."""
     order = list(range(3 * world_size))
     random.Random(world_size).shuffle(order)
     lengths = [(5, 0, 9)[i % 3] for i in range(3 * world_size)]
-    lonely = Layout(world_size, tuple(range(world_size)), (0,) * (world_size - 1) + (17,))
+    lonely = SequenceLayout(world_size, tuple(range(world_size)), (0,) * (world_size - 1) + (17,))
     return [
         sequential(8 * world_size, world_size),
         head_tail(12 * world_size, world_size),
         head_tail(12 * world_size + 5, world_size),
-        Layout(world_size, tuple(order), tuple(lengths)),
+        SequenceLayout(world_size, tuple(order), tuple(lengths)),
         lonely,  # ranks without queries and keys
     ]
 
@@ -188,7 +188,7 @@ def test_dtypes_heads_and_features(ranks: Ranks, world_size: int, dtype: torch.d
 @WORLD_SIZES
 def test_other_lengths_strides_and_empty_inputs(ranks: Ranks, world_size: int) -> None:
     layout = sequential(12 * world_size, world_size)
-    uneven = Layout(world_size, tuple(range(world_size)), tuple(range(1, world_size + 1)))
+    uneven = SequenceLayout(world_size, tuple(range(world_size)), tuple(range(1, world_size + 1)))
     cases = [
         Case(layout, queries=5, dtype=torch.float64),
         Case(uneven, queries=7, heads=4, dtype=torch.float64),
@@ -221,7 +221,9 @@ def test_any_layout(ranks: Ranks, data: st.DataObject) -> None:
     world_size = data.draw(st.integers(1, 4))
     chunks = world_size * data.draw(st.integers(1, 3))
     lengths = data.draw(st.lists(st.integers(0, 11), min_size=chunks, max_size=chunks))
-    layout = Layout(world_size, tuple(data.draw(st.permutations(range(chunks)))), tuple(lengths))
+    layout = SequenceLayout(
+        world_size, tuple(data.draw(st.permutations(range(chunks)))), tuple(lengths)
+    )
     kv_heads = data.draw(st.integers(1, 2))
     case = Case(
         layout,

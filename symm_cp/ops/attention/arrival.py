@@ -11,7 +11,7 @@ from symm_cp.devices import device_of
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.modes import ordinary_tensors
-from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.patterns import peers
 from symm_cp.schedule.tiles import Mask
 
@@ -24,7 +24,7 @@ def takes(
     group: Group,
     query: torch.Tensor,
     key: torch.Tensor,
-    layout: Layout,
+    layout: SequenceLayout,
     mask: Mask,
     scale: float | None,
 ) -> bool:
@@ -42,7 +42,7 @@ def takes(
     return chosen == "arrival"
 
 
-def question(query: torch.Tensor, key: torch.Tensor, layout: Layout, mask: Mask) -> str:
+def question(query: torch.Tensor, key: torch.Tensor, layout: SequenceLayout, mask: Mask) -> str:
     """Names a call in the file of what was measured."""
     B, H, S, E = query.shape
     sizes = f"{B}x{H}x{key.shape[1]}x{S}x{key.shape[2]}x{E}"
@@ -54,7 +54,7 @@ def fits(
     group: Group,
     query: torch.Tensor,
     key: torch.Tensor,
-    layout: Layout,
+    layout: SequenceLayout,
     mask: Mask,
     scale: float | None = None,
 ) -> bool:
@@ -72,7 +72,7 @@ def fits(
 
 @lru_cache(maxsize=64)
 def _tables(
-    layout: Layout, rank: int, rows: int, device: torch.device
+    layout: SequenceLayout, rank: int, rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
     from symm_cp.kernels.arrival_attention import chunk_table
@@ -93,7 +93,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: Layout,
+    layout: SequenceLayout,
     mask: Mask,
     scale: float | None,
     what: bytes,

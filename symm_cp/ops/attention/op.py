@@ -27,7 +27,7 @@ from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.tiles import DTYPES, Backward, Forward, dense_features, wide
 from symm_cp.ops.common import attention_runs, group_of, lib, new_result, what_is
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Mask, Tile, tiles
 
 _FORWARD = "fused_all_gather_attention"
@@ -105,8 +105,8 @@ def check_tensors(
 
 
 @lru_cache(maxsize=512)
-def _layout(world_size: int, order: tuple[int, ...], lengths: tuple[int, ...]) -> Layout:
-    return Layout(world_size, order, lengths)
+def _layout(world_size: int, order: tuple[int, ...], lengths: tuple[int, ...]) -> SequenceLayout:
+    return SequenceLayout(world_size, order, lengths)
 
 
 def layout_of(
@@ -116,7 +116,7 @@ def layout_of(
     local_length: int,
     chunk_order: list[int] | None,
     chunk_lengths: list[int] | None,
-) -> Layout:
+) -> SequenceLayout:
     """Returns how keys are spread; raises `ValueError` when that does not fit this rank's shard."""
     count = len(chunk_order or chunk_lengths or range(world_size))
     order = tuple(range(count)) if chunk_order is None else tuple(chunk_order)
@@ -218,13 +218,13 @@ class _Call:
         return (Tile(0, self.rows, 0, keys),) if keys and self.rows else ()
 
 
-def shard_shapes(key: torch.Tensor, layout: Layout) -> list[tuple[tuple[int, ...], ...]]:
+def shard_shapes(key: torch.Tensor, layout: SequenceLayout) -> list[tuple[tuple[int, ...], ...]]:
     """The shapes of each rank's keys and values."""
     B, G, _, E = key.shape
     return [((B, G, length, E),) * 2 for length in layout.lengths]
 
 
-def grad_shapes(key: torch.Tensor, layout: Layout) -> list[tuple[int, ...]]:
+def grad_shapes(key: torch.Tensor, layout: SequenceLayout) -> list[tuple[int, ...]]:
     """The shapes of the gradients of each rank's keys and values, side by side."""
     B, G, _, E = key.shape
     return [(2, B, length, G, E) for length in layout.lengths]

@@ -33,7 +33,7 @@ from symm_cp.ops.attention.flex.op import FlexCall, backward, check_flex, forwar
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import Layout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -126,7 +126,7 @@ def keep_modifiers(
 
 
 @functools.lru_cache(maxsize=256)
-def layout_text(layout: Layout | None) -> str:
+def layout_text(layout: SequenceLayout | None) -> str:
     """A layout as the op takes it; None is head-tail over a sequence of any length."""
     if layout is None:
         return ""
@@ -134,10 +134,10 @@ def layout_text(layout: Layout | None) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(text: str, local_length: int, world_size: int) -> Layout:
+def _layout(text: str, local_length: int, world_size: int) -> SequenceLayout:
     if text:
         ranks, order, lengths = json.loads(text)
-        return Layout(ranks, tuple(order), tuple(lengths))
+        return SequenceLayout(ranks, tuple(order), tuple(lengths))
     if local_length % 2 != 0:
         raise ValueError(
             f"{_FORWARD}: {local_length} positions on this rank cannot be split into two equal "

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
-from symm_cp.schedule.layout import Layout, Span
+from symm_cp.schedule.layout import SequenceLayout, Span
 from symm_cp.schedule.tiles import Tile
 
 #: A `mask_mod` or `score_mod`.
@@ -216,8 +216,8 @@ class MaskTiles:
         mask_mod: Modifier | None,
         block_mask: BlockMask | None,
         heads: tuple[int, int],
-        queries: Layout,
-        keys: Layout,
+        queries: SequenceLayout,
+        keys: SequenceLayout,
         rank: int,
     ) -> None:
         self._mask_mod = noop_mask if mask_mod is None else mask_mod

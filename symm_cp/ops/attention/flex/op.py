@@ -31,7 +31,7 @@ from symm_cp.ops.attention.op import check_tensors, grad_shapes, shard_shapes
 from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, dense_features, wide
 from symm_cp.ops.common import attention_runs, new_result, what_is
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.layout import SequenceLayout
 
 _OP = "flex_all_gather_attention"
 
@@ -42,11 +42,11 @@ def flex_all_gather_attention(
     value: torch.Tensor,
     *,
     group: Group,
-    layout: Layout,
+    layout: SequenceLayout,
     mask_mod: Modifier | None = None,
     score_mod: Modifier | None = None,
     block_mask: BlockMask | None = None,
-    kv_layout: Layout | None = None,
+    kv_layout: SequenceLayout | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -102,7 +102,7 @@ def check_flex(
     key: torch.Tensor,
     value: torch.Tensor,
     group: Group,
-    layouts: tuple[Layout, Layout],
+    layouts: tuple[SequenceLayout, SequenceLayout],
     block_mask: BlockMask | None,
     enable_gqa: bool,
 ) -> None:
@@ -147,7 +147,7 @@ class FlexCall:
         masks: MaskTiles,
         score_mod: Modifier | None,
         captures: Rebinding | None,
-        keys: Layout,
+        keys: SequenceLayout,
         scale: float | None,
     ) -> None:
         self.group, self.masks, self.score_mod, self.captures = group, masks, score_mod, captures

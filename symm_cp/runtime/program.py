@@ -85,7 +85,9 @@ class Plan:
         weakref.finalize(self, native.load().symm_cp_plan_free, handle).atexit = False
 
 
-class _Lowering:
+class Lowering:
+    """Lowers steps of one lane. Runtimes call `lower`, which takes registered variants only."""
+
     def __init__(
         self,
         steps: Sequence[Step],
@@ -106,6 +108,7 @@ class _Lowering:
         self.announced = False
 
     def program(self) -> Program:
+        """Returns the program; call it once."""
         for step in self.steps:
             self._lower(step)
         if any(isinstance(step, Wait) for step in self.steps):
@@ -230,4 +233,4 @@ def lower(
     name (for a copy: `"source->target"`, with the target's chunk).
     """
     steps = [step for _, step in variant.issue_order(rank, world_size)]
-    return _Lowering(steps, rank, binding, reduction, python_copies).program()
+    return Lowering(steps, rank, binding, reduction, python_copies).program()

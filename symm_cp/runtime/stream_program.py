@@ -166,7 +166,9 @@ def _overlap(one: Region, other: Region) -> bool:
     return None in (one.chunk, other.chunk) or one.chunk == other.chunk
 
 
-class _Lowering:
+class Lowering:
+    """Lowers steps in issue order. Runtimes call `lower`, which takes registered variants only."""
+
     def __init__(
         self,
         order: Sequence[tuple[str, Step]],
@@ -199,6 +201,7 @@ class _Lowering:
         self.events: dict[str, int] = {}
 
     def launch(self) -> Launch:
+        """Returns the launch; call it once."""
         lanes = list(dict.fromkeys(lane for lane, _ in self.order))
         others = [lane for lane in lanes if lane != "compute"]
         self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
@@ -332,5 +335,5 @@ def lower(
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
-    lowering = _Lowering(order, rank, world_size, binding, by_kernels=by_kernels, joined=joined)
+    lowering = Lowering(order, rank, world_size, binding, by_kernels=by_kernels, joined=joined)
     return lowering.launch()

@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import native
+from symm_cp import devices, native
 from symm_cp.ops import low_contention
-from symm_cp.runtime import launch
 from tests import device
 from tests.faults.forked import fork_ranks
 
@@ -66,7 +65,8 @@ def stops(group: dist.ProcessGroup, run: Callable[[dist.ProcessGroup], None]) ->
 def fails(group: dist.ProcessGroup, run: Callable[[dist.ProcessGroup], None]) -> str:
     """In the middle of the call, and lives on."""
     no_memory = MemoryError("no memory")
-    with unittest.mock.patch.object(launch._Call, "launch", side_effect=no_memory):
+    kind = type(devices.device_of(torch.empty(0).device))
+    with unittest.mock.patch.object(kind, "launch", side_effect=no_memory):
         try:
             run(group)
         except MemoryError as error:

@@ -392,7 +392,7 @@ def _put(entry: type, other: type) -> tuple[str, object]:
         (_put(wire.Reference, _Narrow), "+Reference 12 bytes: "),
         (
             _put(wire.Space, _Reordered),
-            "+Space kOperand, kShard, kSlot\n",
+            "+Space kOperand, kShard, kSlot",
         ),
     ],
 )

@@ -7,13 +7,13 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import native
+from symm_cp import devices, native
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, reported, resolve, unknown_group
@@ -104,6 +104,28 @@ PLANS: StateKey[Plans] = StateKey("plans")
 
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = _Library("symm_mem", "FRAGMENT")
+
+Op: TypeAlias = Callable[..., Any]
+
+#: Kernels for devices, by name, of ops that torch has kernels for as well:
+#: `symm_cp.override_cuda_ops` installs ours.
+device_kernels: dict[str, Op] = {}
+
+
+def register_kernel(
+    name: str, kernel: Op, *, on_devices: Op | None = None, replaces_torch: bool = False
+) -> None:
+    """Registers an op's kernel for CPU tensors and for those of every known device.
+
+    `on_devices` is a kernel of its own for devices. With `replaces_torch`, torch has a kernel for
+    them: ours is kept in `device_kernels`.
+    """
+    lib.impl(name, kernel, "CPU")
+    if replaces_torch:
+        device_kernels[name] = on_devices or kernel
+        return
+    for device in devices.known():
+        lib.impl(name, on_devices or kernel, device.dispatch_key)
 
 
 def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:

@@ -20,6 +20,7 @@ from symm_cp.ops.common import (
     lib,
     nbytes_of,
     real,
+    register_kernel,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
@@ -136,7 +137,7 @@ def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
 
 
-def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+def _all_gather_on_device(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     if in_test_mode():
         return unfused_all_gather(tensor, 0, group_name)
     _check_gather(tensor)
@@ -146,7 +147,9 @@ def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     return transfers.all_gather(group, tensor, what_is(_GATHER, tensor))
 
 
-def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+def _reduce_scatter_on_device(
+    tensor: torch.Tensor, reduce_op: str, group_name: str
+) -> torch.Tensor:
     group = resolve(group_name)
     mean = _check_scatter(tensor, reduce_op, group.world_size)
     if in_test_mode():
@@ -158,17 +161,15 @@ def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     return torch.view_as_complex(scattered) if tensor.is_complex() else scattered
 
 
-#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
-CUDA_KERNELS = {_GATHER: _all_gather_cuda, _SCATTER: _reduce_scatter_cuda}
-
-
 def register() -> None:
     """Adds CPU kernels, and fake kernels (torch's average, which integers lack, and check less).
 
     The gradients are registered by csrc/gradients.cpp.
     """
-    lib.impl(_GATHER, _all_gather_cpu, "CPU")
-    lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")
+    register_kernel(_GATHER, _all_gather_cpu, on_devices=_all_gather_on_device, replaces_torch=True)
+    register_kernel(
+        _SCATTER, _reduce_scatter_cpu, on_devices=_reduce_scatter_on_device, replaces_torch=True
+    )
     lib.impl(_GATHER, _all_gather_fake, "Meta", allow_override=True)
     lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
 

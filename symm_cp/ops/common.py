@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from symm_cp import devices, native
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
-from symm_cp.memory import Group, GroupLike, StateKey, reported, resolve, unknown_group
+from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
 from symm_cp.runtime.cpu import REDUCIBLE, Collective
 
 P = ParamSpec("P")
@@ -70,10 +70,10 @@ def tells_peers(
 def refuse(group: GroupLike, channel: str, error: Exception) -> None:
     """Tells the peers that this rank does not make the call that they may be making now.
 
-    Does nothing when they have heard of the error. Never waits.
+    Does nothing when the error was already reported to them. Never waits.
     """
     state = resolve(group)
-    if state.world_size == 1 or getattr(error, "_symm_cp_reported", False):
+    if state.world_size == 1 or is_reported(error):
         return
     on_this_host(state, "cpu").refuse(channel, error)
     reported(error)

@@ -1,16 +1,16 @@
 """Groups and their workspaces: the only place that knows how bytes are laid out.
 
-A group has up to two workspaces, each a *channel* with calls of its own: `"sync"` for ops that run
+A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
 in the calling thread, `"async"` for those that a copy engine carries out, so that both kinds may be
-in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; what
-a rank refuses to do is a call as well. The calls of a workspace are numbered from 1, too (the
+in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
+call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
     4096 * ceil((5 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
-writer), records (what each of the two calls under way is), why the last calls failed that did,
-then the two slots. The slot is as large as the largest call so far; a larger one replaces the
+writer), records (what each of the two calls under way is), the reasons of the last failed calls,
+then the two slots. The slot is as large as the largest call so far; a larger call replaces the
 workspace, which is collective but happens inside an op that is collective anyway, on sizes that
 all ranks know. So does the call after `wire.LAST_EPOCH`. Nothing is collective when memory is
 returned.
@@ -90,26 +90,26 @@ def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.T
 
 
 class Calls:
-    """The calls of a workspace, one after the other, and the room that they have."""
+    """The calls of a workspace, one after the other, and the size of their slots."""
 
     slot_bytes: int
     epoch = 0
 
     def next_epoch(self) -> int:
-        """Begins a call: every rank does so in the same order."""
+        """Begins a call; every rank begins its calls in the same order."""
         self.epoch += 1
         return self.epoch
 
     def serves(self, slot_bytes: int) -> bool:
-        """Whether a call with a slot of so many bytes can be made."""
+        """Whether a call with a slot of `slot_bytes` can be made."""
         return self.slot_bytes >= slot_bytes and self.epoch < wire.LAST_EPOCH
 
 
 class Workspace:
     """Symmetric memory of one channel of a group, with two slots that its calls take in turn.
 
-    Made by the first call, and replaced by larger memory when a call needs it (csrc/group.h).
-    Not for several threads at once: `Group.lock` serialises them.
+    The first call allocates the memory, and a call that needs more replaces it (csrc/group.h). Not
+    thread-safe: `Group.lock` serialises calls.
     """
 
     def __init__(self, group: Group, channel: str) -> None:
@@ -132,22 +132,22 @@ class Workspace:
 
     @property
     def epoch(self) -> int:
-        """The last call that began, of those that the present memory has seen."""
+        """The number of the last call that began in the present memory."""
         epoch: int = self._library.symm_cp_epoch(self.handle, self._index)
         return epoch
 
     def skip(self, calls: int) -> None:
-        """Passes over so many calls as if they had been made. Collective. For tests."""
+        """Skips a number of calls as if they had been made. Collective. For tests."""
         self._library.symm_cp_skip(self.handle, self._index, calls)
 
     def renew(self) -> None:
-        """Lets go of the memory: the next call makes new one. Collective. For tests."""
+        """Releases the memory; the next call allocates it anew. Collective. For tests."""
         self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
 
     def began(self, epoch: int) -> None:
-        """Notes which call is under way."""
+        """Tells the workspace that a call has begun."""
         if epoch == 1:
-            self._views.clear()  # of the memory before
+            self._views.clear()  # they were of the memory that this one has replaced
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -173,10 +173,19 @@ class Workspace:
         return address
 
 
-def reported(error: Exception) -> Exception:
-    """Marks an error that the peers have been told of, and returns it."""
-    error._symm_cp_reported = True  # type: ignore[attr-defined]
+E = TypeVar("E", bound=BaseException)
+
+
+def reported(error: E) -> E:
+    """Marks an error as already reported to the peers, and returns it."""
+    with contextlib.suppress(AttributeError):  # a type whose objects take no attributes
+        error._symm_cp_reported = True  # type: ignore[attr-defined]
     return error
+
+
+def is_reported(error: BaseException) -> bool:
+    """Whether an error was already reported to the peers."""
+    return getattr(error, "_symm_cp_reported", False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,8 +219,8 @@ class Group:
         )
         if not self.handle:
             raise RuntimeError(native.error())
-        # Freed with this object, not before: work in flight holds it. Not at exit, when torch's
-        # own memory may be gone already and the kernel frees everything anyway.
+        # Freed with this object, not before: work in flight uses it. Not at exit: torch's own
+        # memory may be gone by then, and the kernel frees everything anyway.
         weakref.finalize(self, self._library.symm_cp_group_close, self.handle).atexit = False
         self._workspaces = {channel: Workspace(self, channel) for channel in wire.CHANNELS}
         self._states: dict[StateKey[Any], Any] = {}
@@ -255,7 +264,7 @@ class Group:
         return _get_process_group_store(_resolve_process_group(self.name))  # type: ignore[arg-type]
 
     def workspace(self, channel: str) -> Workspace:
-        """Returns the workspace of a channel, as it is now."""
+        """Returns the workspace of a channel."""
         return self._workspaces[channel]
 
     def reserve(self, slot_bytes: int, channels: Sequence[str] = wire.CHANNELS) -> None:
@@ -267,37 +276,35 @@ class Group:
                     raise reported(RuntimeError(native.error()))
 
     @contextmanager
-    def call(self, slot_bytes: int, what: bytes) -> Iterator[tuple[Workspace, int]]:
-        """Begins a call of the channel `"sync"`: gives its workspace and epoch.
+    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Workspace, int]]:
+        """Begins a call of the channel `"sync"`; yields its workspace and epoch.
 
-        An exception inside ends the call on this rank: for the peers it is then a call that failed,
-        and those that wait for it raise, with the reason. The next call goes on with the same
-        workspace.
+        An exception inside the `with` block ends the call on this rank: peers that wait for it
+        raise an error with the reason. The next call uses the same workspace.
         """
         with self.own_lock():
             workspace = self._workspaces["sync"]
-            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, what)
+            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, call_name)
             if epoch < 0:
                 raise reported(RuntimeError(native.error()))
             workspace.began(epoch)
             try:
                 yield workspace, epoch
             except BaseException as error:
-                self._library.symm_cp_fail(self.handle, _cause(self, what, error))
-                with contextlib.suppress(AttributeError):  # a type without attributes
-                    error._symm_cp_reported = True  # type: ignore[attr-defined]
+                self._library.symm_cp_fail(self.handle, _reason(self, call_name, error))
+                reported(error)
                 raise
 
     def refuse(self, channel: str, error: BaseException) -> None:
         """Tells the peers that this rank does not make the call that they may be making now.
 
-        Does nothing when they have heard of the error already. Never waits.
+        Does nothing when the error was already reported to them. Never waits.
         """
-        if getattr(error, "_symm_cp_reported", False) or self.world_size == 1:
+        if is_reported(error) or self.world_size == 1:
             return
         with self.own_lock():
             self._library.symm_cp_refuse(
-                self.handle, wire.CHANNELS.index(channel), _cause(self, b"", error)
+                self.handle, wire.CHANNELS.index(channel), _reason(self, b"", error)
             )
 
     def close(self) -> None:
@@ -307,14 +314,14 @@ class Group:
         self._library.symm_cp_release_groups()
 
 
-def _cause(group: Group, what: bytes, error: BaseException) -> bytes:
+def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
     """What peers are told of an error on this rank."""
-    op = f"{what.decode()}: " if what else ""
+    op = f"{call_name.decode()}: " if call_name else ""
     return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
 
 
-#: What is done when a group is first used; not collective. What peers may ask of this rank is said
-#: then, whichever op comes first.
+#: Called when a group is first used, whichever op comes first; not collective. They publish in the
+#: group's store what peers may ask of this rank.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
@@ -328,7 +335,7 @@ def _forget(name: str, group: Group) -> None:
 
 
 def unknown_group(name: str) -> ValueError:
-    """The error for a name that no process group has."""
+    """Returns the error for a name that no process group has."""
     return ValueError(f"group: there is no process group named {name!r}")
 
 
@@ -343,17 +350,16 @@ def resolve(group: GroupLike) -> Group:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
         raise unknown_group(name) from error
-    # Names are used again after a group was destroyed, so the object decides.
+    # Another group may have had the same name before, so the objects are compared.
     if known is not None and known[0]() is process_group:
         return known[1]
-    native.load()
-    made = Group(process_group)
-    if process_group in dist.distributed_c10d._world.pg_map:  # not a part of one, of hosts.py
-        for act in on_first_use:
-            act(made)
-    _groups[name] = (weakref.ref(process_group), made)
-    weakref.finalize(process_group, _forget, name, made).atexit = False
-    return made
+    new_group = Group(process_group)
+    if process_group in dist.distributed_c10d._world.pg_map:  # not the part of a group on a host
+        for publish in on_first_use:
+            publish(new_group)
+    _groups[name] = (weakref.ref(process_group), new_group)
+    weakref.finalize(process_group, _forget, name, new_group).atexit = False
+    return new_group
 
 
 def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Workspace:
@@ -366,12 +372,11 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
         raise ValueError(f"get_workspace: {channel=} must be one of {wire.CHANNELS}")
     if nbytes < 0:
         raise ValueError(f"get_workspace: {nbytes=} must not be negative")
-    state = resolve(group)
-    state.reserve(nbytes, (channel,))
-    return state.workspace(channel)
+    resolved = resolve(group)
+    resolved.reserve(nbytes, (channel,))
+    return resolved.workspace(channel)
 
 
 def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:
     """Tells whether a tensor lies in symmetric memory that was rendezvoused with the group."""
-    library = native.load()
-    return bool(library.symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))
+    return bool(native.load().symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))

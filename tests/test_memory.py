@@ -153,6 +153,36 @@ def test_released_with_the_group(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, goes_with_the_group)
 
 
+LISTS = memory.StateKey[list[int]]("lists of a test", close=list.clear)
+
+
+def states(group: dist.ProcessGroup) -> None:
+    own = dist.new_group(list(range(group.size())))
+    state = memory.resolve(own)
+    assert state.find(LISTS) is None
+    kept = state.state(LISTS, lambda: [1, 2])
+    assert state.state(LISTS, list) is kept
+    assert memory.resolve(group).find(LISTS) is None
+    # Keys are told apart by what they are, not by their names.
+    assert state.find(memory.StateKey[list[int]]("lists of a test")) is None
+    state.drop(LISTS)
+    assert kept == []
+    assert state.find(LISTS) is None
+    last = state.state(LISTS, lambda: [3])
+    state.put(LISTS, [4])
+    assert last == [3]
+    last = state.state(LISTS, list)
+    del state
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    assert last == []
+
+
+def test_states_are_closed_with_the_group(ranks: Ranks) -> None:
+    ranks.run(2, states)
+
+
 def names(group: dist.ProcessGroup) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     workspaces = [symm_cp.get_workspace(g, 8) for g in (group, mesh, group.group_name)]

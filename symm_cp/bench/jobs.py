@@ -22,8 +22,7 @@ from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.demo import options as demo_options
 from symm_cp.demo import variants
-from symm_cp.ops import low_contention, matmul
-from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
+from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
 from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
@@ -79,10 +78,10 @@ class Setting:
             options["synchronize"] = torch.cuda.synchronize
         return Case(f"{name}, {str(self.dtype)[6:]}", variants, **options)
 
-    def op(self, name: str, module: Any) -> Callable[..., Any]:
+    def op(self, name: str) -> Callable[..., Any]:
         """Our kernel of an op that torch has, too."""
         if self.cuda:
-            return module.CUDA_KERNELS[name]
+            return device_kernels[name]
         return getattr(torch.ops.symm_mem, name).default
 
 
@@ -109,7 +108,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
     """All-gather-matmul: `rows` x `inner` of each rank, times `inner` x `columns`."""
     x, weight = setting.normal(rows, inner), setting.normal(inner, columns)
     shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
-    fused = setting.op("fused_all_gather_matmul", matmul)
+    fused = setting.op("fused_all_gather_matmul")
 
     def run(shard: torch.Tensor) -> torch.Tensor:
         return fused(shard, [weight], 0, setting.name, return_A=False)[1][0]
@@ -146,7 +145,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
 def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job:
     """Matmul-reduce-scatter: W * `rows` x `inner` on each rank, times `inner` x `columns`."""
     x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
-    fused = setting.op("fused_matmul_reduce_scatter", matmul)
+    fused = setting.op("fused_matmul_reduce_scatter")
     full = x @ weight
 
     def run() -> torch.Tensor:
@@ -274,7 +273,7 @@ def attention_backward(
 def all_gather(setting: Setting, nbytes: int) -> Job:
     """The low-contention all-gather of `nbytes` of each rank."""
     wait = torch.ops._c10d_functional.wait_tensor.default
-    gather = setting.op("_low_contention_all_gather", low_contention)
+    gather = setting.op("_low_contention_all_gather")
     x = setting.normal(max(1, nbytes // setting.dtype.itemsize))
     shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
 
@@ -305,7 +304,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
 def reduce_scatter(setting: Setting, nbytes: int) -> Job:
     """The low-contention reduce-scatter that leaves `nbytes` on each rank."""
     wait = torch.ops._c10d_functional.wait_tensor.default
-    scatter = setting.op("_low_contention_reduce_scatter", low_contention)
+    scatter = setting.op("_low_contention_reduce_scatter")
     x = setting.normal(setting.ranks * max(1, nbytes // setting.dtype.itemsize))
     shared = setting.symmetric(x)
 

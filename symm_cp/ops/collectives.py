@@ -20,6 +20,7 @@ from symm_cp.ops.common import (
     check_divisible,
     check_reduce_op,
     lib,
+    register_kernel,
     what_is,
     world_size_of,
 )
@@ -155,7 +156,6 @@ _KERNELS: dict[str, Any] = {
     _SCATTER_OUT: _reduce_scatter_out_cpu,
     "get_remote_tensors": _get_remote_tensors_cpu,
     "_one_shot_all_reduce": _one_shot_all_reduce_cpu,
-    "_reduce_scatter": _reduce_scatter,
 }
 
 
@@ -252,7 +252,7 @@ def register() -> None:
     """Adds the CPU kernels, gradients, and what fake tensors and the compiler need."""
     for name, kernel in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
-    lib.impl("_reduce_scatter", _reduce_scatter, "CUDA")
+    register_kernel("_reduce_scatter", _reduce_scatter)
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta")
     lib.impl("get_remote_tensors", no_fake_remote_tensors, "Meta", allow_override=True)

@@ -7,16 +7,16 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import native, wire
+from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
-from symm_cp.memory import Group, GroupLike, StateKey, reported, resolve, unknown_group
+from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
 
 P = ParamSpec("P")
@@ -69,10 +69,10 @@ def tells_peers(
 def refuse(group: GroupLike, channel: str, error: Exception) -> None:
     """Tells the peers that this rank does not make the call that they may be making now.
 
-    Does nothing when they have heard of the error. Never waits.
+    Does nothing when the error was already reported to them. Never waits.
     """
     state = resolve(group)
-    if state.world_size == 1 or getattr(error, "_symm_cp_reported", False):
+    if state.world_size == 1 or is_reported(error):
         return
     on_this_host(state, "cpu").refuse(channel, error)
     reported(error)
@@ -103,6 +103,25 @@ PLANS: StateKey[Plans] = StateKey("plans")
 
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = _Library("symm_mem", "FRAGMENT")
+
+Op: TypeAlias = Callable[..., Any]
+
+#: Kernels for devices, by name, of ops that torch has kernels for as well:
+#: `symm_cp.override_cuda_ops` installs ours.
+device_kernels: dict[str, Op] = {}
+
+
+def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
+    """Registers an op's kernel for CPU tensors and for those of every known device.
+
+    With `replaces_torch`, torch has a kernel for devices: ours is kept in `device_kernels`.
+    """
+    lib.impl(name, kernel, "CPU")
+    if replaces_torch:
+        device_kernels[name] = kernel
+        return
+    for device in devices.known():
+        lib.impl(name, kernel, device.dispatch_key)
 
 
 def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:

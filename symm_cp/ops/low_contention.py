@@ -18,6 +18,7 @@ from symm_cp.ops.common import (
     check_reduce_op,
     in_test_mode,
     lib,
+    register_kernel,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
@@ -81,17 +82,13 @@ def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
 
 
-#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
-CUDA_KERNELS = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
-
-
 def register() -> None:
     """Adds CPU kernels, and fake kernels (torch's average, which integers lack, and check less).
 
     The gradients are registered by csrc/gradients.cpp.
     """
-    lib.impl(_GATHER, _all_gather, "CPU")
-    lib.impl(_SCATTER, _reduce_scatter, "CPU")
+    register_kernel(_GATHER, _all_gather, replaces_torch=True)
+    register_kernel(_SCATTER, _reduce_scatter, replaces_torch=True)
     lib.impl(_GATHER, _all_gather_fake, "Meta", allow_override=True)
     lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
 

@@ -24,6 +24,7 @@ from symm_cp.ops.common import (
     in_test_mode,
     lib,
     new_result,
+    register_kernel,
     rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
@@ -400,18 +401,11 @@ def _scaled_matmul_reduce_scatter_fake(
     return A.new_empty(full, dtype=dtype)
 
 
-#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
-CUDA_KERNELS = {
-    _GATHER: _all_gather_scaled_matmul_kernel,
-    _SCATTER: _scaled_matmul_reduce_scatter_kernel,
-}
-
-
 def register() -> None:
     """Adds the kernels, and fake kernels (torch's are wrong for the last dimension)."""
-    lib.impl(_GATHER, _all_gather_scaled_matmul_kernel, "CPU")
+    register_kernel(_GATHER, _all_gather_scaled_matmul_kernel, replaces_torch=True)
+    register_kernel(_SCATTER, _scaled_matmul_reduce_scatter_kernel, replaces_torch=True)
     lib.impl(_GATHER, _all_gather_scaled_matmul_fake, "Meta", allow_override=True)
-    lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_kernel, "CPU")
     lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_fake, "Meta", allow_override=True)
     for name in (_GATHER, _SCATTER):
         register_no_gradient(

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import devices, native
-from symm_cp.ops import low_contention
+from symm_cp.ops.common import device_kernels
 from tests import device
 from tests.faults.forked import fork_ranks
 
@@ -37,7 +37,7 @@ def attention(group: dist.ProcessGroup) -> None:
 
 
 def background(group: dist.ProcessGroup) -> None:
-    gather = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
+    gather = device_kernels["_low_contention_all_gather"]
     out = gather(torch.randn(64, 4), group.group_name)
     torch.ops._c10d_functional.wait_tensor(out).sum().item()
 

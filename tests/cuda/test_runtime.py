@@ -13,6 +13,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import symm_cp
 from symm_cp import devices, memory, wire
 from symm_cp.devices.cuda import CudaDevice
+from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import build, simulated_device, simulation
 from tests.pool import Ranks
 
@@ -22,6 +23,8 @@ MODES = pytest.mark.parametrize(
     [{}, {"graph": True}, {"by_stream": False}, {"graph": True, "by_stream": False}],
     ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
 )
+all_gather = device_kernels["_low_contention_all_gather"]
+reduce_scatter = device_kernels["_low_contention_reduce_scatter"]
 wait = torch.ops._c10d_functional.wait_tensor
 
 
@@ -52,11 +55,9 @@ def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
             in_place = turn % 2 == 1
             if in_place:
                 shard, whole = symmetric(shard, group), symmetric(whole, group)
-            gathered = torch.ops.symm_mem._low_contention_all_gather(shard, group.group_name)
+            gathered = all_gather(shard, group.group_name)
             op = random.choice(["sum", "avg"])
-            scattered = torch.ops.symm_mem._low_contention_reduce_scatter(
-                whole, op, group.group_name
-            )
+            scattered = reduce_scatter(whole, op, group.group_name)
             if not in_place:  # the caller may have its input back at once
                 shard.fill_(torch.nan)
                 whole.fill_(torch.nan)
@@ -74,10 +75,10 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
     with simulation() as made:
         shard = symmetric(torch.randn(64, 4), group)
-        wait(torch.ops.symm_mem._low_contention_all_gather(shard, group.group_name))
+        wait(all_gather(shard, group.group_name))
         made.synchronize()
         made.count()
-        wait(torch.ops.symm_mem._low_contention_all_gather(shard, group.group_name))
+        wait(all_gather(shard, group.group_name))
         return made.count()
 
 
@@ -136,9 +137,7 @@ def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any])
                 assert torch.equal(key, rows.flatten(0, 1))
                 assert torch.equal(value, -key)
             elif kind == 3:
-                gathered = torch.ops.symm_mem._low_contention_all_gather(
-                    rows[rank], group.group_name
-                )
+                gathered = all_gather(rows[rank], group.group_name)
                 pending.append((gathered, rows))
             elif pending:
                 gathered, expected = pending.pop(0)

@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from symm_cp.context_parallel.flex import TRANSFORMERS
 from symm_cp.context_parallel.flex_hook import attend_compiled
-from symm_cp.ops.attention.flex.graph import keep_modifiers
+from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 
 _NAME = "symm_cp_flex_attention"
 

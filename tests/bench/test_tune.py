@@ -19,9 +19,9 @@ from tests.cuda.simulated import build, simulation
 from tests.pool import Ranks
 
 
-def takes(group: Any, query: Any, key: Any, layout: Any, mask: Any, scale: Any) -> bool:
-    if arrival_attention.fits(group, query, key, layout, mask, scale):
-        question = arrival_attention.question(query, key, layout, mask)
+def takes(group: Any, query: Any, key: Any, spec: Any) -> bool:
+    if arrival_attention.fits(group, query, key, spec):
+        question = arrival_attention.question(query, key, spec)
         way = tuning.choose_attention(group, query.device, question)
         assert way in tuning.ATTENTION_WAYS
     return False

@@ -18,6 +18,7 @@ def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     from symm_cp import memory
     from symm_cp.kernels import arrival_attention as module
     from symm_cp.ops.attention import arrival as arrival_attention
+    from symm_cp.ops.attention.spec import AttentionSpec
     from symm_cp.schedule.layout import head_tail, sequential
     from symm_cp.schedule.tiles import Mask
     from tests.cuda import interpreted
@@ -41,8 +42,9 @@ def attends(group: dist.ProcessGroup, say: Any, seed: int) -> None:
             q, k, v = (torch.randn(1, n, layout.length, 64) for n in (H, G, G))
             at = torch.tensor(list(layout.positions(rank)))
             mine = [t[:, :, at].half() for t in (q, k, v)]
-            assert arrival_attention.fits(state, mine[0], mine[1], layout, mask)
-            out, lse = arrival_attention.attend(state, *mine, layout, mask, None, b"")
+            spec = AttentionSpec(layout, mask)
+            assert arrival_attention.fits(state, mine[0], mine[1], spec)
+            out, lse = arrival_attention.attend(state, *mine, spec, b"")
             everywhere = torch.arange(layout.length)
             visible = at.unsqueeze(1) >= everywhere if mask else torch.ones(1, 1).bool()
             keys, values = (t.half().double().repeat_interleave(H // G, 1) for t in (k, v))

@@ -1,4 +1,4 @@
-"""Attention on CUDA by one kernel that begins before the peers' keys have come."""
+"""Attention on CUDA as one kernel that starts before the peers' keys have arrived."""
 
 from __future__ import annotations
 
@@ -11,62 +11,52 @@ from symm_cp.devices import device_of
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.modes import ordinary_tensors
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.patterns import peers
 from symm_cp.schedule.tiles import Mask
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
-_CAPABILITY = (8, 0)  # tensor cores for bfloat16, copies to shared memory in the background
+_CAPABILITY = (8, 0)  # tensor cores for bfloat16, asynchronous copies to shared memory
 
 
-def takes(
-    group: Group,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    layout: SequenceLayout,
-    mask: Mask,
-    scale: float | None,
-) -> bool:
-    """Tells whether a call is for this kernel: it can do it, and it is the way to take."""
-    if query.device.type != "cuda" or not fits(group, query, key, layout, mask, scale):
+def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Tells whether this kernel runs a call: it supports it, and was chosen for it."""
+    if query.device.type != "cuda" or not fits(group, query, key, spec):
         return False
     if torch.cuda.get_device_capability(query.device) < _CAPABILITY:
         return False
     device = device_of(query.device)
-    # Kernels that signal might find no multiprocessor free beside one that polls on all of them.
+    # Kernels that signal might find no multiprocessor free while this one polls on all of them.
     spread = hosts_of(group, query.device)
     if spread is not None or device.capturing() or not device.signals_by_stream():
         return False
-    chosen = tuning.choose_attention(group, query.device, question(query, key, layout, mask))
+    chosen = tuning.choose_attention(group, query.device, question(query, key, spec))
     return chosen == "arrival"
 
 
-def question(query: torch.Tensor, key: torch.Tensor, layout: SequenceLayout, mask: Mask) -> str:
-    """Names a call in the file of what was measured."""
+def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
+    """Names a call in the file of measured choices."""
     B, H, S, E = query.shape
     sizes = f"{B}x{H}x{key.shape[1]}x{S}x{key.shape[2]}x{E}"
-    kind, chunks = "causal" if mask else "full", len(layout.chunks(0))
+    kind, chunks = "causal" if spec.mask else "full", len(spec.layout.chunks(0))
     return f"all_gather_attention {str(query.dtype)[6:]} {sizes} {kind} {chunks} chunks"
 
 
-def fits(
-    group: Group,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    layout: SequenceLayout,
-    mask: Mask,
-    scale: float | None = None,
-) -> bool:
-    """Tells whether the kernel can do a call: 16 bits, equal shards, no mask but a causal one."""
+def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked."""
+    known = AttentionSpec(spec.layout, spec.mask, spec.scale, spec.method)
     return (
         group.world_size > 1
         and query.dtype in _DTYPES
         and query.shape[3] in _FEATURES
-        and len(set(layout.lengths)) == 1
-        and mask in (Mask(), Mask(right=0))
+        and len(set(spec.layout.lengths)) == 1
+        and spec == known
+        and spec.mask in (Mask(), Mask(right=0))
         and min(query.shape[2], key.shape[2]) > 0
-        and (scale is None or scale > 0)
+        and (spec.scale is None or spec.scale > 0)
     )
 
 
@@ -82,10 +72,10 @@ def _tables(
         for owner in (rank, *peers(rank, layout.world_size))
     ]
     with ordinary_tensors():
-        at = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
+        positions = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
         # Without a mask, queries may be of another sequence: positions do not matter then.
-        at = at if len(at) == rows else at.new_zeros(rows)
-        return at.to(device), chunk_table(shards).to(device)
+        positions = positions if len(positions) == rows else positions.new_zeros(rows)
+        return positions.to(device), chunk_table(shards).to(device)
 
 
 def attend(
@@ -93,25 +83,25 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layout: SequenceLayout,
-    mask: Mask,
-    scale: float | None,
-    what: bytes,
+    spec: AttentionSpec,
+    call_name: bytes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the attention over all ranks' keys, and its log-sum-exp."""
+    """Returns the attention over all ranks' keys, and its log-sum-exp. Collective."""
     from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention
 
-    at, chunks = _tables(layout, group.rank, query.shape[2], query.device)
-    query = query if query.stride(-1) == 1 else query.contiguous()
+    positions, chunks = _tables(spec.layout, group.rank, query.shape[2], query.device)
+    query = dense_features(query)
     key, value = key.contiguous(), value.contiguous()
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
         arrivals = Arrivals(pulled[0], pulled[1], words, step, epoch)
-        causal = bool(mask)
-        found.append(
-            arrival_attention(query, key, value, arrivals, at, chunks, causal=causal, scale=scale)
+        causal = bool(spec.mask)
+        results.append(
+            arrival_attention(
+                query, key, value, arrivals, positions, chunks, causal=causal, scale=spec.scale
+            )
         )
 
-    runtime.of(key, group).all_gather_and_poll(group, [key, value], kernel, what)
-    return found[0]
+    runtime.of(key, group).all_gather_and_poll(group, [key, value], kernel, call_name)
+    return results[0]

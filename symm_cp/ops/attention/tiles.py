@@ -1,8 +1,8 @@
-"""Attention tile by tile: torch's kernels on parts of the keys, merged as they come.
+"""Attention tile by tile: torch's kernels on parts of the keys, merged as they arrive.
 
 Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
 Partial results are merged in float32 (float64 for float64), so that errors do not grow with the
-number of parts. torch's CPU kernel kills the process where there are no keys: it never gets such.
+number of parts. torch's CPU kernel crashes the process without keys, so it is never called then.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ from functools import lru_cache
 import torch
 
 from symm_cp.modes import ordinary_tensors
-from symm_cp.ops.attention import kernels as attention_kernels
+from symm_cp.ops.attention import kernels
+from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.common import new_result
 from symm_cp.schedule.tiles import Tile, squares
-
-#: The dtypes that the kernels take.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -26,19 +24,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Returns an empty (B, H, S, E) tensor whose heads lie within a row, as kernels return it."""
+    """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as kernels do."""
     B, H, S, E = shape
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
 
 
 def dense_features(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor whose rows of features are contiguous, as kernels need it."""
+    """Returns the tensor with contiguous features, which kernels require."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a boolean mask as kernels take it: zeros, and -inf where nothing is visible."""
-    # Reduced dtypes are masked in float32.
+    """Returns a boolean mask as kernels take it: zeros, and -inf where it is False."""
+    # 16-bit dtypes are masked in float32.
     bias = torch.zeros(visible.shape, dtype=wide(dtype), device=visible.device)
     return bias.masked_fill_(visible.logical_not(), -torch.inf)
 
@@ -52,7 +50,7 @@ def _band(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The additive mask of a tile with a band, and which of its rows see nothing."""
+    """The additive mask of a tile with a band, and which of its rows see no key."""
     with ordinary_tensors():
         offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
         visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
@@ -76,23 +74,23 @@ def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
 
 
 class Forward:
-    """The attention of one rank's queries, from one part of the keys after the other.
+    """The attention of one rank's queries, merged over parts of the keys.
 
-    `parts` is how many parts there will be, if that is known. Two are merged in the dtype of the
-    queries: their sum is rounded but once.
+    `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
+    is rounded only once.
     """
 
-    def __init__(self, query: torch.Tensor, scale: float | None, parts: int | None = None) -> None:
+    def __init__(self, query: torch.Tensor, spec: AttentionSpec, parts: int | None = None) -> None:
         self._query = query
-        self._scale = scale
+        self._spec = spec
         narrow = parts is not None and parts <= 2
         self._dtype = query.dtype if narrow else wide(query.dtype)
-        # The output lies in memory as the queries do, which is also how kernels return it.
+        # The output has the strides of the queries, as kernels return it.
         self._strides = torch.empty_like(query, device="meta").stride()
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Takes in a tile, of the keys and values that its rows count."""
+        """Adds a tile of the keys and values of one rank."""
         for part in _for_kernels(tile, self._query):
             mask, blind = _mask_of(part, self._query)
             self.add_masked(part, key, value, mask, blind, is_causal=part.causal)
@@ -107,26 +105,24 @@ class Forward:
         *,
         is_causal: bool = False,
     ) -> None:
-        """Takes in a tile under an additive mask; `blind` marks rows that see nothing of it."""
+        """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
         q = self._query[:, :, tile.q_begin : tile.q_end]
         k, v = key[:, :, tile.k_begin : tile.k_end], value[:, :, tile.k_begin : tile.k_end]
         if q.numel() == 0 or k.numel() == 0:
             return
-        out, lse = attention_kernels.forward(q, k, v, mask, causal=is_causal, scale=self._scale)
-        if blind is not None:  # the kernel says 0 for them
+        out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
+        if blind is not None:  # the kernel returns 0 for them
             lse = lse.masked_fill(blind, -torch.inf)
         self.merge(tile.q_begin, tile.q_end, out, lse)
 
     def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Takes in what some rows see of other keys; `out` and `lse` may be kept and changed."""
+        """Merges attention of some rows to other keys; may keep and change `out` and `lse`."""
         if self._merged is None:
             if out.shape == self._query.shape and out.stride() == self._strides:
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        attention_kernels.merge(
-            self._merged[0][:, :, begin:end], self._merged[1][:, :, begin:end], out, lse
-        )
+        kernels.merge(self._merged[0][:, :, begin:end], self._merged[1][:, :, begin:end], out, lse)
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         query = self._query
@@ -140,7 +136,7 @@ class Forward:
 
 
 class Total:
-    """Adds up parts of a tensor, some rows at a time; zero where nothing is added."""
+    """Sums parts of a tensor, some rows at a time; zero where nothing is added."""
 
     def __init__(self, total: torch.Tensor) -> None:
         self.total = total
@@ -157,7 +153,7 @@ class Total:
         self._empty = False
 
     def finish(self) -> None:
-        """Makes it zero where nothing was added."""
+        """Writes zeros if nothing was added."""
         if self._empty:
             self.total.zero_()
             self._empty = False
@@ -172,12 +168,12 @@ class Backward:
         query: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        scale: float | None,
+        spec: AttentionSpec,
     ) -> None:
-        self._query, self._out, self._scale = query, out, scale
+        self._query, self._out, self._spec = query, out, spec
         self._grad_out = dense_features(grad_out)
-        # exp(score - lse) is the weight of a key. Rows that see nothing have scores of -inf only.
-        # Heads within a row, as the kernel returns it: otherwise it takes a fifth longer.
+        # exp(score - lse) is the weight of a key: inf gives rows that see no key no weights.
+        # Heads of a row adjacent, as the kernel returns it: other strides cost a fifth more time.
         by_row = lse.transpose(1, 2).contiguous()
         self._lse = by_row.masked_fill(by_row == -torch.inf, torch.inf).transpose(1, 2)
         self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
@@ -189,7 +185,7 @@ class Backward:
         value: torch.Tensor,
         partial: torch.Tensor,
     ) -> None:
-        """Takes in tiles of one part of the keys; `partial` (2, B, S, G, E) gets its gradients."""
+        """Adds the tiles of one rank's keys, whose gradients go to `partial` (2, B, S, G, E)."""
         totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
         for tile in tiles:
             for part in _for_kernels(tile, self._query):
@@ -208,12 +204,12 @@ class Backward:
         *,
         is_causal: bool = False,
     ) -> None:
-        """Takes in one tile."""
+        """Adds one tile; `totals` receive the gradients of its keys and values."""
         rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
         q, k, v = self._query[:, :, rows], key[:, :, keys], value[:, :, keys]
         if q.numel() == 0 or k.numel() == 0:
             return
-        grad_q, grad_k, grad_v = attention_kernels.backward(
+        grad_q, grad_k, grad_v = kernels.backward(
             self._grad_out[:, :, rows],
             q,
             k,
@@ -222,7 +218,7 @@ class Backward:
             self._lse[:, :, rows],
             mask,
             causal=is_causal,
-            scale=self._scale,
+            scale=self._spec.scale,
         )
         self._grad_query.add(tile.q_begin, tile.q_end, grad_q)
         totals[0].add(tile.k_begin, tile.k_end, grad_k)

@@ -218,9 +218,7 @@ class Team:
             reports[rank] = f"{report}\n(output)\n{output}" if output else report
         if replies.failures:
             return RankError(f"{what}: failed on ranks {sorted(replies.failures)}", reports, seed)
-        return RankTimeout(
-            f"{what}: ranks {pending} did not end within {timeout} s", reports, seed
-        )
+        return RankTimeout(f"{what}: ranks {pending} did not end within {timeout} s", reports, seed)
 
     def output(self, rank: int) -> str:
         """Returns what a rank wrote since the function began."""
@@ -295,9 +293,7 @@ class Running:
         """Sends SIGKILL, and returns when these ranks have ended."""
         self._team.kill(*ranks)
 
-    def outcomes(
-        self, timeout: float = 30.0, *, apart_from: Collection[int] = ()
-    ) -> list[Outcome]:
+    def outcomes(self, timeout: float = 30.0, *, apart_from: Collection[int] = ()) -> list[Outcome]:
         """What became of every rank; some may be left out, which were stopped.
 
         Those that do not end in time, and those that were left out, are killed.
@@ -422,9 +418,7 @@ class Ranks:
         if seed is None:
             seed = zlib.crc32(f"{self.session_seed} {test} {self._calls}".encode())
         pickled = pickle.dumps((function, args, kwargs))
-        return rank_process.Call(
-            world_size, seed, self._runs, self.device, list(sys.path), pickled
-        )
+        return rank_process.Call(world_size, seed, self._runs, self.device, list(sys.path), pickled)
 
 
 def _environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the pool of rank processes, seeds, and the `gpu` marker."""
+"""Fixtures and options of all tests: the pool of ranks, seeds, devices, and ``--all``."""
 
 from __future__ import annotations
 
@@ -18,30 +18,55 @@ from tests.pool import SEED_VARIABLE, Ranks
 SESSION_SEED = int(os.environ.get(SEED_VARIABLE) or int.from_bytes(os.urandom(4), "little"))
 
 
-# What runs with --device cuda or simulated; the rest is about the CPU's own backend, or about no
-# device at all.
-_ON_DEVICES = (
-    "ops/test_random",
-    "ops/test_gradients",
-    "ops/test_attention.py",
-    "ops/test_gather_kv",
-)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=device.CHOICES, default="cpu", help=device.__doc__)
+    parser.addoption("--all", action="store_true", help="run the tests marked exhaustive, too")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    os.environ[device.VARIABLE] = config.getoption("--device")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeats a test on each device that its marker names."""
+    marker = metafunc.definition.get_closest_marker("devices")
+    if marker is None:
+        return
+    marks = {"cpu": [], "simulated": [], "cuda": [pytest.mark.gpu]}
+    if "cpu" in marker.args:
+        marks["simulated"] = [pytest.mark.exhaustive]
+    metafunc.parametrize(
+        "device_name", [pytest.param(name, marks=marks[name]) for name in marker.args]
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def pool() -> Iterator[Ranks]:
+    """The pool of rank processes; tests take it as `ranks`."""
+    made = Ranks(SESSION_SEED)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def device_name() -> str:
+    """Where the ops of the test run; parametrized by the marker `devices`."""
+    return "cpu"
+
+
+@pytest.fixture
+def ranks(pool: Ranks, device_name: str) -> Ranks:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
-    pool = Ranks(SESSION_SEED)
-    yield pool
-    pool.close()
+    pool.device = device_name
+    return pool
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +84,3 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={SESSION_SEED}")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if device.chosen() != "cpu":
-        here = [item for item in items if any(part in item.nodeid for part in _ON_DEVICES)]
-        here += [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in here])
-        items[:] = here
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)

@@ -55,11 +55,11 @@ def test_seeds_are_fresh_shared_and_repeatable(ranks: Ranks) -> None:
 
 
 @pytest.fixture(scope="module")
-def few(ranks: Ranks) -> Iterator[Ranks]:
+def few(pool: Ranks) -> Iterator[Ranks]:
     """A pool of its own, for tests that cost it its processes."""
-    pool = Ranks(ranks.session_seed, size=2)
-    yield pool
-    pool.close()
+    made = Ranks(pool.session_seed, size=2)
+    yield made
+    made.close()
 
 
 def fail_on(group: dist.ProcessGroup, failing: list[int], wait: float) -> None:

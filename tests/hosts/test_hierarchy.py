@@ -19,9 +19,9 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import env, hosts, liveness, memory
 from tests.hosts.fabric import fabric
-from tests.launch import launch
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
+from tests.rank_process import say
 
 CPU = torch.device("cpu")
 wait = torch.ops._c10d_functional.wait_tensor
@@ -225,7 +225,7 @@ def test_identity_is_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- network namespaces ------------------------------------------------------------------------
 
 
-def over_the_network(group: dist.ProcessGroup, say: Any, seed: int) -> None:
+def over_the_network(group: dist.ProcessGroup, seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     laid_out = test_random.laid_out
@@ -237,15 +237,15 @@ def over_the_network(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     say(f"right on {len(found.ranks)} hosts")
 
 
-def test_three_hosts_of_two_ranks_each() -> None:
+def test_three_hosts_of_two_ranks_each(ranks: Ranks) -> None:
     """Nothing tells the ranks that they are on several hosts, but what they find out."""
     with fabric(3) as made:
         places = [made.place(rank // 2) for rank in range(6)]
-        with launch(6, over_the_network, random.randrange(1 << 30), places=places) as ranks:
-            assert set(ranks.hear_all(timeout=120)) == {"right on 3 hosts"}
+        with ranks.own(6, over_the_network, random.randrange(1 << 30), places=places) as running:
+            assert set(running.hear_all(timeout=120)) == {"right on 3 hosts"}
 
 
-def until_the_link_is_cut(group: dist.ProcessGroup, say: Any) -> None:
+def until_the_link_is_cut(group: dist.ProcessGroup) -> None:
     tensor = torch.randn(64, 64)
     symm_cp.all_gather_matmul(tensor, tensor, group=group)
     say("ready")
@@ -253,17 +253,17 @@ def until_the_link_is_cut(group: dist.ProcessGroup, say: Any) -> None:
         while True:
             symm_cp.all_gather_matmul(tensor, tensor, group=group)
     except RuntimeError as error:
-        say(error)
+        say(str(error))
 
 
-def test_a_link_that_goes_down_is_an_error_that_names_the_ranks() -> None:
+def test_a_link_that_goes_down_is_an_error_that_names_the_ranks(ranks: Ranks) -> None:
     with fabric(2) as made:
         places = [made.place(rank // 2) for rank in range(4)]
         limit = datetime.timedelta(seconds=2)
-        with launch(4, until_the_link_is_cut, places=places, timeout=limit) as ranks:
-            ranks.hear_all()
-            for rank in made.cut(1, ranks, per_host=2):
-                line = ranks.hear(rank, timeout=20)
+        with ranks.own(4, until_the_link_is_cut, places=places, group_timeout=limit) as running:
+            running.hear_all()
+            for rank in made.cut(1, running, per_host=2):
+                line = running.hear(rank, timeout=20)
                 peer = (rank + 2) % 4
                 lost = f"rank {rank} lost the link from rank {peer} or to rank {peer}"
                 # Or the other rank of this host noticed first, and says so here.

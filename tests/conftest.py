@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from tests import device
 from tests.pool import SEED_VARIABLE, Ranks
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.

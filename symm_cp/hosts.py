@@ -111,6 +111,16 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
     return spreads[kind]
 
 
+def no_common_memory(op: str, group: Group, device: torch.device) -> NotImplementedError:
+    """The error of an op on peers' memory in a group that spans hosts."""
+    hosts = hosts_of(group, device)
+    count = len(hosts.ranks) if hosts is not None else 1
+    return NotImplementedError(
+        f"{op}: the ranks of group {group.name!r} are on {count} hosts, which share no memory: use "
+        "the collectives of torch.distributed"
+    )
+
+
 def on_this_host(group: Group, kind: str) -> Group:
     """Returns the part of a group on this host, as far as known for a kind of device.
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import runtime
-from symm_cp.hosts import hosts_of
+from symm_cp.hosts import hosts_of, no_common_memory
 from symm_cp.memory import is_symmetric, resolve
 from symm_cp.ops.common import (
     PLANS,
@@ -26,7 +26,6 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
 from symm_cp.ops.transforms import register_gradient, register_no_gradient
-from symm_cp.runtime.hosts import no_common_memory
 from symm_cp.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"

@@ -22,7 +22,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.alignment import scratch
 from symm_cp.devices import give_up
-from symm_cp.hosts import Hosts, hosts_of
+from symm_cp.hosts import Hosts, hosts_of, no_common_memory
 from symm_cp.memory import Group
 from symm_cp.runtime.api import (
     Collective,
@@ -360,16 +360,6 @@ class HostsRuntime:
 def _no_common_memory(group: Group, tensor: torch.Tensor, call_name: bytes) -> NotImplementedError:
     op, _, _ = call_name.decode().partition(" ")
     return no_common_memory(op, group, tensor.device)
-
-
-def no_common_memory(op: str, group: Group, device: torch.device) -> NotImplementedError:
-    """The error of an op on peers' memory in a group that spans hosts."""
-    hosts = hosts_of(group, device)
-    count = len(hosts.ranks) if hosts is not None else 1
-    return NotImplementedError(
-        f"{op}: the ranks of group {group.name!r} are on {count} hosts, which share no memory: use "
-        "the collectives of torch.distributed"
-    )
 
 
 class _OfProcessGroup:

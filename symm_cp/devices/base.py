@@ -200,11 +200,11 @@ class DeviceWorkspace(Calls, ABC):
         epoch: int,
         *,
         capturing: bool,
-        what: bytes,
+        call_name: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
         run, count = native.load().symm_cp_streams_run, len(commands)
-        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing), what) < 0:
+        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing), call_name) < 0:
             raise RuntimeError(f"symm_cp: {native.error()}")
 
     def give_up(self) -> None:

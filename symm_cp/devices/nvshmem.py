@@ -243,18 +243,20 @@ class NvshmemWorkspace(DeviceWorkspace):
         epoch: int,
         *,
         capturing: bool,
-        what: bytes,
+        call_name: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; what goes to peers goes by NVSHMEM."""
         if self.direct:
-            super().issue(commands, operands, lanes, epoch, capturing=capturing, what=what)
+            super().issue(
+                commands, operands, lanes, epoch, capturing=capturing, call_name=call_name
+            )
             return
 
         def issue_here(first: int, end: int) -> None:
             if first < end:
                 part = (wire.StreamCommand * (end - first))(*commands[first:end])
                 super(NvshmemWorkspace, self).issue(
-                    part, operands, lanes, epoch, capturing=False, what=what
+                    part, operands, lanes, epoch, capturing=False, call_name=call_name
                 )
 
         first = 0
@@ -262,7 +264,7 @@ class NvshmemWorkspace(DeviceWorkspace):
             if not self._is_remote(command):
                 continue
             issue_here(first, index)
-            self._issue_remote(command, operands, lanes[command.lane] or 0, epoch, what)
+            self._issue_remote(command, operands, lanes[command.lane] or 0, epoch, call_name)
             first = index + 1
         issue_here(first, len(commands))
 
@@ -282,7 +284,7 @@ class NvshmemWorkspace(DeviceWorkspace):
         operands: ctypes.Array[ctypes.c_void_p],
         stream: int,
         epoch: int,
-        what: bytes,
+        call_name: bytes,
     ) -> None:
         bindings, peer = self.heap.bindings, command.peer
         if command.kind == wire.StreamKind.SIGNAL:
@@ -300,7 +302,7 @@ class NvshmemWorkspace(DeviceWorkspace):
             at_least = self.heap.core.ComparisonType.CMP_GE
             needed = max(0, epoch - command.lag)
             expect = native.load().symm_cp_streams_expect
-            expect(self.handle, peer, command.flag, needed, epoch, what)
+            expect(self.handle, peer, command.flag, needed, epoch, call_name)
             bindings.signal_wait_until_on_stream(mine, at_least, needed, stream)
         else:
             owner = command.source.index

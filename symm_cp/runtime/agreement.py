@@ -17,7 +17,7 @@ from symm_cp.memory import Group, StateKey, reported
 _NUMBERS: StateKey[itertools.count[int]] = StateKey("compared calls")
 
 
-def agree(group: Group, what: bytes) -> None:
+def agree(group: Group, call_name: bytes) -> None:
     """Raises `RuntimeError` on every rank unless all ranks make this call now; only in debug mode.
 
     Also when a rank makes no call within the time-out.
@@ -27,7 +27,7 @@ def agree(group: Group, what: bytes) -> None:
     store = group.store()
     numbers = group.state(_NUMBERS, _numbers)
     number = next(numbers)
-    store.set(_key(number, group.rank), what)
+    store.set(_key(number, group.rank), call_name)
     limit = wait_limit(group)
     calls = []
     for rank in range(group.world_size):
@@ -36,8 +36,8 @@ def agree(group: Group, what: bytes) -> None:
         except RuntimeError as error:
             raise reported(
                 RuntimeError(
-                    f"symm_cp: {what.decode()}: rank {rank} has not made its call number {number} "
-                    f"of group {group.name!r} within {limit.total_seconds():g} s"
+                    f"symm_cp: {call_name.decode()}: rank {rank} has not made its call number "
+                    f"{number} of group {group.name!r} within {limit.total_seconds():g} s"
                 )
             ) from error
         calls.append(store.get(_key(number, rank)).decode())

@@ -100,7 +100,7 @@ class Launch:
             lanes=lanes,
             epoch=epoch,
             capturing=capturing,
-            what=call_name,
+            call_name=call_name,
         )
         recording = None if capturing else recorder.active
         try:
@@ -135,26 +135,7 @@ def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]
     for (copies, lane), run in groupby(batch, lambda c: (c.kind == wire.StreamKind.COPY, c.lane)):
         commands = list(run)
         for part in [commands] if copies else [[command] for command in commands]:
-            yield _step_of(part[0], rank), LANES[lane], _batch(part)
-
-
-def _step_of(command: wire.StreamCommand, rank: int) -> Step | None:
-    kind = command.kind
-    if kind == wire.StreamKind.COPY:
-        return Copy(_region_of(command.source, rank), _region_of(command.to, rank))
-    if kind == wire.StreamKind.SIGNAL:
-        return Signal(command.peer, wire.FLAGS[command.flag])
-    if kind == wire.StreamKind.WAIT:
-        return Wait(command.peer, wire.FLAGS[command.flag], command.lag)
-    if kind == wire.StreamKind.WAIT_EVENT:
-        return Wait(rank, f"event {command.event}")
-    return Signal(rank, "arrived") if kind == wire.StreamKind.ARRIVED else None
-
-
-def _region_of(reference: wire.Reference, rank: int) -> Region:
-    if reference.space == wire.Space.SLOT:
-        return Region(reference.index, "slot")
-    return Region(rank, f"tensor {reference.index}")
+            yield recorder.step_of_stream(part[0], rank), LANES[lane], _batch(part)
 
 
 _BETWEEN_STREAMS = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])

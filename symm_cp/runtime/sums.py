@@ -1,4 +1,4 @@
-"""Sums over the first dimension: what is left of a reduce-scatter once the bytes have come."""
+"""Sums over the first dimension: the last step of a reduce-scatter."""
 
 from __future__ import annotations
 

@@ -59,9 +59,9 @@ class Heap:
     def cut(self, nbytes: int) -> int:
         """Reserves bytes and returns their offset; raises `RuntimeError` when there are too few."""
         begin, wanted = 0, -(-nbytes // _PAGE) * _PAGE
-        for index, (offset, size) in enumerate(self.taken):
+        for place, (offset, size) in enumerate(self.taken):
             if offset - begin >= wanted:
-                self.taken.insert(index, (begin, wanted))
+                self.taken.insert(place, (begin, wanted))
                 return begin
             begin = offset + size
         if self.memory.numel() - begin < wanted:

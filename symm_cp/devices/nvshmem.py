@@ -57,7 +57,7 @@ class Heap:
     taken: list[tuple[int, int]] = field(default_factory=list)
 
     def cut(self, nbytes: int) -> int:
-        """Reserves bytes and returns their offset; raises `RuntimeError` when there are too few."""
+        """Returns the offset of free bytes; raises `RuntimeError` when there are too few."""
         begin, wanted = 0, -(-nbytes // _PAGE) * _PAGE
         for place, (offset, size) in enumerate(self.taken):
             if offset - begin >= wanted:

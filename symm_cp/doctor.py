@@ -1,4 +1,4 @@
-"""`symm-cp doctor`: what is here, what works, and what to do about each thing that does not."""
+"""`symm-cp doctor`: what is installed, what works, and how to fix what does not."""
 
 from __future__ import annotations
 
@@ -98,16 +98,16 @@ def _cpu() -> Finding:
 
 
 def _driver() -> Finding:
-    """What the CUDA runtime of this package asks of the driver."""
+    """Whether the driver has what the CUDA runtime of this package needs."""
     try:
-        found = native.load().symm_cp_driver(CudaDevice.driver.encode())
+        level = native.load().symm_cp_driver(CudaDevice.driver.encode())
     except native.BuildError as error:
-        advice = "the native part comes first, see above"
+        advice = "build the native part first, see above"
         return Finding("backends", "CUDA driver", "missing", str(error).splitlines()[0], advice)
-    if found < 0:
-        advice = "update the driver; the ops of torch's namespace keep torch's kernels until then"
+    if level < 0:
+        advice = "update the driver; until then ops that torch defines keep torch's CUDA kernels"
         return Finding("backends", "CUDA driver", "missing", native.error(), advice)
-    copies = "batched copies" if found == 2 else "single copies (batches came with CUDA 12.8)"
+    copies = "batched copies" if level == 2 else "single copies (batches came with CUDA 12.8)"
     signals = "by streams" if env.signals() == "stream" else "by torch's kernels"
     return Finding("backends", "CUDA driver", "ok", f"{copies}; signals {signals}")
 
@@ -134,7 +134,7 @@ def _cuda() -> list[Finding]:
         detail = (
             f"{about.name}; reaches {', '.join(peers) or 'no peer'}; "
             f"{'has' if multicast else 'no'} multicast; "
-            f"copy engines: {engines if engines is not None else 'not told by torch'}"
+            f"copy engines: {engines if engines is not None else 'not reported by torch'}"
         )
         findings.append(Finding("backends", f"CUDA {device}", "ok", detail))
     return findings
@@ -154,13 +154,13 @@ def _nvshmem() -> Finding:
     return Finding("backends", "NVSHMEM", "ok", "nvshmem4py and its library load")
 
 
-def _kept(what: str, command: str, pattern: str, without: str) -> list[Finding]:
-    """The files of what was measured here, and when; with what ops go by where there are none."""
+def _kept(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
+    """The files of measurements and their dates; `without` says what ops use if there are none."""
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):
             ranks = path.stem.rpartition("_")[2]
-            name = f"{what}, {ranks} ranks"
+            name = f"{kind}, {ranks} ranks"
             when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
             try:
                 trusted.read(path)
@@ -170,13 +170,13 @@ def _kept(what: str, command: str, pattern: str, without: str) -> list[Finding]:
                 advice = f"delete it, then run symm-cp {command} --ranks {ranks}"
                 findings.append(Finding("measured", name, "missing", f"not used: {error}", advice))
     advice = f"symm-cp {command} --ranks RANKS"
-    return findings or [Finding("measured", what, "missing", f"not yet: {without}", advice)]
+    return findings or [Finding("measured", kind, "missing", f"not yet: {without}", advice)]
 
 
 def _measured() -> list[Finding]:
-    """What ops and predictions go by, besides assumptions."""
+    """The measurements that ops and predictions use."""
     calibrated = "ops choose their way for a typical machine"
-    tuned = "ops take the way that a simulation says is faster"
+    tuned = "ops choose the way that is faster in a simulation"
     return [
         *_kept("calibrated", "calibrate", "machine_*.toml", calibrated),
         *_kept("tuned", "tune", "tuned_*.json", tuned),
@@ -202,14 +202,14 @@ def _op_findings() -> list[Finding]:
         counts = ", ".join(f"{count} {kind}_*" for kind, count in kinds.items() if count > 3)
         why = (
             f"{len(others)} of torch's ({counts}, ...) have no kernel here, as expected: they are "
-            "for multicast, NVSHMEM, NCCL and streams on CUDA, and symm_cp does without them"
+            "for multicast, NVSHMEM, NCCL and streams on CUDA, which symm_cp does not need"
         )
         findings.append(Finding("ops", "others", "info", why))
     return findings
 
 
 def examine() -> list[Finding]:
-    """Looks at everything; takes a second, or the time of a build if there was none yet."""
+    """Returns all findings; takes a second, or the time of a build if there was none yet."""
     return [
         *_versions(),
         _compiler(),
@@ -228,7 +228,7 @@ def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None
     for finding in findings:
         if finding.section != section:
             section = finding.section
-            line(f"\n{section}" + (" (kernels there are)" if section == "ops" else ""))
+            line(f"\n{section}" + (" (registered kernels)" if section == "ops" else ""))
         mark = {"ok": "+", "missing": "-", "info": " "}[finding.state]
         line(f" {mark} {finding.name:<{width}}  {finding.detail}")
         if finding.advice:
@@ -236,10 +236,10 @@ def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None
             line(f"   {'':<{width}}  -> {advice}")
 
 
-def main(given: argparse.Namespace) -> int:
+def main(options: argparse.Namespace) -> int:
     """Prints the findings; returns 1 when the CPU backend does not work, else 0."""
     findings = examine()
-    if given.json:
+    if options.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         _print(findings)

@@ -1,10 +1,10 @@
 """NVSHMEM: one-sided transfers between GPUs, also of different hosts, through nvshmem4py.
 
-`init()` starts it on all ranks and takes one piece of the symmetric heap, from which the workspaces
-of groups are cut: allocation on that heap is collective over all ranks, a group's workspace is not.
-`enable(group)` then has the group's ops on CUDA go that way. Where all peers' memory is mapped
-here, everything goes as on CUDA (copy engines, stream signals); else shards are fetched by `get`,
-and signals are NVSHMEM's, all of it on the same streams.
+`init()` starts NVSHMEM on all ranks and allocates one piece of the symmetric heap, from which the
+workspaces of groups are cut: allocating on that heap is collective over all ranks, making a group's
+workspace only over the group. After `enable(group)` the group's ops on CUDA use NVSHMEM. Where all
+peers' memory is mapped here, copies and signals are those of CUDA (copy engines, stream signals);
+otherwise they are NVSHMEM's `get` and signal operations, on the same streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from symm_cp.memory import Group, GroupLike, StateKey, pages, resolve
 
 
 def library() -> tuple[Any, Any]:
-    """Returns `nvshmem.core` and `nvshmem.bindings`; raises `RuntimeError` where they are not."""
+    """Returns `nvshmem.core` and `nvshmem.bindings`; raises `RuntimeError` if they are missing."""
     try:
         return import_module("nvshmem.core"), import_module("nvshmem.bindings")
     except ImportError as error:
@@ -48,7 +48,7 @@ class Heap:
     core: Any
     bindings: Any
     memory: torch.Tensor
-    #: What is cut from it: (offset, bytes), in order.
+    #: The parts in use: (offset, bytes), in order of their offsets.
     taken: list[tuple[int, int]] = field(default_factory=list)
 
     def cut(self, nbytes: int) -> int:
@@ -68,8 +68,8 @@ class Heap:
         return begin
 
     def give_back(self, offset: int) -> None:
-        """Frees what was cut at an offset."""
-        self.taken = [piece for piece in self.taken if piece[0] != offset]
+        """Frees the bytes that `cut` reserved at an offset."""
+        self.taken = [part for part in self.taken if part[0] != offset]
 
 
 _heap: Heap | None = None
@@ -78,9 +78,10 @@ _heap: Heap | None = None
 def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None) -> None:
     """Starts NVSHMEM on all ranks of the default process group. Collective.
 
-    `heap_bytes` is what all workspaces on a rank may take together; `device` is this rank's GPU,
-    by default the current one. The unique id travels through the process group's store. Raises
-    `RuntimeError` when the package, the driver or the fabric is missing, or when it was started.
+    `heap_bytes` is the room for all workspaces of a rank; `device` is this rank's GPU, by default
+    the current one. The unique id is exchanged through the process group's store. Raises
+    `RuntimeError` when the package, the driver or the fabric is missing, or after an earlier
+    `init()`.
     """
     global _heap
     if _heap is not None:
@@ -88,13 +89,12 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
     core, bindings = library()
     assert dist.group.WORLD is not None
     store, rank = _get_process_group_store(dist.group.WORLD), dist.get_rank()
-    where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     try:
         if rank == 0:
             store.set("symm_cp/nvshmem", pickle.dumps(core.get_unique_id()))
         uid = pickle.loads(store.get("symm_cp/nvshmem"))
         core.init(
-            device=_bound(torch.device(where)),
+            device=bind_gpu(_torch_device(device)),
             uid=uid,
             rank=rank,
             nranks=dist.get_world_size(),
@@ -109,15 +109,26 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
     _heap = Heap(core, bindings, memory)
 
 
-def _bound(device: torch.device) -> Any:
-    """The GPU as nvshmem4py takes it, made current."""
-    bound = import_module("cuda.core").Device(device.index or 0)
-    bound.set_current()
-    return bound
+def heap() -> Heap | None:
+    """Returns the heap that `init()` allocated."""
+    return _heap
+
+
+def _torch_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(device)
+
+
+def bind_gpu(device: torch.device) -> Any:
+    """Makes a GPU current, and returns it as nvshmem4py needs it."""
+    gpu = import_module("cuda.core").Device(device.index or 0)
+    gpu.set_current()
+    return gpu
 
 
 def finalize() -> None:
-    """Ends NVSHMEM; groups go back to torch's symmetric memory. Collective."""
+    """Ends NVSHMEM; groups use torch's symmetric memory again. Collective."""
     global _heap
     if _heap is None:
         return
@@ -126,24 +137,23 @@ def finalize() -> None:
         workspaces_of(group).current.clear()
     _enabled.clear()
     torch.cuda.synchronize()
-    heap, _heap = _heap, None
-    heap.core.free_tensor(heap.memory)
-    heap.core.finalize()
+    ended, _heap = _heap, None
+    ended.core.free_tensor(ended.memory)
+    ended.core.finalize()
 
 
 _enabled: list[Group] = []
 
 
 def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
-    """Has the ops of a group on CUDA go through NVSHMEM. Call it on all ranks of the group.
+    """Makes the ops of a group on CUDA use NVSHMEM. Call it on all ranks of the group.
 
     Raises `RuntimeError` before `init()`.
     """
     if _heap is None:
         raise RuntimeError("symm_cp.nvshmem: enable() needs init() before it")
-    where = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     enabled = resolve(group)
-    choose(enabled, NvshmemDevice(torch.device(where), _heap))
+    choose(enabled, NvshmemDevice(_torch_device(device), _heap))
     workspaces_of(enabled).current.clear()
     _enabled.append(enabled)
 
@@ -215,7 +225,7 @@ class NvshmemWorkspace(DeviceWorkspace):
         self._key = f"symm_cp/nvshmem/{self.channel}/{next(numbers)}"
         offset = heap.cut(nbytes)
         weakref.finalize(self, heap.give_back, offset).atexit = False
-        # Offsets are each rank's own: it may be in other groups than its peers.
+        # Offsets differ between ranks, which may be members of different groups.
         self._store.set(f"{self._key}/{group.rank}", str(offset))
         offsets = [int(self._store.get(f"{self._key}/{r}")) for r in range(group.world_size)]
         base = heap.memory.data_ptr()

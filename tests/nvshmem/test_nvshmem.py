@@ -57,7 +57,7 @@ class _Both(SimulatedDevice):
 
 @contextmanager
 def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) -> Iterator[Double]:
-    """Inside, ops of CPU tensors go by NVSHMEM; all ranks of the world call it together."""
+    """Inside, ops on CPU tensors use NVSHMEM. Collective over all ranks of the world."""
     cpu, state = torch.device("cpu"), memory.resolve(group)
     with simulation() as streams:
         double = Double(streams, MAPPED[mapped])
@@ -67,12 +67,13 @@ def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) ->
         dist.barrier()
         with (
             mock.patch.object(nvshmem, "library", return_value=(double, double)),
-            mock.patch.object(nvshmem, "_bound", lambda device: device),
+            mock.patch.object(nvshmem, "bind_gpu", lambda device: device),
             mock.patch.object(torch.cuda, "synchronize"),
         ):
             nvshmem.init(heap_bytes, device=cpu)
-            assert nvshmem._heap is not None
-            both = _Both(nvshmem._heap)
+            heap = nvshmem.heap()
+            assert heap is not None
+            both = _Both(heap)
             devices.workspaces_of(state).current.clear()
             with devices.replaced(cpu, both):
                 yield double

@@ -11,7 +11,7 @@ from symm_cp import __version__
 
 def _parser() -> argparse.ArgumentParser:
     from symm_cp import bench, doctor, plan
-    from symm_cp.demo import options
+    from symm_cp.demo import arguments as demo_arguments
 
     parser = argparse.ArgumentParser(
         prog="symm-cp", description="Symmetric-memory fused compute-collective ops for PyTorch."
@@ -20,21 +20,21 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     demo = commands.add_parser(
         "demo",
-        help="train a small transformer on real text: in one process, unfused and fused",
+        help="train a small transformer on real text: in one process, unfused, and fused",
         description="Train a small transformer on real text in one process, with collectives "
-        "between the matmuls, and with collectives fused into them; compare losses and times.",
+        "between the matmuls, and with collectives fused into them; compares losses and times.",
     )
-    options.add_arguments(demo)
+    demo_arguments.add_arguments(demo)
     check = commands.add_parser(
-        "doctor", help="tell what works here, and what to do about the rest"
+        "doctor", help="show what works here, and how to make the rest work"
     )
     doctor.add_arguments(check)
     planner = commands.add_parser(
-        "plan", help="predict the step time of a model on hosts with GPUs, for all layouts"
+        "plan", help="predict the step time of a model on hosts with GPUs, for all parallel layouts"
     )
     plan.add_arguments(planner)
     bench.add_commands(commands)
-    commands.add_parser("build", help="build the native part now rather than at first use")
+    commands.add_parser("build", help="build the native part now instead of at first use")
     return parser
 
 
@@ -51,23 +51,23 @@ def _build() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    given = _parser().parse_args(arguments)
+    args = _parser().parse_args(arguments)
     # For commands that start themselves again, as ranks.
-    given.arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if given.command == "build":
+    args.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if args.command == "build":
         return _build()
-    if given.command == "doctor":
+    if args.command == "doctor":
         from symm_cp import doctor
 
-        return doctor.main(given)
-    if given.command == "plan":
+        return doctor.main(args)
+    if args.command == "plan":
         from symm_cp import plan
 
-        return plan.main(given)
-    if given.command == "demo":
-        from symm_cp.demo import launch
+        return plan.main(args)
+    if args.command == "demo":
+        from symm_cp.demo import start
 
-        return launch.main(given)
+        return start.main(args)
     from symm_cp import bench
 
-    return bench.main(given)
+    return bench.main(args)

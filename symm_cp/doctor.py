@@ -1,4 +1,4 @@
-"""`symm-cp doctor`: what is installed, what works, and how to fix what does not."""
+"""`symm-cp doctor`: reports what works on this machine, and how to make the rest work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autog
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: its state is "ok", "missing" (with what to do) or "info"."""
+    """One line of the report; its state is "ok", "missing" (with advice) or "info"."""
 
     section: str
     name: str
@@ -65,10 +65,10 @@ def _library() -> Finding:
 
 
 def _round_trip() -> None:
-    """Uses symmetric memory on CPU for real, in a group of this one process if there is none."""
-    made = not dist.is_initialized()
+    """Runs an all-reduce over symmetric memory on CPU, in a group of this process alone."""
+    initialize = not dist.is_initialized()
     with tempfile.TemporaryDirectory() as folder:
-        if made:
+        if initialize:
             dist.init_process_group(
                 "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
             )
@@ -81,7 +81,7 @@ def _round_trip() -> None:
             if not torch.equal(total, torch.ones(16)):
                 raise RuntimeError(f"an all-reduce over one rank gave {total.tolist()}")
         finally:
-            if made:
+            if initialize:
                 dist.destroy_process_group()
 
 
@@ -92,31 +92,31 @@ def _cpu() -> Finding:
     try:
         _round_trip()
     except RuntimeError as error:
-        advice = "run symm-cp build, then symm-cp doctor again; report the error if it stays"
+        advice = "run symm-cp build, then symm-cp doctor again; report the error if it persists"
         return Finding("backends", "CPU", "missing", str(error).splitlines()[0], advice)
     return Finding("backends", "CPU", "ok", "symmetric memory in anonymous shared memory")
 
 
 def _driver() -> Finding:
-    """Whether the driver has what the CUDA runtime of this package needs."""
+    """Checks whether the driver has what the CUDA runtime of this package requires."""
     try:
         level = native.load().symm_cp_driver(CudaDevice.driver.encode())
     except native.BuildError as error:
-        advice = "build the native part first, see above"
+        advice = "first make the native part work, see above"
         return Finding("backends", "CUDA driver", "missing", str(error).splitlines()[0], advice)
     if level < 0:
-        advice = "update the driver; until then ops that torch defines keep torch's CUDA kernels"
+        advice = "update the driver; the ops of torch's namespace keep torch's kernels until then"
         return Finding("backends", "CUDA driver", "missing", native.error(), advice)
-    copies = "batched copies" if level == 2 else "single copies (batches came with CUDA 12.8)"
+    copies = "batched copies" if level == 2 else "single copies (batches require CUDA 12.8)"
     signals = "by streams" if env.signals() == "stream" else "by torch's kernels"
     return Finding("backends", "CUDA driver", "ok", f"{copies}; signals {signals}")
 
 
 def _cuda() -> list[Finding]:
     if not torch.cuda.is_available():
-        built = torch.version.cuda is not None
-        detail = "no device found" if built else "torch is built without CUDA"
-        advice = "check the driver with nvidia-smi" if built else "install a CUDA build of torch"
+        has_cuda = torch.version.cuda is not None
+        detail = "no device found" if has_cuda else "torch is built without CUDA"
+        advice = "check the driver with nvidia-smi" if has_cuda else "install a CUDA build of torch"
         return [Finding("backends", "CUDA", "missing", detail, advice)]
     count = torch.cuda.device_count()
     findings = [_driver()]
@@ -134,7 +134,7 @@ def _cuda() -> list[Finding]:
         detail = (
             f"{about.name}; reaches {', '.join(peers) or 'no peer'}; "
             f"{'has' if multicast else 'no'} multicast; "
-            f"copy engines: {engines if engines is not None else 'not reported by torch'}"
+            f"copy engines: {engines if engines is not None else 'unknown to torch'}"
         )
         findings.append(Finding("backends", f"CUDA {device}", "ok", detail))
     return findings
@@ -154,8 +154,8 @@ def _nvshmem() -> Finding:
     return Finding("backends", "NVSHMEM", "ok", "nvshmem4py and its library load")
 
 
-def _kept(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
-    """The files of measurements and their dates; `without` says what ops use if there are none."""
+def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
+    """Lists the files that a command has written; `without` says what ops do without one."""
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):
@@ -173,17 +173,18 @@ def _kept(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
     return findings or [Finding("measured", kind, "missing", f"not yet: {without}", advice)]
 
 
-def _measured() -> list[Finding]:
-    """The measurements that ops and predictions use."""
+def measured() -> list[Finding]:
+    """Lists the measurements that ops and predictions use."""
     calibrated = "ops choose their way for a typical machine"
     tuned = "ops choose the way that is faster in a simulation"
     return [
-        *_kept("calibrated", "calibrate", "machine_*.toml", calibrated),
-        *_kept("tuned", "tune", "tuned_*.json", tuned),
+        *_files("calibrated", "calibrate", "machine_*.toml", calibrated),
+        *_files("tuned", "tune", "tuned_*.json", tuned),
     ]
 
 
-def _op_findings() -> list[Finding]:
+def op_findings() -> list[Finding]:
+    """Lists the ops of the namespace with their kernels; those without any on one line."""
     names = sorted(
         {schema.name for schema in torch._C._jit_get_all_schemas() if "symm_mem::" in schema.name}
     )
@@ -201,24 +202,24 @@ def _op_findings() -> list[Finding]:
         kinds = Counter(name.lstrip("_").split("_")[0] for name in others)
         counts = ", ".join(f"{count} {kind}_*" for kind, count in kinds.items() if count > 3)
         why = (
-            f"{len(others)} of torch's ({counts}, ...) have no kernel here, as expected: they are "
-            "for multicast, NVSHMEM, NCCL and streams on CUDA, which symm_cp does not need"
+            f"{len(others)} of torch's ops ({counts}, ...) have no kernel here, as expected: they "
+            "are for multicast, NVSHMEM, NCCL and streams on CUDA; symm_cp does not need them"
         )
         findings.append(Finding("ops", "others", "info", why))
     return findings
 
 
 def examine() -> list[Finding]:
-    """Returns all findings; takes a second, or the time of a build if there was none yet."""
+    """Returns all findings; takes a second, or as long as a build if there is none yet."""
     return [
         *_versions(),
         _compiler(),
         _library(),
-        *_measured(),
+        *measured(),
         _cpu(),
         *_cuda(),
         _nvshmem(),
-        *_op_findings(),
+        *op_findings(),
     ]
 
 
@@ -228,7 +229,7 @@ def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None
     for finding in findings:
         if finding.section != section:
             section = finding.section
-            line(f"\n{section}" + (" (registered kernels)" if section == "ops" else ""))
+            line(f"\n{section}" + (" (dispatch keys with a kernel)" if section == "ops" else ""))
         mark = {"ok": "+", "missing": "-", "info": " "}[finding.state]
         line(f" {mark} {finding.name:<{width}}  {finding.detail}")
         if finding.advice:
@@ -236,10 +237,10 @@ def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None
             line(f"   {'':<{width}}  -> {advice}")
 
 
-def main(options: argparse.Namespace) -> int:
-    """Prints the findings; returns 1 when the CPU backend does not work, else 0."""
+def main(args: argparse.Namespace) -> int:
+    """Prints the findings; returns 0 if the CPU backend works, else 1."""
     findings = examine()
-    if options.json:
+    if args.json:
         print(json.dumps([asdict(finding) for finding in findings], indent=1))
     else:
         _print(findings)

@@ -1,15 +1,15 @@
-"""The environment variables of symm_cp, all of them, read when they are used.
+"""All environment variables of symm_cp, read when they are used.
 
 | variable | meaning | default |
 |---|---|---|
-| `SYMM_CP_BUILD_DIR` | where built code and measurements are kept | `~/.cache/symm_cp` |
+| `SYMM_CP_BUILD_DIR` | folder of built code and measurements | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
-| `SYMM_CP_SIGNALS` | who signals between GPUs: `stream`s or torch's `kernel`s | `stream` |
+| `SYMM_CP_SIGNALS` | signals between GPUs: by the `stream` or by torch's `kernel`s | `stream` |
 | `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |
-| `SYMM_CP_DEBUG` | 1: on CUDA, ranks compare their calls first (always so on CPU) | 0 |
-| `SYMM_CP_DEBUG_OFFSETS` | a number: moves slots and scratch, by multiples of 64 bytes | unset |
-| `SYMM_CP_WAY` | how fused matmuls go: by `shards`, or `whole` | by simulation |
-| `SYMM_CP_HOST` | what tells this host from others in a group | boot id and network namespace |
+| `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
+| `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
+| `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
+| `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 
 
 class NoHomeError(RuntimeError):
-    """Nobody knows where this user's files are kept."""
+    """The user has no home folder, and `SYMM_CP_BUILD_DIR` is not set."""
 
 
 def build_dir() -> Path:
@@ -30,7 +30,7 @@ def build_dir() -> Path:
     if chosen:
         return Path(chosen)
     cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():  # to be ignored, says the specification
+    if not cache.is_absolute():  # the XDG specification: relative paths are ignored
         with suppress(RuntimeError):  # neither HOME nor an entry for the user
             cache = (Path.home() if os.environ.get("HOME") != "" else Path()) / ".cache"
     if not cache.is_absolute():
@@ -42,11 +42,11 @@ def build_dir() -> Path:
 
 
 def timeout_ms() -> int:
-    """Returns the wait limit in milliseconds; 0 stands for the time-out of the group."""
+    """Returns the time-out of waits in milliseconds; 0 stands for that of the group."""
     text = os.environ.get("SYMM_CP_TIMEOUT_MS", "0")
     if not text.isdigit():
         raise ValueError(
-            f"SYMM_CP_TIMEOUT_MS={text!r} is not a number: give milliseconds, 0 for the group's own"
+            f"SYMM_CP_TIMEOUT_MS={text!r} must be milliseconds, or 0 for the group's time-out"
         )
     return int(text)
 
@@ -60,7 +60,7 @@ def signals() -> str:
 
 
 def attention() -> str | None:
-    """Returns the way that attention on CUDA is forced to take, if any."""
+    """Returns the way that attention on CUDA must take, if any."""
     text = os.environ.get("SYMM_CP_ATTENTION") or None
     if text not in (None, "pipeline", "arrival"):
         raise ValueError(f"SYMM_CP_ATTENTION={text!r} must be 'pipeline' or 'arrival'")
@@ -68,7 +68,7 @@ def attention() -> str | None:
 
 
 def way() -> str | None:
-    """Returns the way that fused matmuls are forced to take, if any."""
+    """Returns the way that fused matmuls must take, if any."""
     text = os.environ.get("SYMM_CP_WAY") or None
     if text not in (None, "shards", "whole"):
         raise ValueError(f"SYMM_CP_WAY={text!r} must be 'shards' or 'whole'")
@@ -76,7 +76,7 @@ def way() -> str | None:
 
 
 def debug() -> bool:
-    """Returns whether ranks compare their calls on devices before they make them."""
+    """Tells whether ranks compare their calls on devices before they make them."""
     text = os.environ.get("SYMM_CP_DEBUG", "0")
     if text not in ("0", "1"):
         raise ValueError(f"SYMM_CP_DEBUG={text!r} must be 0 or 1")
@@ -84,7 +84,7 @@ def debug() -> bool:
 
 
 def debug_offsets() -> int | None:
-    """Returns the seed by which buffers are moved to other addresses, if they are."""
+    """Returns the seed for moving buffers to other addresses, if any."""
     text = os.environ.get("SYMM_CP_DEBUG_OFFSETS") or None
     if text is not None and not text.isdigit():
         raise ValueError(f"SYMM_CP_DEBUG_OFFSETS={text!r} must be a number, the same on all ranks")

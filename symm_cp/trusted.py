@@ -1,21 +1,21 @@
-"""Files that only the user can change: opens, reads, writes and locks them.
+"""Opens, reads, writes and locks files that only the user can change.
 
-The native library runs as the user who loads it, so whoever can change it, or put another file or
-folder in its place, runs code as that user. A folder or file is *trusted* when
+The native library runs as the user who loads it, so anyone who can change or replace it, or a
+folder above it, runs code as that user. A folder or file is *trusted* if
 
 - its owner is root, the effective user, or the owner of this package (who could change the package
   as well), and
-- neither its group nor others can write it. A folder with the sticky bit (`/tmp`) may be writable:
-  there only owners can rename or remove what is theirs.
+- neither its group nor others can write it. A folder with the sticky bit (`/tmp`) may be writable,
+  because only owners can rename or remove their files in it.
 
-All folders from `/` down are held to this, and so are the owners of symbolic links on the way. Each
-name is opened without following links, relative to its opened folder, and the descriptor is
-checked rather than the name: there is no moment between check and use at which a name could be
-given to something else. Files themselves may not be links.
+This applies to all folders from `/` down, and the owners of symbolic links on the way must be
+trusted as well. Each name is opened relative to its opened folder, without following links, and the
+descriptor is checked instead of the name: nothing can be replaced between check and use. The file
+itself must not be a link.
 
 In a user namespace (a rootless container) folders such as `/` and `/home` belong to an owner
-outside of the namespace, who appears as the overflow user; such a *folder* is accepted as root's
-would be, a file is not.
+outside the namespace, who appears as the overflow user; such a *folder* is accepted like one of
+root, a file is not.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from pathlib import Path
 
 _NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-# Not blocked by a FIFO that lies where a file should.
+# Does not block on a FIFO instead of a file.
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _OTHERS = stat.S_IWGRP | stat.S_IWOTH
-_MOST_LINKS = 40  # as in the kernel
+_MAX_LINKS = 40  # as in the kernel
 
 
 class UntrustedError(PermissionError):
-    """Another user could change a file or folder, or has made it; the message says which."""
+    """Another user owns or could change a file or folder, which the message names."""
 
 
 def owners() -> frozenset[int]:
@@ -46,8 +46,8 @@ def owners() -> frozenset[int]:
     return frozenset((0, os.geteuid(), os.stat(__file__).st_uid))
 
 
-def _outside(uid: int) -> bool:
-    """Whether a user is one that this user namespace has no number for."""
+def is_outside_namespace(uid: int) -> bool:
+    """Tells whether a user id stands for users that this user namespace does not map."""
     with suppress(OSError, ValueError):
         if uid != int(Path("/proc/sys/kernel/overflowuid").read_text()):
             return False
@@ -60,11 +60,13 @@ def _outside(uid: int) -> bool:
 
 
 def _problem(about: os.stat_result) -> str | None:
-    """What is wrong with a file, a folder or a link, if anything."""
+    """Returns why a file, folder or link is not trusted, if it is not."""
     trusted = owners()
-    if about.st_uid not in trusted and not (stat.S_ISDIR(about.st_mode) and _outside(about.st_uid)):
-        whose = " or ".join(str(uid) for uid in sorted(trusted))
-        return f"it belongs to user {about.st_uid}, not to user {whose}"
+    if about.st_uid not in trusted and not (
+        stat.S_ISDIR(about.st_mode) and is_outside_namespace(about.st_uid)
+    ):
+        users = " or ".join(str(uid) for uid in sorted(trusted))
+        return f"it belongs to user {about.st_uid}, not to user {users}"
     sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
     if about.st_mode & _OTHERS and not sticky and not stat.S_ISLNK(about.st_mode):
         return f"others can write it (mode {stat.S_IMODE(about.st_mode):o})"
@@ -80,7 +82,7 @@ def _check(fd: int, path: str | Path) -> os.stat_result:
 
 
 def _about(error: OSError, path: str | Path) -> OSError:
-    """The same error with the whole path instead of a name in an opened folder."""
+    """Returns the error with the whole path instead of a name in an opened folder."""
     return OSError(error.errno, error.strerror, str(path))
 
 
@@ -90,12 +92,12 @@ def _make(name: str, parent: int) -> None:
 
 
 def _enter(name: str, parent: int) -> int:
-    """Opens a name without following it: a folder for reading where that is allowed."""
+    """Opens a name without following links; a folder for reading, if that is allowed."""
     fd = os.open(name, _NAME, dir_fd=parent)
     if not stat.S_ISDIR(os.fstat(fd).st_mode):
         return fd
     with suppress(OSError):
-        # Has an automounter mount it, which O_PATH does not.
+        # Unlike O_PATH this makes an automounter mount the folder.
         opened = os.open(name, _FOLDER, dir_fd=parent)
         os.close(fd)
         return opened
@@ -103,7 +105,7 @@ def _enter(name: str, parent: int) -> int:
 
 
 def _open_folder(path: Path, *, create: bool) -> int:
-    """Opens a folder, step by step from the root; missing ones are made, for the user alone."""
+    """Opens a folder step by step from the root; `create` makes missing ones (mode 700)."""
     pending = list(reversed(path.absolute().parts))
     at, where, links = os.open("/", _NAME), "/", 0
     try:
@@ -138,10 +140,10 @@ def _open_folder(path: Path, *, create: bool) -> int:
 
 
 def _target(fd: int, path: str, links: int) -> str:
-    """Where a link leads; closes it."""
+    """Returns the target of a link, and closes its descriptor."""
     try:
         _check(fd, path)
-        if links > _MOST_LINKS:
+        if links > _MAX_LINKS:
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
         return os.readlink("", dir_fd=fd)
     finally:
@@ -150,9 +152,9 @@ def _target(fd: int, path: str, links: int) -> str:
 
 @contextmanager
 def folder(path: Path, *, create: bool = False) -> Iterator[int]:
-    """Gives a descriptor of a trusted folder, for use as `dir_fd`; with `create` it is made.
+    """Yields a descriptor of a trusted folder, for use as `dir_fd`; `create` makes missing ones.
 
-    Raises `UntrustedError`, and other `OSError`s where it cannot be opened or made.
+    Raises `UntrustedError`, and other `OSError`s if it cannot be opened or made.
     """
     fd = _open_folder(path, create=create)
     try:
@@ -179,21 +181,21 @@ def _open(path: Path, flags: int, parent: int) -> int:
 
 
 def open_to_read(path: Path) -> int:
-    """Returns a descriptor of a trusted file, which the caller closes; raises as `folder`."""
+    """Returns a descriptor of a trusted file, which the caller closes; raises like `folder`."""
     with folder(path.parent) as parent:
         return _open(path, os.O_RDONLY, parent)
 
 
 def read(path: Path) -> bytes:
-    """Returns what is in a trusted file; raises as `folder`."""
+    """Returns the content of a trusted file; raises like `folder`."""
     with open(open_to_read(path), "rb") as file:
         return file.read()
 
 
 def write(path: Path, content: bytes) -> None:
-    """Puts a file that only the user can write in a trusted folder, made for the user alone.
+    """Replaces a file in a trusted folder, which is made if missing, atomically.
 
-    A reader sees the whole old content or the whole new one. Raises as `folder`.
+    Only the user can write the new file. Raises like `folder`.
     """
     with folder(path.parent, create=True) as parent:
         scratch = f".{path.name}.{secrets.token_hex(8)}"
@@ -213,7 +215,7 @@ def write(path: Path, content: bytes) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on a trusted file, which is made in a trusted folder; raises as `folder`."""
+    """Holds a lock on a trusted file, which is made if missing; raises like `folder`."""
     with folder(path.parent) as parent:
         fd = _open(path, os.O_RDWR | os.O_CREAT, parent)
     with open(fd, "rb"):
@@ -222,11 +224,11 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_output(path: Path, content: str | bytes) -> None:
-    """Writes a file that the user has named, in whatever folder it is.
+    """Writes a file that the user has named, in any folder.
 
-    Refuses to follow another user's link and, where everybody can make files, to write another
-    user's: the kernel's `protected_symlinks` and `protected_regular`, wherever they are off. Raises
-    `UntrustedError` and other `OSError`s.
+    Like the kernel with `protected_symlinks` and `protected_regular`, refuses to follow another
+    user's link and, in a folder where everybody can make files, to write another user's file.
+    Raises `UntrustedError` and other `OSError`s.
     """
     data = content.encode() if isinstance(content, str) else content
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC

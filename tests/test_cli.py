@@ -56,7 +56,7 @@ def test_doctor_finds_a_working_backend() -> None:
 
 def test_doctor_tells_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
-    calibrated, tuned = doctor_module._measured()
+    calibrated, tuned = doctor_module.measured()
     assert (calibrated.state, tuned.state) == ("missing", "missing")
     assert "symm-cp calibrate --ranks" in calibrated.advice
     assert "symm-cp tune --ranks" in tuned.advice
@@ -65,7 +65,7 @@ def test_doctor_tells_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
         (tmp_path / name).chmod(0o644)
         os.utime(tmp_path / name, (0, 86400 * 366))
     (tmp_path / "machine_4.toml").chmod(0o666)
-    two, four, tuned = doctor_module._measured()
+    two, four, tuned = doctor_module.measured()
     assert two.state == tuned.state == "ok"
     assert f"{tmp_path / 'machine_2.toml'}, 1971-01-0" in two.detail
     assert "symm-cp calibrate --ranks 2" in two.detail
@@ -74,7 +74,7 @@ def test_doctor_tells_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_doctor_puts_what_is_not_needed_into_one_line() -> None:
-    findings = doctor_module._op_findings()
+    findings = doctor_module.op_findings()
     assert not [finding for finding in findings if finding.detail in ("none", "Meta")]
     (others,) = (finding for finding in findings if finding.name == "others")
     assert "as expected" in others.detail

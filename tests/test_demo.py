@@ -13,16 +13,16 @@ import pytest
 import torch
 
 from symm_cp.cli import main
-from symm_cp.demo import options as demo_options
+from symm_cp.demo import arguments as demo_arguments
+from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, UNFUSED, Result
 from symm_cp.demo.data import batches
-from symm_cp.demo.report import COMPUTE, DENSE, FUSED, UNFUSED, Result
 
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    demo_options.add_arguments(parser)
+    demo_arguments.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
@@ -65,7 +65,7 @@ def test_under_torchrun() -> None:
 def result(fused: list[float]) -> Result:
     exact = [5.5, 5.0]
     return Result(
-        options=demo_options.check(parsed(), {}),
+        options=demo_arguments.check(parsed(), {}),
         text="",
         parameters=1,
         losses={DENSE: exact, UNFUSED: exact, FUSED: fused, COMPUTE: [0.0, 0.0]},
@@ -102,19 +102,22 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--cp", "2", "--ranks", "3"], "--cp 2 does not divide 3 ranks"),
-        (["--cp", "2", "--seq", "50"], "--seq 50 does not split over 2 ranks: use a multiple of 4"),
-        (["--seq", "49"], "--seq 49 does not split over 2 ranks"),
+        (["--cp", "2", "--ranks", "3"], "--ranks 3 is not divisible by --cp 2"),
+        (
+            ["--cp", "2", "--seq", "50"],
+            "--seq 50 cannot be split over 2 ranks: must be a multiple of 4",
+        ),
+        (["--seq", "49"], "--seq 49 cannot be split over 2 ranks"),
         (
             ["--ranks", "3", "--seq", "48"],
-            "--dim 512 does not split into heads over 3 ranks: needs a multiple of 48",
+            "--dim 512 cannot be split into heads over 3 ranks: must be a multiple of 48",
         ),
         (
             ["--dim", "24"],
-            "--dim 24 does not split into heads over 2 ranks: needs a multiple of 32",
+            "--dim 24 cannot be split into heads over 2 ranks: must be a multiple of 32",
         ),
         (["--text", "/nowhere/at/all"], "--text /nowhere/at/all: cannot be read"),
-        (["--json", "/nowhere/at/all"], "there is no folder /nowhere/at"),
+        (["--json", "/nowhere/at/all"], "folder /nowhere/at does not exist"),
         (["--steps", "0"], "must be a whole number of at least 1"),
     ],
 )

@@ -123,7 +123,7 @@ def test_a_file_of_another_user_in_a_trusted_folder(
 def test_a_folder_from_outside_of_the_user_namespace(
     place: Path, as_stranger: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trusted, "_outside", lambda uid: uid == STRANGER)
+    monkeypatch.setattr(trusted, "is_outside_namespace", lambda uid: uid == STRANGER)
     with trusted.folder(place.parent):
         pass
     with pytest.raises(trusted.UntrustedError, match="file: it belongs to user"):

@@ -1,4 +1,4 @@
-"""`symm-cp bench`, `trace`, `calibrate` and `tune`: what ops take, and what they should take."""
+"""`symm-cp bench`, `trace`, `calibrate` and `tune`: times of ops, measured and predicted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def add_commands(commands: Any) -> None:
         module.add_arguments(parser)
 
 
-def main(given: argparse.Namespace) -> int:
+def main(args: argparse.Namespace) -> int:
     """Runs one of the commands and returns its exit code."""
-    return _COMMANDS[given.command].main(given)
+    return _COMMANDS[args.command].main(args)

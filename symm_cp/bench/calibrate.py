@@ -1,8 +1,8 @@
 """`symm-cp calibrate`: measures what kernels, copies and calls cost on this machine.
 
-All ranks measure at once, so what they take from each other (the memory's bandwidth, and cores
-where there are fewer than ranks) is in the figures. Memory that travels between ranks is measured
-as it is used: written by one rank just before the other reads it.
+All ranks measure at once, so the figures include contention for memory bandwidth and, with fewer
+cores than ranks, for cores. Transfers between ranks are measured as ops use them: one rank writes
+the memory just before another one reads it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -22,18 +23,22 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import launch, native, trusted
+from symm_cp import native, trusted
 from symm_cp.bench.measure import quick_barrier
 from symm_cp.bench.report import keep, processor
 from symm_cp.demo.progress import Progress
 from symm_cp.ops.common import new_result
+from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_ranks
 from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tuning import machine_path
 
 HELP = "measure what kernels, copies and calls cost here, for predictions (trace, tune)"
 
+#: A measured point of a curve: its size (bytes or operations) and seconds.
+Point: TypeAlias = tuple[float, float]
+
 _COPIES = tuple(1 << n for n in range(12, 27, 2))  # 4 KiB to 64 MiB
-# From 32 MiB on the C library gives memory back at once, and every use is a first one.
+# From 32 MiB on the C library returns freed memory at once, so every use touches fresh pages.
 _FRESH = (*_COPIES[:-1], (1 << 25) - (1 << 20), 1 << 25, 1 << 26)
 _CUBES = (32, 64, 128, 256, 512, 1024)
 _FEW_ROWS, _WEIGHTS = 32, (256, 512, 1024, 2048, 4096)
@@ -41,32 +46,32 @@ _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _REPETITIONS = (5, 50)
-_BRIEFLY = 0.01  # seconds for each point
-_LEAST = 1e-9  # a curve has no zeros
+_BRIEF_SECONDS = 0.01  # for each point
+_MIN_SECONDS = 1e-9  # a curve must not contain zeros
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp calibrate`."""
     parser.add_argument(
-        "--ranks", type=launch.positive, default=2, help="that measure at once (%(default)s)"
+        "--ranks", type=positive, default=2, help="processes that measure at once (%(default)s)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=0.15, help="for each point, about (%(default)s)"
+        "--seconds", type=float, default=0.15, help="approximate time for each point (%(default)s)"
     )
     parser.add_argument(
-        "--out", type=Path, help="the machine's file (default: where trace and tune look for it)"
+        "--out", type=Path, help="file to write (default: where trace and tune look for it)"
     )
-    launch.add_rendezvous(parser)
+    add_rendezvous(parser)
 
 
-def find(given: str | None, ranks: int) -> Machine | None:
-    """Returns the machine of that name or file, by default what was calibrated for these ranks.
+def find(name: str | None, ranks: int) -> Machine | None:
+    """Returns the machine of a name or file; without one, this machine as calibrated for `ranks`.
 
-    None where it was never calibrated for them. Raises `ValueError` for a name or file that is none
-    of a machine, or that another user could change.
+    Returns None if it was never calibrated for them. Raises `ValueError` for an unknown name, and
+    for a file that describes no machine or that another user could change.
     """
-    if given is not None:
-        return machine(given)
+    if name is not None:
+        return machine(name)
     path = machine_path(ranks)
     try:
         return from_toml(trusted.read(path).decode(), str(path))
@@ -76,25 +81,25 @@ def find(given: str | None, ranks: int) -> Machine | None:
         raise ValueError(f"{error}; or give --machine") from error
 
 
-def find_or_measure(given: str | None, group: dist.ProcessGroup) -> Machine:
-    """As `find`, identically on all ranks; measures briefly what was never calibrated. Collective.
+def find_or_measure(name: str | None, group: dist.ProcessGroup) -> Machine:
+    """As `find`, identically on all ranks; measures briefly if never calibrated. Collective.
 
-    What was measured briefly is not kept, so that ops go on as before. It has no curves of kernels:
-    it is for work whose kernel is timed by itself.
+    A brief measurement is not saved, so ops behave as before. It has no curves of kernels: it is
+    for work whose kernel is timed separately.
     """
-    box: list[Machine | None] = [None]
+    from_rank_0: list[Machine | None] = [None]
     if group.rank() == 0:
-        box = [find(given, group.size())]
-    dist.broadcast_object_list(box, dist.get_global_rank(group, 0), group)
-    if (found := box[0]) is not None:
-        return found
+        from_rank_0 = [find(name, group.size())]
+    dist.broadcast_object_list(from_rank_0, dist.get_global_rank(group, 0), group)
+    if (calibrated := from_rank_0[0]) is not None:
+        return calibrated
     if group.rank() == 0:
         print(
             f"not calibrated for {group.size()} ranks: measured briefly, for this command only "
-            f"(symm-cp calibrate --ranks {group.size()} measures well, and keeps it)",
+            f"(symm-cp calibrate --ranks {group.size()} measures accurately and saves the result)",
             flush=True,
         )
-    return measure(group, None, _BRIEFLY, kernels=False)
+    return measure(group, None, _BRIEF_SECONDS, kernels=False)
 
 
 class _Meter:
@@ -113,16 +118,16 @@ class _Meter:
         *,
         cold: bool = False,
     ) -> float:
-        """The median over repetitions of the slowest rank's time of `run`, after `before`.
+        """Returns the median time of `run` on the slowest rank; `before` is not timed.
 
-        With `cold` after a matmul, which leaves nothing else in a core's own caches, as the work
+        With `cold`, a matmul first evicts everything else from a core's own caches, as the work
         between two ops does.
         """
         spent = max(self._once(run, before, cold) for _ in range(2))
-        own = [self._once(run, before, cold) for _ in range(self._agreed(spent))]
+        own = [self._once(run, before, cold) for _ in range(self._repetitions(spent))]
         times = torch.tensor(own, dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
-        return max(_LEAST, statistics.median(times.tolist()))
+        return max(_MIN_SECONDS, statistics.median(times.tolist()))
 
     def _once(self, run: Callable[[], object], before: Callable[[], object], cold: bool) -> float:
         before()
@@ -133,104 +138,106 @@ class _Meter:
         run()
         return time.perf_counter() - start
 
-    def _agreed(self, spent: float) -> int:
+    def _repetitions(self, spent: float) -> int:
+        """Returns how many repetitions fit into the time, identically on all ranks."""
         slowest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
         least, most = _REPETITIONS
         return max(least, min(most, int(self._budget / max(1e-9, float(slowest)))))
 
-    def curve(self, name: str, points: Iterable[tuple[float, float]]) -> Curve:
-        """A curve through points as they are measured."""
+    def curve(self, name: str, points: Iterable[Point]) -> Curve:
+        """Returns the curve through measured points."""
         sizes, seconds = zip(*points, strict=True)
         if self.progress is not None:
             self.progress.advance(name)
         return Curve(tuple(sizes), tuple(seconds))
 
 
-class _Turns:
-    """Symmetric memory twice, taken in turn, as the slots of a workspace are."""
+class _Slots:
+    """Two slots of symmetric memory, used in turn, as those of a workspace."""
 
     def __init__(self, meter: _Meter, nbytes: int) -> None:
-        self._mine = [symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
-        handles = [symm_mem.rendezvous(half, meter.group) for half in self._mine]
+        self._own = [symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
+        handles = [symm_mem.rendezvous(slot, meter.group) for slot in self._own]
         neighbour = (meter.rank + 1) % meter.ranks
         self._peers = [handle.get_buffer(neighbour, (nbytes,), torch.uint8) for handle in handles]
-        self._turn = 0
+        self._current = 0
 
-    def mine(self, nbytes: int) -> torch.Tensor:
-        """This rank's memory."""
-        return self._mine[self._turn][:nbytes]
+    def own(self, nbytes: int) -> torch.Tensor:
+        """Returns the beginning of this rank's slot."""
+        return self._own[self._current][:nbytes]
 
     def peer(self, nbytes: int) -> torch.Tensor:
-        """That of the next rank."""
-        return self._peers[self._turn][:nbytes]
+        """Returns the beginning of the next rank's slot."""
+        return self._peers[self._current][:nbytes]
 
     def write(self, nbytes: int) -> None:
-        """Takes the other half, and writes it."""
-        self._turn = 1 - self._turn
-        self.mine(nbytes).zero_()
+        """Changes to the other slot, and writes its beginning."""
+        self._current = 1 - self._current
+        self.own(nbytes).zero_()
 
 
 def _moves(meter: _Meter) -> dict[str, Curve]:
-    turns = _Turns(meter, _COPIES[-1])
-    own = torch.zeros(_COPIES[-1], dtype=torch.uint8)
+    """Measures copies, transfers, reads of a peer's memory, and fresh memory, by bytes."""
+    slots = _Slots(meter, _COPIES[-1])
+    plain = torch.zeros(_COPIES[-1], dtype=torch.uint8)
 
-    def publish(nbytes: int) -> float:
+    def copy(nbytes: int) -> float:
         """Into memory that the peer has just read."""
 
         def read() -> None:
-            turns.write(nbytes)
+            slots.write(nbytes)
             meter.barrier()
-            turns.peer(nbytes).clone()
+            slots.peer(nbytes).clone()
 
-        return meter.seconds(lambda: turns.mine(nbytes).copy_(own[:nbytes]), read, cold=True)
+        return meter.seconds(lambda: slots.own(nbytes).copy_(plain[:nbytes]), read, cold=True)
 
-    def pull(nbytes: int) -> float:
+    def transfer(nbytes: int) -> float:
         """Out of memory that the peer has just written."""
-        write = partial(turns.write, nbytes)
-        return meter.seconds(lambda: own[:nbytes].copy_(turns.peer(nbytes)), write, cold=True)
+        write = partial(slots.write, nbytes)
+        return meter.seconds(lambda: plain[:nbytes].copy_(slots.peer(nbytes)), write, cold=True)
 
-    def read_later(nbytes: int) -> float:
+    def remote(nbytes: int) -> float:
         """How much longer it takes to read a peer's memory than one's own, both just written."""
 
-        def total(of: Callable[[int], torch.Tensor]) -> float:
-            write = partial(turns.write, nbytes)
-            return meter.seconds(lambda: of(nbytes).view(torch.float32).sum(), write, cold=True)
+        def total(slot: Callable[[int], torch.Tensor]) -> float:
+            write = partial(slots.write, nbytes)
+            return meter.seconds(lambda: slot(nbytes).view(torch.float32).sum(), write, cold=True)
 
-        return max(_LEAST, total(turns.peer) - total(turns.mine))
+        return max(_MIN_SECONDS, total(slots.peer) - total(slots.own))
 
     def fresh(nbytes: int) -> float:
-        """New memory over memory that is there, both written once."""
+        """How much longer it takes to allocate and write memory than to write it again."""
 
         def make() -> torch.Tensor:
-            return new_result(own, (nbytes,)).fill_(1)
+            return new_result(plain, (nbytes,)).fill_(1)
 
-        return max(_LEAST, meter.seconds(make) - meter.seconds(lambda: own[:nbytes].fill_(1)))
+        first = meter.seconds(make)
+        return max(_MIN_SECONDS, first - meter.seconds(lambda: plain[:nbytes].fill_(1)))
 
-    kinds = {"copy": publish, "transfer": pull, "remote": read_later}
-    curves = {
-        kind: meter.curve(kind, [(float(size), run(size)) for size in _COPIES])
-        for kind, run in kinds.items()
+    kinds = {"copy": (copy, _COPIES), "transfer": (transfer, _COPIES),
+             "remote": (remote, _COPIES), "fresh": (fresh, _FRESH)}  # fmt: skip
+    return {
+        kind: meter.curve(kind, [(float(size), run(size)) for size in sizes])
+        for kind, (run, sizes) in kinds.items()
     }
-    points = [(float(size), fresh(size)) for size in _FRESH]
-    return {**curves, "fresh": meter.curve("fresh", points)}
 
 
 def _reduce(meter: _Meter, call: float) -> Curve:
-    """By the bytes that a rank reads; what a call costs anyway is taken off."""
+    """Measures reductions by the bytes that a rank reads, without the `call` seconds of any op."""
     name = str(meter.group.group_name)
-    turns = _Turns(meter, meter.ranks * _COPIES[-2])
+    slots = _Slots(meter, meter.ranks * _COPIES[-2])
     points = []
     for nbytes in _COPIES[:-1]:
         out = torch.empty(nbytes // 4)
 
         def run(nbytes: int = nbytes, out: torch.Tensor = out) -> None:
-            full = turns.mine(meter.ranks * nbytes).view(torch.float32)
+            full = slots.own(meter.ranks * nbytes).view(torch.float32)
             torch.ops.symm_mem.reduce_scatter_out.default(full, name, False, out)
 
-        write = partial(turns.write, meter.ranks * nbytes)
-        taken = meter.seconds(run, write, cold=True) - call
-        points.append((float(meter.ranks * nbytes), max(_LEAST, taken)))
+        write = partial(slots.write, meter.ranks * nbytes)
+        reduction = meter.seconds(run, write, cold=True) - call
+        points.append((float(meter.ranks * nbytes), max(_MIN_SECONDS, reduction)))
     return meter.curve("reduce", points)
 
 
@@ -240,20 +247,23 @@ def _matmul(meter: _Meter, rows: int, size: int, dtype: torch.dtype) -> float:
 
 
 def _matmuls(meter: _Meter, name: str, dtype: torch.dtype) -> dict[str, Curve]:
-    """What operations take, and what a second matrix takes that few rows are multiplied with."""
+    """Measures matmuls by operations, and the time to load the weight by its bytes.
+
+    The load shows in matmuls of few rows; it is subtracted from the others.
+    """
     largest = _CUBES[-1]
     rate = 2.0 * largest**3 / _matmul(meter, largest, largest, dtype)
-    points = []
+    loads = []
     for size in _WEIGHTS:
         operations = 2.0 * _FEW_ROWS * size * size / rate
-        taken = _matmul(meter, _FEW_ROWS, size, dtype) - operations
-        points.append((float(size * size * dtype.itemsize), max(_LEAST, taken)))
-    weight = meter.curve(f"weight, {name}", points)
+        load = _matmul(meter, _FEW_ROWS, size, dtype) - operations
+        loads.append((float(size * size * dtype.itemsize), max(_MIN_SECONDS, load)))
+    weight = meter.curve(f"weight, {name}", loads)
     cubes = []
     for size in _CUBES:
-        taken = _matmul(meter, size, size, dtype)
-        # Never less than half: what is taken off was measured with some noise.
-        operations = max(taken / 2, taken - weight(size * size * dtype.itemsize))
+        seconds = _matmul(meter, size, size, dtype)
+        # At least half: what is subtracted was measured with some noise.
+        operations = max(seconds / 2, seconds - weight(size * size * dtype.itemsize))
         cubes.append((2.0 * size**3, operations))
     return {
         f"weight.{name}": weight,
@@ -281,7 +291,7 @@ def _one_matmul(meter: _Meter) -> dict[str, Curve]:
 
 
 def _calls(meter: _Meter) -> dict[str, float]:
-    """What ops take on next to nothing."""
+    """Measures ops on tiny tensors."""
     group = meter.group
     name = str(group.group_name)
     tiny, weight = torch.ones(8, 8), torch.ones(8, 8)
@@ -299,10 +309,10 @@ def _calls(meter: _Meter) -> dict[str, float]:
             ops._low_contention_reduce_scatter.default(full, "sum", name)
         ),
     }
-    found = {op: meter.seconds(run, cold=True) for op, run in calls.items()}
+    seconds = {op: meter.seconds(run, cold=True) for op, run in calls.items()}
     if meter.progress is not None:
         meter.progress.advance("calls")
-    return found
+    return seconds
 
 
 def measure(
@@ -312,9 +322,9 @@ def measure(
     *,
     kernels: bool = True,
 ) -> Machine:
-    """Returns what was measured, alike on all ranks. Collective; takes about ten seconds.
+    """Returns this machine as measured, identically on all ranks. Collective; takes about 10 s.
 
-    Without `kernels` it takes two, and the machine is for work whose kernel is timed by itself.
+    Without `kernels` it takes 2 s, and the machine is for work whose kernel is timed separately.
     """
     meter = _Meter(group, progress, seconds)
     with torch.no_grad():
@@ -332,7 +342,7 @@ def measure(
     )  # fmt: skip
 
 
-def _points(curve: Curve) -> Iterable[tuple[float, float]]:
+def _points(curve: Curve) -> Iterable[Point]:
     return zip(curve.sizes, curve.seconds, strict=True)
 
 
@@ -341,34 +351,34 @@ def _memory_bytes() -> int:
 
 
 def _signal(meter: _Meter) -> float:
-    """A barrier of two ranks is a signal each way."""
-    many = 200
+    """Measures a barrier; between two ranks it is a signal each way."""
+    barriers = 200
 
     def run() -> None:
-        for _ in range(many):
+        for _ in range(barriers):
             meter.barrier()
 
-    return meter.seconds(run) / many
+    return meter.seconds(run) / barriers
 
 
-def main(given: argparse.Namespace) -> int:
-    """Runs `symm-cp calibrate`; returns 0 when the file was written."""
-    if launch.is_rank():
-        launch.leave(launch.as_rank(lambda group: _rank(given, group), given.rendezvous))
+def main(args: argparse.Namespace) -> int:
+    """Runs `symm-cp calibrate`; returns 0 if the file was written."""
+    if is_rank():
+        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
     try:
         native.load()
     except native.BuildError as error:
         print(f"symm-cp calibrate: {error}", file=sys.stderr)
         return 2
-    return launch.run_ranks("calibrate", given.ranks, given.arguments)
+    return run_ranks("calibrate", args.ranks, args.arguments)
 
 
-def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
+def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
+    """Measures as one of the ranks; rank 0 writes the file."""
     progress = Progress(12) if group.rank() == 0 else None
-    found = measure(group, progress, given.seconds)
-    if group.rank() == 0:
-        assert progress is not None
+    measured = measure(group, progress, args.seconds)
+    if progress is not None:
         progress.close()
-        path = keep(given.out, partial(machine_path, group.size()), to_toml(found))
-        print(f"{found.name}, {found.gpus} ranks: {path}")
+        path = keep(args.out, partial(machine_path, group.size()), to_toml(measured))
+        print(f"{measured.name}, {measured.gpus} ranks: {path}")
     return 0

@@ -1,4 +1,4 @@
-"""`symm-cp bench`: fused ops against what they replace and against what limits them."""
+"""`symm-cp bench`: fused ops against unfused ones and against their limit."""
 
 from __future__ import annotations
 
@@ -14,11 +14,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symm_cp import launch, native
+from symm_cp import native
 from symm_cp.bench import measure, plots, report, shapes
 from symm_cp.bench.jobs import IN_PLACE, TORCH, Job, Setting
 from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.demo.progress import Progress
+from symm_cp.ranks import (
+    add_rendezvous,
+    check_device,
+    counts,
+    exit_as_rank,
+    is_rank,
+    positive,
+    run_ranks,
+)
 from symm_cp.schedule.trace import load_pyplot
 
 HELP = "time fused ops against unfused ones and against their limit"
@@ -35,30 +44,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp bench`."""
     add = parser.add_argument
     add("kind", nargs="?", choices=(*shapes.KINDS, "all"), default="all", help="(%(default)s)")
-    add("--ranks", type=launch.counts, default=[2], help="some (1,2,4) or doubling (1..16); (2)")
+    add("--ranks", type=counts, default=[2], help="a list (1,2,4) or doubling numbers (1..16); (2)")
     add(
         "--shapes",
-        help="models (llama3-8b, llama3-70b, qwen3-32b, spread over the ranks), ROWSxINNERxCOLUMNS "
-        "for matmuls, TOKENSxHEADSxHEAD_DIM for attention, sizes (4KiB) for collectives; of a rank",
+        help="models (llama3-8b, llama3-70b, qwen3-32b) or, for each rank, ROWSxINNERxCOLUMNS of "
+        "matmuls, TOKENSxHEADSxHEAD_DIM of attention, bytes (4KiB) of collectives",
     )
-    add("--tokens", type=launch.positive, help="of all ranks, for models (512; CUDA: 8192)")
-    add("--dtype", default="float32", help=f"some of {', '.join(DTYPES)} (%(default)s)")
+    add("--tokens", type=positive, help="tokens of all ranks, for models (512; CUDA: 8192)")
+    add("--dtype", default="float32", help=f"one or more of {', '.join(DTYPES)} (%(default)s)")
     add("--device", choices=sorted(_BACKENDS), default="cpu", help="(%(default)s)")
-    add("--against", default="limit,unfused,communication", help=f"some of {', '.join(_AGAINST)}")
-    add("--seconds", type=float, default=4.0, help="for each case, about (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write everything there")
-    add("--csv", type=Path, metavar="FILE", help="write a line for each variant there")
-    add("--plot", type=Path, metavar="FOLDER", help="write plots (PNG) there; needs matplotlib")
+    add(
+        "--against",
+        default="limit,unfused,communication",
+        help=f"one or more of {', '.join(_AGAINST)}",
+    )
+    add("--seconds", type=float, default=4.0, help="approximate time for each case (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="write all results to this file")
+    add("--csv", type=Path, metavar="FILE", help="write a line for each variant to this file")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FOLDER",
+        help="write plots (PNG) to this folder; needs matplotlib",
+    )
     add("--rows", type=Path, help=argparse.SUPPRESS)
-    launch.add_rendezvous(parser)
+    add_rendezvous(parser)
 
 
 def variants_wanted(against: str, device: str) -> set[str]:
-    """Returns the names of variants; raises `ValueError` for what is not there."""
+    """Returns the names of variants; raises `ValueError` for one that does not exist there."""
     names = set(_names(against))
     if unknown := names - set(_AGAINST):
         raise ValueError(
-            f"--against {', '.join(sorted(unknown))}: must be some of {', '.join(_AGAINST)}"
+            f"--against {', '.join(sorted(unknown))}: must be one or more of {', '.join(_AGAINST)}"
         )
     backend = _BACKENDS[device]
     if wrong := names & set(_BACKENDS.values()) - {backend}:
@@ -67,83 +85,86 @@ def variants_wanted(against: str, device: str) -> set[str]:
         raise ValueError("--against torch: torch has no kernels for these ops on CPU")
     if backend in names:
         names = names - {backend} | {UNFUSED}
-    # Ratios are to the limit, whatever else is shown.
+    # Ratios are always to the limit.
     return names | {LIMIT, FUSED, IN_PLACE}
 
 
-def wanted(given: argparse.Namespace, ranks: int) -> Iterator[shapes.Wanted]:
+def wanted(args: argparse.Namespace, ranks: int) -> Iterator[shapes.Wanted]:
     """Yields the jobs that a command line asks for."""
-    kinds = shapes.KINDS if given.kind == "all" else (given.kind,)
-    tokens = given.tokens or shapes.TOKENS[given.device]
+    kinds = shapes.KINDS if args.kind == "all" else (args.kind,)
+    tokens = args.tokens or shapes.TOKENS[args.device]
     for kind in kinds:
-        if kind == "train" and given.device != "cpu":
-            if given.kind == "train":
-                raise ValueError("train runs the demo's model, which is for --device cpu")
+        if kind == "train" and args.device != "cpu":
+            if args.kind == "train":
+                raise ValueError("train runs the demo's model, which requires --device cpu")
             continue
-        chosen = given.shapes if given.kind != "all" else None
+        chosen = args.shapes if args.kind != "all" else None
         yield from shapes.wanted(kind, chosen or shapes.DEFAULTS[kind], ranks, tokens)
 
 
-def check(given: argparse.Namespace) -> None:
-    """Raises `ValueError` for arguments that do not fit, before anything is started."""
-    variants_wanted(given.against, given.device)
-    if unknown := set(_names(given.dtype)) - set(DTYPES):
-        raise ValueError(f"--dtype {', '.join(sorted(unknown))}: must be some of {list(DTYPES)}")
-    if given.shapes and given.kind == "all":
-        raise ValueError("--shapes needs a kind: they are shapes of matmul, attention, ...")
-    launch.check_device(given.device)
-    for ranks in given.ranks:
-        list(wanted(given, ranks))
-    if given.plot is not None:
+def check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for wrong arguments, before any rank is started."""
+    variants_wanted(args.against, args.device)
+    if unknown := set(_names(args.dtype)) - set(DTYPES):
+        raise ValueError(
+            f"--dtype {', '.join(sorted(unknown))}: must be one or more of {list(DTYPES)}"
+        )
+    if args.shapes and args.kind == "all":
+        raise ValueError("--shapes needs a kind (matmul, attention, ...)")
+    check_device(args.device)
+    for ranks in args.ranks:
+        list(wanted(args, ranks))
+    if args.plot is not None:
         load_pyplot()
 
 
-def main(given: argparse.Namespace) -> int:
-    """Runs `symm-cp bench`; returns 0 when all was measured."""
-    if launch.is_rank():
-        launch.leave(launch.as_rank(lambda group: _rank(given, group), given.rendezvous))
+def main(args: argparse.Namespace) -> int:
+    """Runs `symm-cp bench`; returns 0 if everything was measured."""
+    if is_rank():
+        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
     try:
-        check(given)
+        check(args)
         native.load()
     except (ValueError, RuntimeError) as error:
         print(f"symm-cp bench: {error}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
-    for ranks in given.ranks:
+    for ranks in args.ranks:
         with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
             path = Path(folder, "rows.json")
-            own = [*given.arguments, "--ranks", str(ranks), "--rows", str(path)]
-            code = launch.run_ranks("bench", ranks, own)
+            rank_arguments = [*args.arguments, "--ranks", str(ranks), "--rows", str(path)]
+            code = run_ranks("bench", ranks, rank_arguments)
             if code != 0:
                 return code
             rows += json.loads(path.read_text())
-    if given.json is not None:
-        command = ["symm-cp", *given.arguments]
-        report.write_json(given.json, report.heading(command, given.device), rows)
-    if given.csv is not None:
-        report.write_csv(given.csv, rows)
-    if given.plot is not None:
-        for path in plots.draw(given.plot, rows):
+    if args.json is not None:
+        command = ["symm-cp", *args.arguments]
+        report.write_json(args.json, report.heading(command, args.device), rows)
+    if args.csv is not None:
+        report.write_csv(args.csv, rows)
+    if args.plot is not None:
+        for path in plots.draw(args.plot, rows):
             print(path)
     return 0
 
 
-def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
+def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
+    """Measures as one of the ranks; rank 0 writes the rows for the command that started it."""
     ranks, rank = group.size(), group.rank()
-    names = variants_wanted(given.against, given.device)
-    if given.device == "cuda" and ranks > torch.cuda.device_count():
+    names = variants_wanted(args.against, args.device)
+    if args.device == "cuda" and ranks > torch.cuda.device_count():
         names -= {UNFUSED, COMMUNICATION}
         if rank == 0:
-            print("nccl needs a GPU for each rank: nothing unfused is measured", file=sys.stderr)
-    dtypes = _names(given.dtype)
-    todo = [(dtype, job) for dtype in dtypes for job in wanted(given, ranks)]
-    progress = Progress(len(todo)) if rank == 0 else None
+            print("nccl needs a GPU for each rank: skipping unfused variants", file=sys.stderr)
+    dtypes = _names(args.dtype)
+    jobs = [(dtype, job) for dtype in dtypes for job in wanted(args, ranks)]
+    progress = Progress(len(jobs)) if rank == 0 else None
     rows = []
-    for dtype, job in todo:
+    for dtype, job in jobs:
         torch.manual_seed(rank)
-        made = job.make(Setting(group, DTYPES[dtype], given.device))
+        made = job.make(Setting(group, DTYPES[dtype], args.device))
         case = made.case if isinstance(made, Job) else made
-        row = _measured(case, names, group, given.seconds)
+        row = _measured(case, names, group, args.seconds)
         del made, case
         gc.collect()
         notes = {"kind": job.kind, "size": job.size, "unit": job.unit, "ranks": ranks}
@@ -154,8 +175,8 @@ def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
             progress.advance(job.kind)
     if progress is not None:
         progress.close()
-    if rank == 0 and given.rows is not None:
-        given.rows.write_text(json.dumps(rows))
+    if rank == 0 and args.rows is not None:
+        args.rows.write_text(json.dumps(rows))
     return 0
 
 

@@ -1,9 +1,9 @@
-"""The jobs of `symm-cp bench` and `symm-cp trace`: each op, what it replaces, and what limits it.
+"""The jobs of `symm-cp bench` and `symm-cp trace`: each fused op, its unfused form and its limit.
 
-The variants of a job are `limit` (the compute alone, on input that is there; for collectives a
-copy of the result's bytes), `communication` (the collective alone), `unfused` (the one after the
-other, as the process group's backend does it), `fused` and, where there is symmetric input,
-`fused, in place`; on CUDA also `torch`, the op that torch has.
+The variants of a job are `limit` (the compute alone, on input that is already local; for
+collectives a copy of the result's bytes), `communication` (the collective alone), `unfused` (one
+after the other, with the process group's backend), `fused` and, for ops that take symmetric input
+in place, `fused, in place`; on CUDA also `torch`, torch's own op.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.context_parallel import all_gather_attention
-from symm_cp.demo import options as demo_options
+from symm_cp.demo import arguments as demo_arguments
 from symm_cp.demo import variants
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
 from symm_cp.schedule.machine import Machine
@@ -41,7 +41,7 @@ Variants = dict[str, Callable[[], object]]
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and in which dtype jobs run."""
+    """The group, dtype and device of jobs."""
 
     group: dist.ProcessGroup
     dtype: torch.dtype = torch.float32
@@ -49,12 +49,12 @@ class Setting:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The size of the group."""
         return self.group.size()
 
     @property
     def name(self) -> str:
-        """That of the group."""
+        """The name of the group."""
         return str(self.group.group_name)
 
     @property
@@ -63,23 +63,23 @@ class Setting:
         return self.device == "cuda"
 
     def normal(self, *shape: int) -> torch.Tensor:
-        """Random numbers of a size at which sums of many stay accurate."""
+        """Returns normally distributed random numbers."""
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in symmetric memory. Collective."""
+        """Returns a copy in symmetric memory. Collective."""
         copy = symm_mem.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         symm_mem.rendezvous(copy, self.name)
         return copy.copy_(tensor)
 
     def case(self, name: str, variants: Variants, **options: Any) -> Case:
-        """A case that waits for the device."""
+        """Returns a case that waits for the device."""
         if self.cuda:
             options["synchronize"] = torch.cuda.synchronize
         return Case(f"{name}, {str(self.dtype)[6:]}", variants, **options)
 
     def op(self, name: str) -> Callable[..., Any]:
-        """Our kernel of an op that torch has, too."""
+        """Returns our kernel of one of torch's ops."""
         if self.cuda:
             return device_kernels[name]
         return getattr(torch.ops.symm_mem, name).default
@@ -87,9 +87,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and what the simulator needs to predict its variant `fused`.
+    """A case, and the work from which the simulator predicts its variant `fused`.
 
-    `kernel` is one run of the kernel for one shard, to be timed alone.
+    `kernel` runs the kernel for one shard, to time it alone.
     """
 
     case: Case
@@ -98,14 +98,16 @@ class Job:
 
 
 def _close(setting: Setting, got: torch.Tensor, want: torch.Tensor) -> None:
-    unit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(setting.dtype, 2.0**-5)
+    limit = {torch.float64: 1e-10, torch.float32: 1e-4}.get(setting.dtype, 2.0**-5)
     error = (got.double() - want.double()).abs().max() / want.double().abs().max().clamp_min(1e-30)
-    if not error <= unit:
-        raise AssertionError(f"off by {float(error):.1e} of the largest value, allowed: {unit:.1e}")
+    if not error <= limit:
+        raise AssertionError(
+            f"wrong by {float(error):.1e} of the largest value, at most {limit:.1e} is allowed"
+        )
 
 
 def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
-    """All-gather-matmul: `rows` x `inner` of each rank, times `inner` x `columns`."""
+    """Returns the all-gather-matmul of `rows` x `inner` of each rank with `inner` x `columns`."""
     x, weight = setting.normal(rows, inner), setting.normal(inner, columns)
     shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
     fused = setting.op("fused_all_gather_matmul")
@@ -143,7 +145,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
 
 
 def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job:
-    """Matmul-reduce-scatter: W * `rows` x `inner` on each rank, times `inner` x `columns`."""
+    """Returns the matmul-reduce-scatter of W * `rows` x `inner` with `inner` x `columns`."""
     x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
     fused = setting.op("fused_matmul_reduce_scatter")
     full = x @ weight
@@ -188,7 +190,7 @@ def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[
 
 
 def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int) -> Job:
-    """Attention without a mask, `tokens` of the sequence on each rank."""
+    """Returns attention without a mask, with `tokens` of the sequence on each rank."""
     q = setting.normal(1, heads, tokens, head_dim)
     k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
     grouped = heads != kv_heads
@@ -228,7 +230,7 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
 def attention_backward(
     setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int
 ) -> Case:
-    """The backward pass of `attention` alone."""
+    """Returns the backward pass of `attention` alone."""
     q = setting.normal(1, heads, tokens, head_dim)
     k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
     grouped = heads != kv_heads
@@ -271,7 +273,7 @@ def attention_backward(
 
 
 def all_gather(setting: Setting, nbytes: int) -> Job:
-    """The low-contention all-gather of `nbytes` of each rank."""
+    """Returns the low-contention all-gather of `nbytes` of each rank."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     gather = setting.op("_low_contention_all_gather")
     x = setting.normal(max(1, nbytes // setting.dtype.itemsize))
@@ -283,7 +285,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
     def check() -> None:
         for shard in (x, shared):
             if not torch.equal(run(shard), full):
-                raise AssertionError("the gathered tensor is not that of the shards")
+                raise AssertionError("the gathered tensor differs from the shards")
 
     variant = BACKGROUND_ALL_GATHER.direct()
     work = Work("all_gather", variant, _nothing, nbytes, fresh=setting.ranks * nbytes)
@@ -302,7 +304,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
 
 
 def reduce_scatter(setting: Setting, nbytes: int) -> Job:
-    """The low-contention reduce-scatter that leaves `nbytes` on each rank."""
+    """Returns the low-contention reduce-scatter whose result on each rank has `nbytes`."""
     wait = torch.ops._c10d_functional.wait_tensor.default
     scatter = setting.op("_low_contention_reduce_scatter")
     x = setting.normal(setting.ranks * max(1, nbytes // setting.dtype.itemsize))
@@ -321,7 +323,7 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
     case = setting.case(
         f"reduce-scatter, {size(nbytes)} a rank",
         {
-            # What the sum must at least read.
+            # The least that a sum must read.
             LIMIT: lambda: x.clone(),
             UNFUSED: lambda: unfused_reduce_scatter(x, "sum", 0, setting.name),
             FUSED: lambda: run(x),
@@ -338,7 +340,7 @@ def _nothing(machine: Machine) -> float:
 
 
 def _inner(nbytes: int) -> int:
-    """How many calls a timing takes, so that it is long against the clock and the barrier."""
+    """Returns how many calls to time, so that they take long compared with clock and barrier."""
     return max(1, min(100, (1 << 20) // max(1, nbytes)))
 
 
@@ -352,21 +354,21 @@ def size(nbytes: int) -> str:
 
 def train_options(
     ranks: int, dim: int, layers: int, tokens: int, dtype: str = "float32"
-) -> demo_options.Options:
-    """The demo's options for `train`; raises `ValueError` for what the ranks do not divide."""
+) -> demo_arguments.DemoOptions:
+    """Returns the demo's options for `train`; raises `ValueError` if ranks do not divide sizes."""
     arguments = argparse.Namespace(
         ranks=ranks, cp=1, compile=False, steps=1, text=None, dim=dim, layers=layers, seq=tokens,
         batch=4, dtype=dtype, seed=0, json=None, rendezvous=None,
     )  # fmt: skip
-    return demo_options.check(arguments, {})
+    return demo_arguments.check(arguments, {})
 
 
 def train(setting: Setting, dim: int, layers: int, tokens: int) -> Case:
-    """A training step of the demo's model, spread over features; on CPU."""
-    from symm_cp.demo.train import Run, Trainer, trainers
+    """Returns a training step of the demo's model, spread over features; on CPU."""
+    from symm_cp.demo.train import DemoRun, Trainer, trainers
 
     options = train_options(setting.ranks, dim, layers, tokens, str(setting.dtype)[6:])
-    run = Run(options, setting.group, quiet=True)
+    run = DemoRun(options, setting.group, quiet=True)
     unfused, fused, alone = trainers(run, variants)
     batch = run.batches[0]
     inputs, targets = run.own_part(batch[:-1]), run.own_part(batch[1:])
@@ -374,14 +376,14 @@ def train(setting: Setting, dim: int, layers: int, tokens: int) -> Case:
     def check() -> None:
         losses = []
         for trainer in (unfused, fused):
-            trainer.step(inputs, targets, run.ranks)
+            trainer.step(inputs, targets, run.grid)
             losses.append(trainer.losses[-1])
         if not abs(losses[0] - losses[1]) <= 1e-2 * abs(losses[0]):
             raise AssertionError(f"the losses differ: unfused {losses[0]}, fused {losses[1]}")
 
     def step(trainer: Trainer) -> Callable[[], None]:
-        return lambda: trainer.step(inputs, targets, run.ranks)
+        return lambda: trainer.step(inputs, targets, run.grid)
 
     name = f"training step, {layers} layers of {dim} features, 4 x {tokens} tokens"
-    ways: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
-    return setting.case(name, ways, check=check)
+    steps: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
+    return setting.case(name, steps, check=check)

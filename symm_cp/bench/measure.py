@@ -1,9 +1,9 @@
-"""Times variants of one job against each other, and says how sure the result is.
+"""Times variants of one job against each other, with confidence intervals.
 
-All variants run in turn in each repetition, so that drift of the machine's speed hits them alike; a
-repetition's time is that of the slowest rank. Reported are medians, the medians of the ratios to
-the limit within a repetition, and intervals that hold with 95% (percentile bootstrap over
-repetitions; Efron, 1979).
+Each repetition runs all variants, so that drift of the machine's speed affects them equally; its
+time is that of the slowest rank. Reported are medians, the medians of the ratios to the limit
+within a repetition, and 95% confidence intervals (percentile bootstrap over repetitions; Efron,
+1979).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ import torch.distributed._symmetric_memory as symm_mem
 LIMIT, COMMUNICATION, UNFUSED, FUSED = "limit", "communication", "unfused", "fused"
 
 _RESAMPLES = 500
-#: An interval of the overlap that is wider than this tells nothing.
-_TELLING = 0.25
+#: A wider interval of the overlap is inconclusive.
+_MAX_WIDTH = 0.25
 _WARM_UP = 2
 _REPETITIONS = (5, 60)  # at least, at most
 
@@ -33,41 +33,41 @@ Interval = tuple[float, float]
 
 @dataclass
 class Case:
-    """Variants of one job by name, the limit first; `check` raises when one computes wrongly."""
+    """Variants of one job by name, the limit first; `check` raises if a result is wrong."""
 
     name: str
     variants: Mapping[str, Callable[[], object]]
     check: Callable[[], None] = lambda: None
-    repetitions: int = 0  # 0: as many as fit into the time given to `measure`
-    inner: int = 1  # calls in one timing, for short ones
-    # Called before and after a timing; with `host` only before, so that what is timed is how long
-    # the host takes to hand the work out.
+    repetitions: int = 0  # 0: as many as fit into the time of `measure`
+    inner: int = 1  # calls in one timing
+    # Called before and after a timing; with `host` only before, to time how long the host takes to
+    # enqueue the work.
     synchronize: Callable[[], object] = lambda: None
     host: bool = False
-    #: What else is to be written of the row, which is known only when it was measured.
+    #: Computes notes from the measured row.
     after: Callable[[Row], dict[str, object]] = lambda row: {}
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """How much of what communication costs the fused op saves.
+    """The share of the communication time that the fused op hides.
 
-    1 - (fused - limit) / (unfused - limit): 1 when it takes the time of the compute alone, 0 when
-    it takes that of the unfused one.
+    1 - (fused - limit) / (unfused - limit): 1 if it takes as long as the compute alone, 0 if as
+    long as the unfused variant.
     """
 
     value: float
     interval: Interval
 
     @property
-    def telling(self) -> bool:
-        """Whether the machine was quiet enough for the value to mean something."""
-        return self.interval[1] - self.interval[0] <= _TELLING
+    def is_conclusive(self) -> bool:
+        """Whether noise was low enough for the value to be meaningful."""
+        return self.interval[1] - self.interval[0] <= _MAX_WIDTH
 
 
 @dataclass(frozen=True)
 class Row:
-    """A measured case: seconds of every repetition by variant, alike on all ranks."""
+    """A measured case: seconds of each repetition by variant, identical on all ranks."""
 
     case: str
     seconds: Mapping[str, tuple[float, ...]]
@@ -75,30 +75,30 @@ class Row:
 
     @property
     def limit(self) -> str:
-        """The name of the first variant, which ratios are taken to."""
+        """The name of the first variant, the denominator of ratios."""
         return next(iter(self.seconds))
 
     def median(self, name: str) -> float:
-        """Seconds."""
+        """Returns the median seconds of a variant."""
         return statistics.median(self.seconds[name])
 
     def ratio(self, name: str) -> float:
-        """The median of the ratios to the limit within a repetition."""
+        """Returns the median of the ratios to the limit within a repetition."""
         return _ratio(self.seconds[name], self.seconds[self.limit])
 
     def ratio_interval(self, name: str) -> Interval:
-        """Holds the ratio with 95%."""
+        """Returns the 95% confidence interval of the ratio."""
         return bootstrap(_ratio, self.seconds[name], self.seconds[self.limit])
 
     def overlap(self) -> Overlap | None:
-        """How much of the communication was hidden; None without the three variants for it."""
+        """Returns the hidden share of communication; None without the three variants for it."""
         if not {LIMIT, UNFUSED, FUSED} <= self.seconds.keys():
             return None
         columns = [self.seconds[name] for name in (LIMIT, UNFUSED, FUSED)]
         return Overlap(_overlap(*columns), bootstrap(_overlap, *columns))
 
     def as_dict(self) -> dict[str, Any]:
-        """What is written to JSON: milliseconds, ratios, intervals."""
+        """Returns the row for JSON: milliseconds, ratios, intervals."""
         overlap = self.overlap()
         return {
             "case": self.case,
@@ -116,23 +116,23 @@ def _ratio(times: Sequence[float], limits: Sequence[float]) -> float:
 
 def _overlap(limit: Sequence[float], unfused: Sequence[float], fused: Sequence[float]) -> float:
     alone = statistics.median(limit)
-    spent = statistics.median(unfused) - alone
-    if spent <= 0.0:
-        # Nothing to hide: all is hidden, unless the fused op is the slower one.
+    communication = statistics.median(unfused) - alone
+    if communication <= 0.0:
+        # Nothing to hide: all of it is hidden, unless the fused op is slower.
         return 1.0 if statistics.median(fused) <= alone else 0.0
-    return 1.0 - (statistics.median(fused) - alone) / spent
+    return 1.0 - (statistics.median(fused) - alone) / communication
 
 
 def bootstrap(statistic: Callable[..., float], *columns: Sequence[float]) -> Interval:
-    """Returns the 2.5% and 97.5% points of a statistic over resampled repetitions."""
+    """Returns the 2.5% and 97.5% quantiles of a statistic over resampled repetitions."""
     count = len(columns[0])
-    draw = random.Random(0)  # the interval of the same times is always the same
-    found = []
+    draw = random.Random(0)  # the same times always give the same interval
+    values = []
     for _ in range(_RESAMPLES):
         chosen = [draw.randrange(count) for _ in range(count)]
-        found.append(statistic(*([column[i] for i in chosen] for column in columns)))
-    found.sort()
-    return found[int(0.025 * _RESAMPLES)], found[int(0.975 * _RESAMPLES)]
+        values.append(statistic(*([column[i] for i in chosen] for column in columns)))
+    values.sort()
+    return values[int(0.025 * _RESAMPLES)], values[int(0.975 * _RESAMPLES)]
 
 
 def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None]) -> float:
@@ -149,7 +149,7 @@ def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None]) ->
 def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
     """Returns a barrier in shared memory, which ranks leave within microseconds. Collective.
 
-    Those of gloo they leave half a millisecond apart, which is longer than many an op.
+    They leave a barrier of gloo half a millisecond apart, which is longer than many ops take.
     """
     word = symm_mem.empty(1, dtype=torch.int32, device="cpu")
     return symm_mem.rendezvous(word, group).barrier
@@ -158,7 +158,7 @@ def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
 def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     """Checks a case, times it, and returns the same row on all ranks. Collective.
 
-    Takes about `seconds`, unless the case says how many repetitions it wants.
+    Takes about `seconds`, unless the case sets its number of repetitions.
     """
     case.check()
     barrier = quick_barrier(group)
@@ -171,20 +171,20 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
         round_seconds = time.perf_counter() - start
     own = []
     for repetition in range(case.repetitions or _fitting(round_seconds, seconds, group)):
-        # Another one goes first each time: what runs before leaves its data in the caches.
+        # Rotated, because a variant finds the data of the one before it in the caches.
         first = repetition % len(names)
         order = [*names[first:], *names[:first]]
         taken = {name: _time(case, case.variants[name], barrier) for name in order}
         own.append([taken[name] for name in names])
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
-    taken_by = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
-    row = Row(case.name, taken_by)
+    seconds_of = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
+    row = Row(case.name, seconds_of)
     return replace(row, notes=case.after(row))
 
 
 def _fitting(round_seconds: float, seconds: float, group: dist.ProcessGroup) -> int:
-    """How many repetitions fit, alike on all ranks."""
+    """Returns how many repetitions fit, identically on all ranks."""
     slowest = torch.tensor(round_seconds, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     least, most = _REPETITIONS

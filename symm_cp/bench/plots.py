@@ -1,4 +1,4 @@
-"""Plots of measured rows: times against size, ratios to the limit, and over the number of ranks."""
+"""Plots of measured rows: times and ratios to the limit over size, and over the number of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def _variants(rows: Sequence[Written]) -> list[str]:
 def draw(folder: Path, rows: Sequence[Written]) -> list[Path]:
     """Writes `KIND.png` for each kind of case, and `scaling.png` for several numbers of ranks.
 
-    Raises `RuntimeError` where matplotlib is missing.
+    Raises `RuntimeError` if matplotlib is missing.
     """
     pyplot = load_pyplot()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    most = max(row["ranks"] for row in rows)
+    max_ranks = max(row["ranks"] for row in rows)
     for kind in _kinds(rows):
-        chosen = [row for row in rows if row["kind"] == kind and row["ranks"] == most]
+        chosen = [row for row in rows if row["kind"] == kind and row["ranks"] == max_ranks]
         chosen.sort(key=lambda row: row["size"])
         written.append(folder / f"{kind}.png")
         _against_size(pyplot, written[-1], kind, chosen)
@@ -41,11 +41,11 @@ def draw(folder: Path, rows: Sequence[Written]) -> list[Path]:
 def _against_size(pyplot: Any, path: Path, kind: str, rows: Sequence[Written]) -> None:
     figure, (times, ratios) = pyplot.subplots(1, 2, figsize=(11, 4))
     for name in _variants(rows):
-        having = [row for row in rows if name in row["ms"]]
-        sizes = [row["size"] for row in having]
-        times.plot(sizes, [row["ms"][name] for row in having], marker="o", label=name)
-        ratios.plot(sizes, [row["ratio"][name] for row in having], marker="o", label=name)
-        low, high = zip(*(row["ratio_95"][name] for row in having), strict=True)
+        measured = [row for row in rows if name in row["ms"]]
+        sizes = [row["size"] for row in measured]
+        times.plot(sizes, [row["ms"][name] for row in measured], marker="o", label=name)
+        ratios.plot(sizes, [row["ratio"][name] for row in measured], marker="o", label=name)
+        low, high = zip(*(row["ratio_95"][name] for row in measured), strict=True)
         ratios.fill_between(sizes, low, high, alpha=0.2)
     unit = rows[0]["unit"]
     times.set(xscale="log", yscale="log", xlabel=unit, ylabel="milliseconds", title=kind)
@@ -58,7 +58,7 @@ def _against_size(pyplot: Any, path: Path, kind: str, rows: Sequence[Written]) -
 
 
 def _scaling(pyplot: Any, path: Path, rows: Sequence[Written]) -> None:
-    """The ratio to the limit by ranks, for the largest size of each kind."""
+    """Draws the ratio to the limit over ranks, for the largest size of each kind."""
     kinds = _kinds(rows)
     figure, axes = pyplot.subplots(1, len(kinds), figsize=(5 * len(kinds), 4), squeeze=False)
     for kind, ax in zip(kinds, axes[0], strict=True):

@@ -1,4 +1,4 @@
-"""What is shown and written of measured rows: a table, JSON, CSV."""
+"""Prints and writes measured rows: text, JSON, CSV."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Written = Mapping[str, Any]
 
 
 def processor() -> str:
-    """Returns the model of the processor, and how many cores this process may use."""
+    """Returns the model of the processor and the number of cores that this process may use."""
     name = platform.machine()
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
@@ -34,21 +34,21 @@ def processor() -> str:
 
 
 def device_name(device: str) -> str:
-    """Returns the name of what was measured on."""
+    """Returns the name of the GPU or the processor."""
     return torch.cuda.get_device_name() if device == "cuda" else processor()
 
 
 def line(row: Row) -> str:
-    """A row as text: times, ratios to the limit, how much was hidden and how sure that is."""
+    """Returns a row as text: times, ratios to the limit, overlap and its interval."""
     cells = [f"{name} {duration(row.median(name))} ({row.ratio(name):.2f})" for name in row.seconds]
     overlap = row.overlap()
     if overlap is not None:
         low, high = overlap.interval
-        sure = f"{low:.0%} to {high:.0%}"
+        interval = f"{low:.0%} to {high:.0%}"
         cells.append(
-            f"overlap {overlap.value:.0%} ({sure})"
-            if overlap.telling
-            else f"overlap: the machine is too noisy to tell ({sure})"
+            f"overlap {overlap.value:.0%} ({interval})"
+            if overlap.is_conclusive
+            else f"overlap: inconclusive, the machine is too noisy ({interval})"
         )
     error = row.notes.get("error")
     if isinstance(error, float):
@@ -57,7 +57,7 @@ def line(row: Row) -> str:
 
 
 def heading(command: Sequence[str], device: str) -> dict[str, Any]:
-    """What a file of results begins with."""
+    """Returns the head of a file of results: command, date, machine, torch."""
     return {
         "command": " ".join(command),
         "date": datetime.date.today().isoformat(),
@@ -67,13 +67,13 @@ def heading(command: Sequence[str], device: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Written]) -> None:
-    """Writes all that was measured."""
+    """Writes the head and all rows."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_output(path, json.dumps({**head, "rows": rows}, indent=1) + "\n")
 
 
 def _flat(rows: Iterable[Written]) -> list[dict[str, Any]]:
-    """A line for each variant."""
+    """Returns a line for each variant."""
     return [
         {
             "case": row["case"],
@@ -102,7 +102,7 @@ def write_csv(path: Path, rows: Sequence[Written]) -> None:
 
 
 def keep(out: Path | None, place: Callable[[], Path], text: str) -> Path:
-    """Writes a file that ops read: where the user says, else in its place in the cache."""
+    """Writes a file that ops read to `out` or, without it, to its place in the cache."""
     if out is None:
         path = place()
         write(path, text.encode())

@@ -1,4 +1,4 @@
-"""Which jobs a command line asks for: models by name, explicit shapes, or sizes in bytes."""
+"""Parses the jobs of a command line: models by name, explicit shapes, or sizes in bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from symm_cp.bench.jobs import Job, Setting
 from symm_cp.bench.measure import Case
 from symm_cp.plan.models import MODELS
 
-#: What `--shapes` is when it is not given.
+#: The default of `--shapes`.
 DEFAULTS = {
     "matmul": "256x512x256,512x1024x512,1024x2048x1024",
     "attention": "256x8x64,512x8x64,1024x8x64,2048x8x64",
@@ -20,7 +20,7 @@ DEFAULTS = {
     "train": "256x2x256",
 }
 KINDS = tuple(DEFAULTS)
-#: The tokens of all ranks in shapes of models, when they are not given.
+#: The default of `--tokens`, of all ranks.
 TOKENS = {"cpu": 512, "cuda": 8192}
 
 _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
@@ -28,7 +28,7 @@ _UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 @dataclass(frozen=True)
 class Wanted:
-    """A job that is made when its turn comes; `size` is what plots put on their axis."""
+    """A job that is yet to be made; `size`, in `unit`, is for the axis of plots."""
 
     kind: str
     size: float
@@ -38,25 +38,25 @@ class Wanted:
 
 def nbytes(text: str) -> int:
     """Returns the bytes that "64 MiB" or "64MiB" stands for; raises `ValueError`."""
-    found = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", text)
-    if found is None:
-        raise ValueError(f"{text!r} is no size: give one such as 4KiB, 64MiB")
-    return int(found[1]) * _UNITS[found[2]]
+    match = re.fullmatch(r"(\d+)\s*(B|KiB|MiB|GiB)", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a size, such as 4KiB or 64MiB")
+    return int(match[1]) * _UNITS[match[2]]
 
 
-def _numbers(text: str, names: str, most: int | None = None) -> list[int]:
+def _numbers(text: str, names: str, max_count: int | None = None) -> list[int]:
     parts = text.split("x")
-    needed = len(names.split("x"))
-    right = needed <= len(parts) <= (most or needed)
-    if not (right and all(part.isdigit() and int(part) > 0 for part in parts)):
-        raise ValueError(f"{text!r} is no shape: give {names}, such as 512x1024x512")
+    count = len(names.split("x"))
+    right_count = count <= len(parts) <= (max_count or count)
+    if not (right_count and all(part.isdigit() and int(part) > 0 for part in parts)):
+        raise ValueError(f"{text!r} is not a shape {names}, such as 512x1024x512")
     return [int(part) for part in parts]
 
 
 def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
     """Yields the jobs of a kind. `tokens` are those of all ranks, for models by name.
 
-    Raises `ValueError` for shapes that make no sense, or that the ranks do not divide.
+    Raises `ValueError` for malformed shapes, and for sizes not divisible by the number of ranks.
     """
     for shape in shapes.split(","):
         if kind == "matmul":
@@ -76,18 +76,18 @@ def wanted(kind: str, shapes: str, ranks: int, tokens: int) -> Iterator[Wanted]:
             yield Wanted("train", 12 * dim * dim * layers * length, "operations", make_case)
 
 
-def _split(what: str, size: int, ranks: int) -> int:
+def _split(name: str, size: int, ranks: int) -> int:
     if size % ranks:
-        raise ValueError(f"{what}: {size} is not a multiple of {ranks} ranks")
+        raise ValueError(f"{name}: {size} is not divisible by {ranks} ranks")
     return size // ranks
 
 
 def products(
     wanted_shapes: str, ranks: int, tokens: int
 ) -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Yields the fused matmuls of shapes: kind, and rows of a rank, inner dimension, columns.
+    """Yields the fused matmuls of shapes: kind, (rows of a rank, inner dimension, columns).
 
-    Raises `ValueError` for shapes that make no sense, or that the ranks do not divide.
+    Raises `ValueError` as `wanted` does.
     """
     gather, scatter = "all-gather-matmul", "matmul-reduce-scatter"
     for shape in wanted_shapes.split(","):
@@ -115,9 +115,9 @@ def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
 
 
 def attention_sizes(shape: str, ranks: int, tokens: int) -> tuple[int, int, int, int]:
-    """Returns the tokens of a rank, heads, heads for keys, and features of a head.
+    """Returns the tokens of a rank, query heads, key heads, and features of a head.
 
-    Raises `ValueError` for a shape that makes no sense, or that the ranks do not divide.
+    Raises `ValueError` as `wanted` does.
     """
     model = MODELS.get(shape)
     if model is not None:
@@ -126,7 +126,7 @@ def attention_sizes(shape: str, ranks: int, tokens: int) -> tuple[int, int, int,
     length, heads, head_dim, *rest = _numbers(shape, "TOKENSxHEADSxHEAD_DIM", 4)
     kv_heads = rest[0] if rest else heads
     if heads % kv_heads:
-        raise ValueError(f"{shape}: {kv_heads} heads for keys do not divide {heads} heads")
+        raise ValueError(f"{shape}: {heads} heads are not divisible by {kv_heads} key heads")
     return length, heads, kv_heads, head_dim
 
 

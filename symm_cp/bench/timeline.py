@@ -1,4 +1,4 @@
-"""`symm-cp trace`: what each lane of each rank did, next to what the simulator says."""
+"""`symm-cp trace`: a timeline of each lane of each rank, measured and simulated."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from symm_cp import launch, native, tuning
+from symm_cp import native, tuning
 from symm_cp.bench import calibrate, measure, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Job, Setting
 from symm_cp.bench.measure import FUSED, Case, duration
+from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_ranks
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -24,7 +25,7 @@ from symm_cp.schedule.simulate import Timeline
 from symm_cp.schedule.steps import Compute, Copy
 from symm_cp.schedule.work import Work
 
-HELP = "record what each lane of each rank does, next to a simulation of the same schedule"
+HELP = "record a timeline of each lane of each rank, next to a simulation of the schedule"
 
 #: Each op with the kind of shape that it takes.
 OPS = {
@@ -41,96 +42,101 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `symm-cp trace`."""
     add = parser.add_argument
     add("op", choices=sorted(OPS))
-    add("--shape", help="of a rank, as --shapes of symm-cp bench takes it")
-    add("--ranks", type=launch.positive, default=2, help="(%(default)s)")
+    add("--shape", help="of one rank, as in --shapes of symm-cp bench")
+    add("--ranks", type=positive, default=2, help="(%(default)s)")
     add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
-    add("--calls", type=launch.positive, default=3, help="to record (%(default)s)")
-    add("--way", choices=tuning.WAYS, default="shards", help="for matmuls (%(default)s)")
+    add("--calls", type=positive, default=3, help="calls to record (%(default)s)")
+    add("--way", choices=tuning.WAYS, default="shards", help="of fused matmuls (%(default)s)")
     add(
         "--machine",
-        help="for the simulation: a TOML file (default: what calibrate has written, "
-        "else what is measured first, briefly)",
+        help="machine to simulate: a name or a TOML file (default: the file of symm-cp calibrate; "
+        "without one, a brief measurement)",
     )
-    add("--out", type=Path, default=Path("trace.json"), help="for Perfetto (%(default)s)")
-    add("--plot", type=Path, metavar="FILE", help="a Gantt chart (PNG); needs matplotlib")
-    launch.add_rendezvous(parser)
+    add("--out", type=Path, default=Path("trace.json"), help="file for Perfetto (%(default)s)")
+    add(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="write a Gantt chart (PNG) to this file; needs matplotlib",
+    )
+    add_rendezvous(parser)
 
 
-def _job(given: argparse.Namespace) -> shapes.Wanted:
-    kind, shape = OPS[given.op]
-    chosen = given.shape or shape
-    jobs = list(shapes.wanted(kind, chosen, given.ranks, 0))
-    return next(job for job in jobs if job.kind == given.op)
+def _job(args: argparse.Namespace) -> shapes.Wanted:
+    kind, default = OPS[args.op]
+    jobs = list(shapes.wanted(kind, args.shape or default, args.ranks, 0))
+    return next(job for job in jobs if job.kind == args.op)
 
 
-def main(given: argparse.Namespace) -> int:
-    """Runs `symm-cp trace`; returns 0 when the files were written."""
-    if launch.is_rank():
-        launch.leave(launch.as_rank(lambda group: _rank(given, group), given.rendezvous))
+def main(args: argparse.Namespace) -> int:
+    """Runs `symm-cp trace`; returns 0 if the files were written."""
+    if is_rank():
+        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
     try:
-        if (given.shape or "").count(","):
-            raise ValueError(f"--shape {given.shape}: give one")
-        _job(given)
-        calibrate.find(given.machine, given.ranks)
+        if (args.shape or "").count(","):
+            raise ValueError(f"--shape {args.shape}: must be a single shape")
+        _job(args)
+        calibrate.find(args.machine, args.ranks)
         native.load()
-        if given.plot is not None:
+        if args.plot is not None:
             drawing.load_pyplot()
     except (ValueError, RuntimeError, OSError) as error:
         print(f"symm-cp trace: {error}", file=sys.stderr)
         return 2
-    return launch.run_ranks("trace", given.ranks, given.arguments)
+    return run_ranks("trace", args.ranks, args.arguments)
 
 
-def with_kernel_alone(work: Work, seconds: float) -> Work:
-    """Returns the work with the time of its kernel as it was measured."""
+def with_measured_kernel(work: Work, seconds: float) -> Work:
+    """Returns the work with a measured time of its kernel."""
     return replace(work, kernel=lambda machine: seconds)
 
 
 def predicted(job: Job, machine: Machine, group: dist.ProcessGroup, calls: int) -> Timeline:
-    """Simulates a job with its kernel timed alone, on all ranks at once. Collective."""
+    """Simulates a job; times its kernel alone, on all ranks at once. Collective."""
     work = job.work
     if job.kernel is not None:
         case = Case("kernel", {"kernel": job.kernel}, inner=4)
-        work = with_kernel_alone(work, measure.measure(case, group, 1.0).median("kernel"))
+        work = with_measured_kernel(work, measure.measure(case, group, 1.0).median("kernel"))
     return work.predict(machine, group.size(), calls)
 
 
-def _rank(given: argparse.Namespace, group: dist.ProcessGroup) -> int:
+def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
+    """Records, simulates and prints as one of the ranks."""
     torch.manual_seed(group.rank())
-    job = _job(given).make(Setting(group, DTYPES[given.dtype]))
+    job = _job(args).make(Setting(group, DTYPES[args.dtype]))
     assert isinstance(job, Job)
     run = job.case.variants[FUSED]
-    with tuning.listening() as chosen:
+    with tuning.listening() as choices:
         run()
-    with tuning.forced(given.way):
-        return _record(given, job, run, group, chosen)
+    with tuning.forced(args.way):
+        return _record(args, job, run, group, choices)
 
 
 def _record(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     job: Job,
     run: Callable[[], object],
     group: dist.ProcessGroup,
-    chosen: Mapping[str, tuning.Choice],
+    choices: Mapping[str, tuning.Choice],
 ) -> int:
-    machine = calibrate.find_or_measure(given.machine, group)
-    # How often, all ranks must agree on.
-    alone = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
+    machine = calibrate.find_or_measure(args.machine, group)
+    # By `measure`, because all ranks must agree on the number of repetitions.
+    untraced = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
     measure.quick_barrier(group)()
     with trace() as recording:
-        for _ in range(given.calls):
+        for _ in range(args.calls):
             run()
     measured = recording.all_ranks(group)
-    simulated = predicted(job, machine, group, given.calls)
+    simulated = predicted(job, machine, group, args.calls)
     if group.rank() == 0:
-        _show(given, job.case.name, measured, simulated, alone.median(FUSED))
-        for choice in chosen.values():
-            print(f"the op by itself goes: {choice}")
+        _show(args, job.case.name, measured, simulated, untraced.median(FUSED))
+        for choice in choices.values():
+            print(f"the op chooses by itself: {choice}")
     return 0
 
 
 def per_call(timeline: Timeline) -> float:
-    """The median over calls of the time from the first beginning to the last end in a call."""
+    """Returns the median over calls of the time from the first start to the last end in a call."""
     spans: dict[int, tuple[float, float]] = {}
     for event in timeline.events:
         start, end = spans.get(event.call, (event.start, event.end))
@@ -139,21 +145,21 @@ def per_call(timeline: Timeline) -> float:
 
 
 def _show(
-    given: argparse.Namespace, name: str, measured: Timeline, simulated: Timeline, untraced: float
+    args: argparse.Namespace, name: str, measured: Timeline, simulated: Timeline, untraced: float
 ) -> None:
     timelines = {"measured": measured, "simulated": simulated}
-    print(f"{name}, {given.ranks} ranks; a call, of {given.calls}; untraced {duration(untraced)}")
-    print(f"{'':<12}{'in all':>10}{'computing':>11}{'copying':>10}{'copying hidden':>16}")
+    print(f"{name}, {args.ranks} ranks; one of {args.calls} calls; untraced {duration(untraced)}")
+    print(f"{'':<12}{'total':>10}{'computing':>11}{'copying':>10}{'copying hidden':>16}")
     for kind, timeline in timelines.items():
-        hidden = f"{timeline.hidden():.0%}" if timeline.busy(0, Copy) else "none to hide"
-        computing, copying = (timeline.busy(0, k) / given.calls for k in (Compute, Copy))
+        hidden = f"{timeline.hidden():.0%}" if timeline.busy(0, Copy) else "no copies"
+        computing, copying = (timeline.busy(0, k) / args.calls for k in (Compute, Copy))
         print(
             f"{kind:<12}{duration(per_call(timeline)):>10}{duration(computing):>11}"
             f"{duration(copying):>10}{hidden:>16}"
         )
     print(f"simulated / untraced: {per_call(simulated) / untraced - 1:+.0%}")
-    drawing.save(given.out, timelines)
-    print(f"{given.out}: open it at ui.perfetto.dev or chrome://tracing")
-    if given.plot is not None:
-        drawing.draw(given.plot, timelines, name)
-        print(given.plot)
+    drawing.save(args.out, timelines)
+    print(f"{args.out}: open it in ui.perfetto.dev or chrome://tracing")
+    if args.plot is not None:
+        drawing.draw(args.plot, timelines, name)
+        print(args.plot)

@@ -1,1 +1,1 @@
-"""The main job of `symm-cp demo`: a transformer trained three ways, compared."""
+"""`symm-cp demo`: trains a small transformer in three ways, and compares them."""

@@ -1,6 +1,6 @@
 """The variants of `symm-cp demo --compile`: torch's collectives, fused by torch.compile or not.
 
-Nothing of symm_cp is in the model: the passes of `symm_cp.inductor` find what to fuse.
+The model does not use symm_cp: the passes of `symm_cp.inductor` find the collectives to fuse.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from symm_cp import inductor
 from symm_cp.context_parallel import HeadTail
 from symm_cp.demo.model import Transformer, attend
 from symm_cp.demo.sequence import Attend
-from symm_cp.demo.variants import Ranks, Variant, blocks, keep_part
+from symm_cp.demo.variants import ModelVariant, RankGrid, blocks, keep_part
 
 # Renamed in torch 2.13, where the old names warn.
 _gather: Callable[..., torch.Tensor] = (
@@ -30,32 +30,34 @@ _scatter: Callable[..., torch.Tensor] = (
 )
 
 
-def unfused(model: Transformer, ranks: Ranks) -> Variant:
-    """Compiled as torch does it."""
-    return _variant("unfused", model, ranks, None)
+def unfused(model: Transformer, grid: RankGrid) -> ModelVariant:
+    """Returns the model compiled by torch alone."""
+    return _variant("unfused", model, grid, None)
 
 
-def fused(model: Transformer, ranks: Ranks) -> Variant:
-    """Compiled with the passes; a collective that they would leave alone is an error."""
+def fused(model: Transformer, grid: RankGrid) -> ModelVariant:
+    """Returns the model compiled with the passes; a collective that stays unfused is an error."""
     passes = inductor.compile_options(inductor.Options(strict=True))
-    return _variant("fused", model, ranks, passes)
+    return _variant("fused", model, grid, passes)
 
 
-def _variant(name: str, model: Transformer, ranks: Ranks, passes: dict[str, Any] | None) -> Variant:
-    model = keep_part(copy.deepcopy(model), ranks.tensor)
-    group = ranks.tensor
+def _variant(
+    name: str, model: Transformer, grid: RankGrid, passes: dict[str, Any] | None
+) -> ModelVariant:
+    model = keep_part(copy.deepcopy(model), grid.tensor)
+    group = grid.tensor
     if group.size() > 1:
         for block in blocks(model):
             _exchange_around(block, group)
     for layer in model.layers:
-        layer.attention.attend = _attend(ranks.context, ranks.layout)
+        layer.attention.attend = _attend(grid.context, grid.layout)
     model.compile(options=passes)
 
     def all_reduce(total: torch.Tensor, over: dist.ProcessGroup) -> torch.Tensor:
         dist.all_reduce(total, group=over)
         return total
 
-    return Variant(name, model, all_reduce)
+    return ModelVariant(name, model, all_reduce)
 
 
 def _exchange_around(block: nn.Module, group: dist.ProcessGroup) -> None:
@@ -64,7 +66,7 @@ def _exchange_around(block: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _attend(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
-    """Gathers keys and values, and attends under a mask of this rank's positions."""
+    """Returns attention that gathers keys and values, with a mask of this rank's positions."""
     if group.size() == 1:
         return attend
     spans = [layout.layout.spans(rank) for rank in range(group.size())]
@@ -72,10 +74,10 @@ def _attend(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys, values = _gather(k, 2, group), _gather(v, 2, group)
-        # Made in the graph: a pass knows what it is, and sees that it is causal.
+        # The mask is computed in the graph, so that the pass can see that it is causal.
         positions = [
-            torch.cat([torch.arange(span.start, span.start + span.length) for span in some])
-            for some in spans
+            torch.cat([torch.arange(span.start, span.start + span.length) for span in rank_spans])
+            for rank_spans in spans
         ]
         visible = positions[rank][:, None] >= torch.cat(positions)
         return F.scaled_dot_product_attention(q, keys, values, visible, enable_gqa=True)

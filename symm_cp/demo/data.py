@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-_ENOUGH = 8 << 20  # bytes of the standard library: more than a demo reads
+_MAX_BYTES = 8 << 20  # of the standard library: more than a demo reads
 
 
 def read_text(path: Path | None) -> tuple[torch.Tensor, str]:
-    """Returns a text as uint8, and what it is; without a path the standard library's source.
+    """Returns a text as uint8, and its name; without a path the standard library's source.
 
-    Raises `ValueError` for a file that cannot be read, and where there is no source.
+    Raises `ValueError` for a file that cannot be read, and if there is no such source.
     """
     if path is not None:
         try:
@@ -25,12 +25,10 @@ def read_text(path: Path | None) -> tuple[torch.Tensor, str]:
     content = b""
     for source in sorted(folder.glob("*.py")):
         content += source.read_bytes()
-        if len(content) >= _ENOUGH:
+        if len(content) >= _MAX_BYTES:
             break
     if not content:
-        raise ValueError(
-            f"there is no source of the standard library in {folder}: give --text FILE"
-        )
+        raise ValueError(f"no source of the standard library in {folder}: use --text FILE")
     return _as_tensor(content), "source of Python's standard library"
 
 
@@ -41,7 +39,7 @@ def _as_tensor(content: bytes) -> torch.Tensor:
 
 
 def batches(text: torch.Tensor, steps: int, seq: int, batch: int, seed: int) -> torch.Tensor:
-    """Returns (steps, S + 1, B) bytes: windows of the text, the same for the same seed.
+    """Returns (steps, S + 1, B) bytes: windows of the text, chosen by the seed.
 
     Inputs are [:, :-1], targets [:, 1:]. The text must be longer than `seq`.
     """

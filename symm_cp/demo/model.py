@@ -3,8 +3,9 @@
 S, B, D: sequence, batch, features; H heads of E features. Activations are (S, B, D): with the
 sequence first, the shards of a split sequence are contiguous.
 
-Nothing here knows of ranks. A module that is split over ranks has projections with fewer features,
-and between blocks a part of the sequence, so attention takes both numbers from its projections.
+The model does not know about ranks. When it is split over ranks, projections have fewer features,
+and activations between blocks are a part of the sequence; attention takes both sizes from its
+projections.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The sizes of a model."""
+    """Sizes of the model."""
 
     dim: int
     layers: int
@@ -60,9 +61,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention whose keys and values are shared by groups of heads.
+    """Causal self-attention with grouped queries: a key/value head serves several query heads.
 
-    `attend` does what happens between positions: where the sequence is split, another one.
+    `attend` is replaced when the sequence is split over ranks.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -101,7 +102,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each behind a norm and beside a residual connection."""
+    """Attention and feed-forward, each with a norm before it and a residual connection."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -127,9 +128,9 @@ class Transformer(nn.Module):
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # What adds to the residual stream starts smaller, the more of it there is.
-                deep = name.endswith(("wo.weight", "w2.weight"))
-                nn.init.normal_(parameter, std=_INIT_STD / (2 * config.layers) ** (0.5 * deep))
+                # Layers that add to the residual stream start smaller in deeper models.
+                residual = name.endswith(("wo.weight", "w2.weight"))
+                nn.init.normal_(parameter, std=_INIT_STD / (2 * config.layers) ** (0.5 * residual))
 
     def forward(self, tokens: torch.Tensor, positions: Rotation) -> torch.Tensor:
         """Maps bytes (S, B) to logits (S, B, 256); `positions` covers the whole sequence."""

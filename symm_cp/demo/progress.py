@@ -1,4 +1,4 @@
-"""A progress bar on stderr; plain lines, and few of them, where that is no terminal."""
+"""A progress bar on stderr; a few plain lines if that is not a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _PLAIN_LINES = 10
 
 
 class Progress:
-    """Shows how many of `total` units are done."""
+    """Shows how many of `total` steps are done."""
 
     def __init__(self, total: int, out: TextIO | None = None) -> None:
         self._out = sys.stderr if out is None else out
@@ -21,7 +21,7 @@ class Progress:
         self._terminal = self._out.isatty()
 
     def advance(self, text: str) -> None:
-        """Counts one more unit as done, and shows what is going on."""
+        """Counts one more step as done, and shows `text`."""
         self._done += 1
         if self._terminal:
             filled = _BAR * self._done // self._total

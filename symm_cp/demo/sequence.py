@@ -1,6 +1,7 @@
-"""Attention of a sequence that ranks share, three ways; each is an `attend` of the model.
+"""Attention over a sequence that is split over ranks: fused, unfused, and its compute alone.
 
-Each rank has two chunks of the sequence (head-tail), so that all have the same work.
+Each function returns an `attend` for the model. Each rank has two chunks of the sequence
+(head-tail), so that all have the same work.
 """
 
 from __future__ import annotations
@@ -26,22 +27,22 @@ _CAUSAL = Mask(right=0)
 
 
 class Exchanged(torch.autograd.Function):
-    """One exchange forward, the other for the gradient."""
+    """One exchange in the forward pass, another one of the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: Exchange, backward: Exchange) -> torch.Tensor:
-        """Carries out the exchange `forward`."""
+        """Runs the exchange `forward`."""
         ctx.backward_exchange = backward
         return forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Carries out the exchange `backward`."""
+        """Runs the exchange `backward` on the gradient."""
         return ctx.backward_exchange(grad), None, None
 
 
 def fused(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
-    """Attention that gathers while it computes."""
+    """Returns attention that gathers keys and values while it computes."""
     if group.size() == 1:
         return attend
     return lambda q, k, v: all_gather_attention(
@@ -50,7 +51,7 @@ def fused(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
 
 
 def unfused(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
-    """Gathers keys and values with torch's collectives, then attends under a mask."""
+    """Returns attention that first gathers keys and values with torch's collectives."""
     if group.size() == 1:
         return attend
     name = group.group_name
@@ -71,7 +72,7 @@ def unfused(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
 
 
 def compute_alone(group: dist.ProcessGroup, layout: HeadTail) -> Attend:
-    """The tiles of the fused attention, on this rank's own keys in the place of the peers'."""
+    """Returns the tiles of fused attention, computed on this rank's keys instead of peers'."""
     if group.size() == 1:
         return attend
     rank, world_size = group.rank(), group.size()

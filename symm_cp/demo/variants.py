@@ -1,17 +1,18 @@
-"""The ways to spread a model over ranks, all from the same dense model.
+"""The variants of spreading a model over ranks, all made from the same dense model.
 
 Between blocks each rank holds a part of the sequence, inside a block a part of the features:
 
 | variant | how a block gathers its input and scatters its output |
 |---|---|
-| `unfused` | collectives of torch before the first and after the last linear |
-| `fused` | in the linears, by the styles of `symm_cp.tensor_parallel` |
-| `compute alone` | not at all: ready-made tensors of the right shapes stand in |
+| `unfused` | torch's collectives before the first and after the last linear |
+| `fused` | inside the linears, by the styles of `symm_cp.tensor_parallel` |
+| `compute alone` | not at all: it uses existing tensors of the right shapes |
 
-With context parallelism the ranks that share a sequence each have two chunks of it, and attention
+With context parallelism, ranks that share a sequence have two chunks of it each, and attention
 gathers keys and values as well: see `sequence.py`.
 
-The last one's results mean nothing; its time is what the others' would be with free communication.
+The results of `compute alone` are meaningless; its time is that of the others if communication took
+no time.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ _BY_COLUMNS = ("wo", "w2")
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """How the ranks are arranged: `tensor` shares features, `context` a sequence, `all` both."""
+class RankGrid:
+    """The groups of a rank: `tensor` shares features, `context` shares a sequence, `all` both."""
 
     all: dist.ProcessGroup
     tensor: dist.ProcessGroup
@@ -50,8 +51,8 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Variant:
-    """A model spread over ranks, and how gradients are summed.
+class ModelVariant:
+    """A model, dense or spread over ranks, and how gradients are summed.
 
     `all_reduce` takes a tensor and the group to sum it over.
     """
@@ -60,17 +61,17 @@ class Variant:
     model: Transformer
     all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
 
-    def sum_gradients(self, ranks: Ranks) -> None:
-        """Sums gradients over the ranks that saw other parts of the sequence.
+    def sum_gradients(self, grid: RankGrid) -> None:
+        """Sums gradients over the ranks that have other parts of the sequence.
 
-        The parameters outside of blocks' linears see a part of it on every rank, and what is split
-        over features only on those that share the sequence. Each sum is one exchange.
+        For parameters outside the blocks' linears these are all ranks; for the linears, which are
+        split over features, those that share the sequence. Each sum is one all-reduce.
         """
         split = tuple(f".{name}.weight" for name in (*_BY_ROWS, *_BY_COLUMNS))
         named = list(self.model.named_parameters())
-        self._sum([p for name, p in named if not name.endswith(split)], ranks.all)
-        if ranks.context.size() > 1:
-            self._sum([p for name, p in named if name.endswith(split)], ranks.context)
+        self._sum([p for name, p in named if not name.endswith(split)], grid.all)
+        if grid.context.size() > 1:
+            self._sum([p for name, p in named if name.endswith(split)], grid.context)
 
     def _sum(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         grads = [_local(p.grad) for p in parameters if p.grad is not None]
@@ -83,15 +84,15 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def dense(model: Transformer) -> Variant:
-    """The whole model in one process."""
-    return Variant("one process", copy.deepcopy(model), lambda total, _: total)
+def dense(model: Transformer) -> ModelVariant:
+    """Returns the whole model, for one process."""
+    return ModelVariant("one process", copy.deepcopy(model), lambda total, _: total)
 
 
-def fused(model: Transformer, ranks: Ranks) -> Variant:
-    """Communication inside the matmuls and the attention."""
+def fused(model: Transformer, grid: RankGrid) -> ModelVariant:
+    """Returns the model with communication inside matmuls and attention."""
     model = copy.deepcopy(model)
-    mesh = DeviceMesh.from_group(ranks.tensor, "cpu", mesh_dim_names=("tp",))
+    mesh = DeviceMesh.from_group(grid.tensor, "cpu", mesh_dim_names=("tp",))
     head_dim = model.layers[0].attention.head_dim
     plan = {
         "layers.*.attention": FusedColwiseGroup(
@@ -101,11 +102,11 @@ def fused(model: Transformer, ranks: Ranks) -> Variant:
         "layers.*.feed_forward": FusedColwiseGroup(("w1", "w3"), sequence_dim=0),
         "layers.*.feed_forward.w2": FusedRowwiseParallel(sequence_dim=0),
     }
-    # Every rank has the same weights already: it keeps its part of its own.
+    # All ranks have the same weights: each keeps its own part without communication.
     parallelize_module(model, mesh, plan, src_data_rank=None)
     for layer in model.layers:
-        layer.attention.attend = sequence.fused(ranks.context, ranks.layout)
-    return Variant(
+        layer.attention.attend = sequence.fused(grid.context, grid.layout)
+    return ModelVariant(
         "fused",
         model,
         lambda total, group: torch.ops.symm_mem.one_shot_all_reduce(
@@ -114,9 +115,9 @@ def fused(model: Transformer, ranks: Ranks) -> Variant:
     )
 
 
-def unfused(model: Transformer, ranks: Ranks) -> Variant:
-    """Communication by torch's functional collectives, between the matmuls."""
-    name = ranks.tensor.group_name
+def unfused(model: Transformer, grid: RankGrid) -> ModelVariant:
+    """Returns the model with torch's functional collectives between the matmuls."""
+    name = grid.tensor.group_name
 
     def gather(shard: torch.Tensor) -> torch.Tensor:
         return unfused_all_gather(shard, 0, name)
@@ -128,28 +129,28 @@ def unfused(model: Transformer, ranks: Ranks) -> Variant:
         dist.all_reduce(total, group=group)
         return total
 
-    model = keep_part(copy.deepcopy(model), ranks.tensor)
+    model = keep_part(copy.deepcopy(model), grid.tensor)
     for block in blocks(model):
         _exchange_around(block, (gather, scatter), (scatter, gather))
     for layer in model.layers:
-        layer.attention.attend = sequence.unfused(ranks.context, ranks.layout)
-    return Variant("unfused", model, all_reduce)
+        layer.attention.attend = sequence.unfused(grid.context, grid.layout)
+    return ModelVariant("unfused", model, all_reduce)
 
 
-def compute_alone(model: Transformer, ranks: Ranks) -> Variant:
-    """The same computation with free communication."""
-    group = ranks.tensor
+def compute_alone(model: Transformer, grid: RankGrid) -> ModelVariant:
+    """Returns the model without communication."""
+    group = grid.tensor
     model = keep_part(copy.deepcopy(model), group)
     for block in blocks(model):
         first, last = _StandIn(group), _StandIn(group)
         _exchange_around(block, (first.gather, first.scatter), (last.scatter, last.gather))
     for layer in model.layers:
-        layer.attention.attend = sequence.compute_alone(ranks.context, ranks.layout)
-    return Variant("compute alone", model, lambda total, _: total)
+        layer.attention.attend = sequence.compute_alone(grid.context, grid.layout)
+    return ModelVariant("compute alone", model, lambda total, _: total)
 
 
 class _StandIn:
-    """Takes no time: gathers what it gathered the first time, scatters its own part as it is."""
+    """Exchanges without communication, and without copies after the first gather."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank, self._world_size = group.rank(), group.size()
@@ -168,7 +169,7 @@ class _StandIn:
 def _exchange_around(
     block: nn.Module, inward: tuple[Exchange, Exchange], outward: tuple[Exchange, Exchange]
 ) -> None:
-    """Adds an exchange, and the one of its gradient, before and after a block."""
+    """Adds an exchange, and that of its gradient, before and after a block."""
     block.register_forward_pre_hook(
         lambda _, inputs: (Exchanged.apply(inputs[0], *inward), *inputs[1:])
     )
@@ -176,12 +177,12 @@ def _exchange_around(
 
 
 def blocks(model: Transformer) -> list[nn.Module]:
-    """The attention and feed-forward modules."""
+    """Returns the attention and feed-forward modules."""
     return [part for layer in model.layers for part in (layer.attention, layer.feed_forward)]
 
 
 def keep_part(model: Transformer, group: dist.ProcessGroup) -> Transformer:
-    """Cuts the weights of the blocks down to this rank's parts."""
+    """Replaces the weights of the blocks by this rank's parts."""
     for block in blocks(model):
         for name, linear in block.named_children():
             assert isinstance(linear, nn.Linear)

@@ -16,9 +16,9 @@ import torch._inductor.config as inductor_config
 from torch.utils._pytree import tree_leaves
 
 from symm_cp import tuning
+from symm_cp.inductor.decisions import Decision, Report, recording
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import UnfusedError, install, passes_for
-from symm_cp.inductor.report import Decision, Report, recording
 
 __all__ = [
     "Decision",
@@ -36,7 +36,7 @@ _options: Options | None = None
 
 
 class Enabled:
-    """What `enable` returns: as a context manager, it puts back at the end what was before."""
+    """Returned by `enable`; as a context manager, it restores the earlier options at the end."""
 
     def __init__(self, before: Options | None) -> None:
         self._before = before
@@ -69,7 +69,7 @@ def enable(
     min_flops: float | None = None,
     min_bytes: int = Options.min_bytes,
 ) -> Enabled:
-    """Lets torch.compile fuse collectives with what is next to them; also a context manager.
+    """Lets torch.compile fuse collectives with adjacent matmuls and attention.
 
     Args:
         async_tp: all-gathers that feed matmuls (`mm`, `addmm`, `_scaled_mm`), through any views and
@@ -80,15 +80,17 @@ def enable(
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide
             behind become `_low_contention_*`, waited for as late as possible.
         strict: compiling raises `UnfusedError` when a collective next to a matmul or attention is
-            left alone. Next to a matmul is what only moves or casts separate from it; this
-            includes collectives that have no fused form, such as the all-reduce of a product.
+            left alone. It is next to a matmul if only ops that move or cast elements lie between
+            them; this includes collectives without a fused form, such as the all-reduce of a
+            product.
         min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU, 1e9
-            on CUDA, where the parts of a small matmul fill no GPU).
-        min_bytes: smaller collectives are not made low-contention ones.
+            on CUDA, where the parts of a smaller matmul do not fill a GPU).
+        min_bytes: smaller collectives do not become low-contention ones.
 
-    A pass only does what leaves results as they are; `explain` tells what was done and what was
-    not, and why. Passes that are in Inductor's configuration already run first. Calling it again
-    changes the options. What was compiled before stays as it is. Source: torch's micro-pipeline TP
+    The result can be used as a context manager, which restores the earlier options at its end.
+    The passes keep results unchanged; `explain` reports what was fused, what was not, and why.
+    Passes that are already in Inductor's configuration run first. Another call replaces the
+    options. Graphs that were compiled before stay as they are. Source: torch's micro-pipeline TP
     pass.
     """
     before = _options
@@ -97,7 +99,7 @@ def enable(
 
 
 def compile_options(options: Options | None = None) -> dict[str, Any]:
-    """Returns the passes as `options` of one `torch.compile`, where they should not hold for all.
+    """Returns the passes as `options` of a single `torch.compile`.
 
     torch.compile(model, options=symm_cp.inductor.compile_options())
     """
@@ -105,22 +107,22 @@ def compile_options(options: Options | None = None) -> dict[str, Any]:
 
 
 def disable() -> None:
-    """Takes the passes out of Inductor's configuration again."""
+    """Removes the passes from Inductor's configuration."""
     _set(None)
 
 
 def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
-    """Compiles a function or module for some arguments, and tells what became of each collective.
+    """Compiles a function or module, and returns a `Report` on each of its collectives; print it.
 
-    With the options of `enable`, or the default ones. The function is run once and, where its
-    result needs gradients of the arguments or of its parameters, so is its backward pass (no
-    `.grad` changes). Collective: call it on all ranks. Returns a `Report`; print it.
+    Uses the options of `enable`, or the defaults. Runs the function once and, where its result
+    needs gradients of the arguments or of its parameters, the backward pass as well (no `.grad`
+    changes). Collective: call it on all ranks.
     """
     with ExitStack() as stack:
         if _options is None:
             stack.enter_context(enable())
-        # What comes out of a cache is not compiled, so that nothing would be told of it. The passes
-        # do not care which kernels come after them: torch's own need no compiler, and no minute.
+        # A graph from a cache is not compiled, so no decision would be recorded. The passes do not
+        # depend on the kernels generated after them: torch's own take no minute to compile.
         stack.enter_context(
             inductor_config.patch(force_disable_caches=True, fallback_by_default=True)
         )
@@ -128,13 +130,13 @@ def explain(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report.ways = stack.enter_context(tuning.listening())
         torch._dynamo.reset()
         results = torch.compile(fn)(*args, **kwargs)
-        outputs = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
-        outputs = [t.sum() for t in outputs if t.requires_grad]
-        given = [*tree_leaves((args, kwargs))]
+        inputs = [*tree_leaves((args, kwargs))]
         if isinstance(fn, torch.nn.Module):
-            given += fn.parameters()
-        leaves = [t for t in given if isinstance(t, torch.Tensor) and t.requires_grad]
-        if outputs and leaves:
-            torch.autograd.grad(outputs, leaves, allow_unused=True)
+            inputs += fn.parameters()
+        leaves = [t for t in inputs if isinstance(t, torch.Tensor) and t.requires_grad]
+        outputs = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+        totals = [t.sum() for t in outputs if t.requires_grad]
+        if totals and leaves:
+            torch.autograd.grad(totals, leaves, allow_unused=True)
         torch._dynamo.reset()
     return report

@@ -1,9 +1,9 @@
 """How the elements of a tensor are arranged, after views, transposes, splits and concatenations.
 
-Each dimension of a tensor is described by *factors* of the dimensions of the tensor that it came
-from (its origin), outermost first. A gather of dimension 1, say, that was made by gathering along
-dimension 0 and moving the W parts is told from any other order of elements by where the factor of
-W ranks has gone. Reading it off this way needs no list of the forms in which frameworks write it.
+Each dimension of a tensor is described by *factors* of the dimensions of its *origin*, the tensor
+that it is an arrangement of; the outermost comes first. Example: frameworks gather dimension 1 by
+gathering along dimension 0 and moving the W parts. The position of the factor of W ranks tells this
+from any other order of elements, in whatever form a framework writes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Factor:
 
     @property
     def end(self) -> int:
-        """The stride that a factor outside of this one would have."""
+        """The stride that the next outer factor of the same dimension has."""
         return self.stride * self.size
 
 
@@ -34,22 +34,22 @@ Axes: TypeAlias = tuple[tuple[Factor, ...], ...]
 
 
 def origin(shape: Sequence[int]) -> Axes:
-    """The axes of the origin itself."""
+    """Returns the axes of the origin itself."""
     return tuple((Factor(dim, 1, size),) if size != 1 else () for dim, size in enumerate(shape))
 
 
 def sizes(axes: Axes) -> list[int]:
-    """The shape of a tensor."""
+    """Returns the shape of a tensor."""
     return [math.prod(factor.size for factor in dim) for dim in axes]
 
 
 def flat(axes: Axes) -> list[Factor]:
-    """All factors, outermost first."""
+    """Returns all factors, outermost first."""
     return [factor for dim in axes for factor in dim]
 
 
 def split(factor: Factor, outer: int) -> tuple[Factor, Factor] | None:
-    """Cuts a factor into `outer` parts; None where that does not come out even."""
+    """Cuts a factor into `outer` equal parts; None if its size is not divisible by it."""
     if outer < 1 or factor.size % outer != 0:
         return None
     inner = factor.size // outer
@@ -71,9 +71,9 @@ def _joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
 
 
 def view(axes: Axes, shape: Sequence[int]) -> Axes | None:
-    """The axes after a view or reshape; None where a dimension is not made of whole factors."""
+    """Returns the axes after a view or reshape; None if that cuts across factors."""
     rest = flat(axes)[::-1]
-    found: list[tuple[Factor, ...]] = []
+    viewed: list[tuple[Factor, ...]] = []
     for size in shape:
         dim: list[Factor] = []
         while size != 1:
@@ -90,17 +90,17 @@ def view(axes: Axes, shape: Sequence[int]) -> Axes | None:
             dim.append(parts[0])
             rest.append(parts[1])
             size = 1
-        found.append(_joined(dim))
-    return None if rest else tuple(found)
+        viewed.append(_joined(dim))
+    return None if rest else tuple(viewed)
 
 
 def permute(axes: Axes, order: Sequence[int]) -> Axes:
-    """The axes after a permutation of dimensions."""
+    """Returns the axes after a permutation of dimensions."""
     return tuple(axes[dim] for dim in order)
 
 
 def lead(axes: Axes, dim: int, size: int) -> tuple[Factor, Axes] | None:
-    """Cuts the outermost `size` parts off a dimension: their factor, and what is left."""
+    """Splits the outermost factor, of `size`, off a dimension; returns it and the other axes."""
     if not axes[dim]:
         return None
     first, *others = axes[dim]
@@ -112,12 +112,12 @@ def lead(axes: Axes, dim: int, size: int) -> tuple[Factor, Axes] | None:
 
 
 def prepend(axes: Axes, dim: int, factor: Factor) -> Axes:
-    """Puts a factor before those of a dimension."""
+    """Returns the axes with another outermost factor in a dimension."""
     return (*axes[:dim], _joined([factor, *axes[dim]]), *axes[dim + 1 :])
 
 
 def expose(axes: Axes, wanted: Factor) -> tuple[int, int, Axes] | None:
-    """Finds a factor: its dimension, its place there, and the axes in which it stands alone."""
+    """Returns the dimension and place of a factor, and the axes cut such that it stands alone."""
     for dim, factors in enumerate(axes):
         for place, factor in enumerate(factors):
             same = factor.dim == wanted.dim and factor.stride <= wanted.stride
@@ -137,18 +137,18 @@ def expose(axes: Axes, wanted: Factor) -> tuple[int, int, Axes] | None:
 
 
 def without(axes: Axes, factor: Factor) -> Axes:
-    """The axes of one of the parts that a factor counts."""
+    """Returns the axes of one of the parts that a factor counts."""
     return tuple(tuple(other for other in dim if other != factor) for dim in axes)
 
 
 def refined(have: Axes, want: Axes) -> tuple[Axes, Axes] | None:
-    """Cuts the factors of two arrangements of the same elements so that both have the same ones."""
+    """Cuts the factors of two arrangements of the same elements until both have the same ones."""
     edges: dict[int, set[int]] = {}
     for factor in (*flat(have), *flat(want)):
         edges.setdefault(factor.dim, set()).update((factor.stride, factor.end))
 
     def cut(axes: Axes) -> Axes | None:
-        found = []
+        dims = []
         for dim in axes:
             parts: list[Factor] = []
             for factor in dim:
@@ -158,8 +158,8 @@ def refined(have: Axes, want: Axes) -> tuple[Axes, Axes] | None:
                     return None
                 pairs = list(itertools.pairwise(bounds))
                 parts += [Factor(factor.dim, a, b // a) for a, b in reversed(pairs)]
-            found.append(tuple(parts))
-        return tuple(found)
+            dims.append(tuple(parts))
+        return tuple(dims)
 
     cuts = cut(have), cut(want)
     if cuts[0] is None or cuts[1] is None or set(flat(cuts[0])) != set(flat(cuts[1])):

@@ -1,36 +1,35 @@
-"""Collectives that have independent work to hide behind are left to the copy engine."""
+"""Collectives with independent matmuls to overlap with become low-contention ones."""
 
 from __future__ import annotations
 
 import torch
 from torch.fx import Graph, Node
 
-from symm_cp.inductor.emit import Emitter
-from symm_cp.inductor.gather import MATMULS, flops
+from symm_cp.inductor.decisions import Decision, record
+from symm_cp.inductor.matmuls import MATMULS, flops
+from symm_cp.inductor.nodes import GATHER, SCATTER, WAIT, is_dynamic, static_shape, value
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.report import Decision, record
-from symm_cp.inductor.trace import GATHER, SCATTER, WAIT, is_dynamic, static_shape, value
+from symm_cp.inductor.rewrite import Emitter
 from symm_cp.ops import override
 
 _GATHER = torch.ops.symm_mem._low_contention_all_gather.default
 _SCATTER = torch.ops.symm_mem._low_contention_reduce_scatter.default
-# Operations that are done, at least, while a byte is moved: by a processor in its memory, and by a
-# GPU over NVLink (an H100: 990 TFLOP/s in bfloat16, 450 GB/s).
-_FLOPS_A_BYTE = {"cpu": 8.0, "cuda": 2200.0}
+# Floating-point operations that take at least as long as moving a byte: by a processor in its
+# memory, and by a GPU over NVLink (an H100: 990 TFLOP/s in bfloat16, 450 GB/s).
+_FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 2200.0}
 
 
 def sink_collectives(graph: Graph, options: Options) -> None:
-    """Replaces large collectives, and moves what waits for them behind the work that hides them."""
+    """Replaces large collectives, and moves their waits behind matmuls that take as long."""
     for node in [n for n in graph.nodes if n.target in (GATHER, SCATTER)]:
-        waits = [user for user in node.users if user.target is WAIT]
         name, group = node.name, str(node.args[-1])
-        reason = _reason(node, waits, options)
-        found = None if reason else _hidden_until(node, waits[0])
-        if reason or found is None:
-            reason = reason or "too little independent work follows it"
-            record(Decision(name, group, None, reason))
+        waits = [user for user in node.users if user.target is WAIT]
+        reason = _why_not(node, waits, options)
+        overlap = None if reason else _overlap(node, waits[0])
+        if overlap is None:
+            record(Decision(name, group, None, reason or "too little independent work follows it"))
             continue
-        last, dependent = found
+        last, dependent = overlap
         emitter = Emitter(graph, node)
         if node.target is GATHER:
             into = "_low_contention_all_gather"
@@ -45,17 +44,18 @@ def sink_collectives(graph: Graph, options: Options) -> None:
         record(Decision(name, group, into, f"hidden by the work up to {last.name}"))
 
 
-def _reason(node: Node, waits: list[Node], options: Options) -> str:
-    """Why a collective is left alone, or nothing."""
+def _why_not(node: Node, waits: list[Node], options: Options) -> str:
+    """Returns why a collective is left alone, or an empty text."""
     if len(waits) != 1 or len(node.users) != 1 or not waits[0].users:
-        return "nobody waits for it, or several do"
-    source, shapes = value(node.args[0]), (static_shape(node.args[0]), static_shape(node))  # type: ignore[arg-type]
-    if source is None or any(s is None or any(map(is_dynamic, s)) for s in shapes):
-        return "its shape is not known when it is compiled"
-    if source.device.type not in _FLOPS_A_BYTE:
-        return f"it is on {source.device.type}"
-    if source.device.type == "cuda" and not override.installed():
-        # torch's kernels would move the bytes by multiprocessors, and share one workspace.
+        return "its result is not used after exactly one wait"
+    source, shapes = value(node.args[0]), (static_shape(node.args[0]), static_shape(node))
+    if source is None or any(shape is None or any(map(is_dynamic, shape)) for shape in shapes):
+        return "its shape is unknown at compile time"
+    device = source.device.type
+    if device not in _FLOPS_PER_BYTE:
+        return f"it is on {device}"
+    if device == "cuda" and not override.installed():
+        # torch's kernels move the bytes with multiprocessors, and share one workspace.
         return "on CUDA it needs symm_cp.override_cuda_ops()"
     if node.target is SCATTER and node.args[1] not in ("sum", "avg"):
         return f"it reduces by {node.args[1]}"
@@ -72,13 +72,18 @@ def _bytes(node: Node) -> int:
     return int(max(source.numel(), result.numel())) * source.element_size()
 
 
-def _hidden_until(node: Node, wait: Node) -> tuple[Node, list[Node]] | None:
-    """The matmul by which enough independent work is done, and what depends on `wait` before it."""
-    needed = _FLOPS_A_BYTE[value(node).device.type] * _bytes(node)  # type: ignore[union-attr]
+def _overlap(node: Node, wait: Node) -> tuple[Node, list[Node]] | None:
+    """Finds the matmul by which enough independent work is done.
+
+    Also returns the nodes before it that depend on `wait`.
+    """
+    result = value(node)
+    assert result is not None
+    needed = _FLOPS_PER_BYTE[result.device.type] * _bytes(node)
     dependent: dict[Node, None] = {}
     work, current = 0.0, node.next
     while current.op != "output":
-        if current is wait or any(given in dependent for given in current.all_input_nodes):
+        if current is wait or any(operand in dependent for operand in current.all_input_nodes):
             dependent[current] = None
         elif current.target in MATMULS:
             work += flops(current)

@@ -1,8 +1,8 @@
-"""Which matmul a collective is next to: nothing lies between them that computes.
+"""Which matmul a collective is next to: only ops that move or cast elements lie between them.
 
-The passes fuse what they can follow exactly. This looks further, through whatever only moves or
-casts elements, so that `strict` and `explain` tell of a collective that could not be followed to
-the matmul that it feeds or that feeds it.
+The passes fuse what they can follow exactly. This looks further, through any op that only moves or
+casts elements, so that `strict` and `explain` also report collectives that could not be followed to
+the matmul that they feed or that feeds them.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable
 
 from torch.fx import Graph, Node
 
-from symm_cp.inductor.report import Decision, record
-from symm_cp.inductor.trace import GATHER, SCATTER
+from symm_cp.inductor.decisions import Decision, record
+from symm_cp.inductor.nodes import GATHER, SCATTER
 
 _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
@@ -41,37 +41,44 @@ def _only_moves(node: Node) -> bool:
     return node.target is operator.getitem or _packet(node) in _MOVES
 
 
-def _path(start: Node, further: Callable[[Node], Iterable[Node]]) -> list[Node]:
-    """The nodes from a neighbour of `start` to the nearest matmul; none without one."""
-    todo = [[node] for node in further(start)]
+def _path(start: Node, neighbours: Callable[[Node], Iterable[Node]]) -> list[Node]:
+    """Returns the nodes from a neighbour of `start` to the nearest matmul; empty without one."""
+    paths = [[node] for node in neighbours(start)]
     seen: set[Node] = set()
-    for path in todo:  # grows
+    for path in paths:  # grows: breadth first
         node = path[-1]
         if _packet(node) in _MATMULS:
             return path
         if node not in seen and _only_moves(node):
             seen.add(node)
-            todo += [[*path, following] for following in further(node)]
+            paths += [[*path, following] for following in neighbours(node)]
     return []
 
 
+def _users(node: Node) -> Iterable[Node]:
+    return node.users
+
+
+def _inputs(node: Node) -> Iterable[Node]:
+    return node.all_input_nodes
+
+
 def fed_by(node: Node) -> list[Node]:
-    """The nodes from a user of a tensor to the nearest matmul that it feeds; none without one."""
-    return _path(node, lambda one: one.users)
+    """Returns the nodes from a user of a tensor to the nearest matmul that it feeds, if any."""
+    return _path(node, _users)
 
 
 def feeding(node: Node) -> list[Node]:
-    """The nodes from an input of a collective to the nearest matmul that feeds it.
+    """Returns the nodes from an input of a collective to the nearest matmul that feeds it, if any.
 
-    Sums are passed, too: those of products are fused.
+    Also looks through a sum, because sums of products are fused.
     """
-
-    def inputs(one: Node) -> Iterable[Node]:
-        return one.all_input_nodes
-
-    found = _path(node, inputs)
-    sums = [one for one in node.all_input_nodes if _packet(one) == "add"]
-    return found or next((path for one in sums if (path := [one, *_path(one, inputs)])[1:]), [])
+    if path := _path(node, _inputs):
+        return path
+    for addition in node.all_input_nodes:
+        if _packet(addition) == "add" and (path := _path(addition, _inputs)):
+            return [addition, *path]
+    return []
 
 
 def record_others(graph: Graph) -> None:
@@ -83,5 +90,5 @@ def record_others(graph: Graph) -> None:
         path = [] if name in _NOT_COLLECTIVE else fed_by(node) or feeding(node)
         if path:
             group = str(node.args[-1])
-            reason = f"{path[-1].name} is next to it, and there is no fused op for {name}"
+            reason = f"{path[-1].name} is next to it, and no fused op exists for {name}"
             record(Decision(node.name, group, None, reason, critical=True))

@@ -1,4 +1,4 @@
-"""What the passes do, and from which size on."""
+"""Which passes run, and from which size on they fuse."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 class Options:
     """The options of `enable`.
 
-    A matmul of fewer than `min_flops` floating-point operations is not fused. By default none is
-    too small on CPU, where a fused op starts faster than a collective; on CUDA the parts of a small
-    matmul fill no GPU (pytorch#179770: 0.3 of the speed), so that 1e9 are needed there.
+    A matmul of fewer than `min_flops` floating-point operations is not fused. The default is 0 on
+    CPU, where a fused op starts faster than a collective, and 1e9 on CUDA, where the parts of a
+    smaller matmul do not fill a GPU (pytorch#179770: 0.3 of the speed).
     """
 
     async_tp: bool = True
@@ -24,10 +24,10 @@ class Options:
     min_bytes: int = 1 << 20
 
     def too_small(self, device: torch.device, flops: float) -> str:
-        """Why a matmul is left alone, or nothing."""
-        least = self.min_flops
-        if least is None:
-            least = 0.0 if device.type == "cpu" else 1e9
-        if flops >= least:
+        """Returns why matmuls are left alone, or an empty text."""
+        min_flops = self.min_flops
+        if min_flops is None:
+            min_flops = 0.0 if device.type == "cpu" else 1e9
+        if flops >= min_flops:
             return ""
-        return f"a matmul of {flops:.3g} operations is too small (min_flops={least:.3g})"
+        return f"a matmul of {flops:.3g} operations is too small (min_flops={min_flops:.3g})"

@@ -1,4 +1,4 @@
-"""The passes as Inductor takes them, and where they are put."""
+"""The passes as Inductor takes them, and their places in its configuration."""
 
 from __future__ import annotations
 
@@ -13,36 +13,36 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from symm_cp.inductor.attention import fuse_attention
+from symm_cp.inductor.decisions import Decision, Report, record, recording
 from symm_cp.inductor.gather import fuse_gathers
 from symm_cp.inductor.low_contention import sink_collectives
 from symm_cp.inductor.neighbours import record_others
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.report import Decision, Report, record, recording
 from symm_cp.inductor.scatter import fuse_scatters
 
 
 @cache
 def _sources() -> str:
-    """A hash of all that decides what the passes do."""
-    found = hashlib.sha256()
+    """Returns a hash of the sources of the passes."""
+    sources = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
-        found.update(path.read_bytes())
-    return found.hexdigest()
+        sources.update(path.read_bytes())
+    return sources.hexdigest()
 
 
 class UnfusedError(RuntimeError):
-    """With `strict`: a collective next to a matmul or attention was left alone."""
+    """Under `strict`, a collective next to a matmul or attention was left alone."""
 
 
 class Pass(CustomGraphPass):
-    """Runs what the user had set before, then ours. Its `uuid` covers both, and the options."""
+    """Runs the passes that the user had set, then one of ours; `uuid` covers both, and options."""
 
     def __init__(
         self, stage: str, run: Callable[[Graph, Options], None], options: Options, before: Any
     ) -> None:
         self._stage, self._run, self.options = stage, run, options
-        given = before if isinstance(before, list | tuple) else [before]
-        self._before = [p for p in given if p is not None]
+        earlier = before if isinstance(before, list | tuple) else [before]
+        self._before = [p for p in earlier if p is not None]
 
     def __call__(self, graph: Graph) -> None:
         """Runs the passes on a graph."""
@@ -57,7 +57,7 @@ class Pass(CustomGraphPass):
             _refuse(report)
 
     def uuid(self) -> Any:
-        """Identifies sources, options and earlier passes; None, no caching, if those have none."""
+        """Identifies sources, options and earlier passes; None (no caching) if one has no uuid."""
         earlier = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self._before]
         if any(identity is None for identity in earlier):
             return None
@@ -65,7 +65,7 @@ class Pass(CustomGraphPass):
 
 
 def _final(report: Report) -> list[Decision]:
-    """One decision for each collective; one that a pass left alone may be taken by a later one."""
+    """Returns one decision for each collective; a later pass may fuse one that was left alone."""
     last: dict[str, Decision] = {}
     for decision in report.decisions:
         before = last.get(decision.collective)
@@ -75,12 +75,13 @@ def _final(report: Report) -> list[Decision]:
 
 
 def _refuse(report: Report) -> None:
-    left: list[Decision] = [decision for decision in report.left if decision.critical]
+    left = [decision for decision in report.left if decision.critical]
     if left:
         raise UnfusedError("strict: " + "; ".join(map(str, left)))
 
 
-def _run_post_grad(graph: Graph, options: Options) -> None:
+def fuse_post_grad(graph: Graph, options: Options) -> None:
+    """Rewrites a forward or a backward graph."""
     if options.async_tp:
         fuse_scatters(graph, options)
         fuse_gathers(graph, options)
@@ -91,7 +92,8 @@ def _run_post_grad(graph: Graph, options: Options) -> None:
     graph.lint()
 
 
-def _run_joint(graph: Graph, options: Options) -> None:
+def fuse_joint(graph: Graph, options: Options) -> None:
+    """Rewrites a joint graph of forward and backward."""
     if options.context_parallel:
         fuse_attention(graph, options)
         graph.eliminate_dead_code()
@@ -99,14 +101,14 @@ def _run_joint(graph: Graph, options: Options) -> None:
 
 
 _RUNS = {
-    # After Inductor's own patterns, which turn attention that was written out into one op.
-    "joint_custom_post_pass": _run_joint,
-    "post_grad_custom_pre_pass": _run_post_grad,
+    # After Inductor's own patterns, which replace attention in matmuls and softmax by one op.
+    "joint_custom_post_pass": fuse_joint,
+    "post_grad_custom_pre_pass": fuse_post_grad,
 }
 
 
 def passes_for(options: Options) -> dict[str, Pass]:
-    """The passes by the names of Inductor's configuration; those that are there run first."""
+    """Returns the passes by their names in Inductor's configuration; those set there run first."""
     return {
         name: Pass(name, run, options, getattr(inductor_config, name))
         for name, run in _RUNS.items()
@@ -114,14 +116,14 @@ def passes_for(options: Options) -> dict[str, Pass]:
 
 
 def install(options: Options) -> Callable[[], None]:
-    """Puts the passes into Inductor's configuration; returns what takes them out again."""
+    """Puts the passes into Inductor's configuration; returns a function that removes them."""
     before = {name: getattr(inductor_config, name) for name in _RUNS}
-    for name, made in passes_for(options).items():
-        setattr(inductor_config, name, made)
+    for name, new in passes_for(options).items():
+        setattr(inductor_config, name, new)
 
     def remove() -> None:
         for name, value in before.items():
-            # Not where the user has set another one since: that may call ours.
+            # A pass that the user has set since stays: it may call ours.
             if isinstance(getattr(inductor_config, name), Pass):
                 setattr(inductor_config, name, value)
 

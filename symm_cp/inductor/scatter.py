@@ -9,31 +9,28 @@ import torch
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes, view
-from symm_cp.inductor.emit import DynamicShapeError, Emitter
-from symm_cp.inductor.gather import MATMULS, flops, left, right, unsupported
-from symm_cp.inductor.neighbours import feeding
-from symm_cp.inductor.options import Options
-from symm_cp.inductor.report import Decision, record
-from symm_cp.inductor.trace import (
-    SCATTER,
-    WAIT,
-    Traced,
-    Tracer,
-    argument,
-    aten,
-    is_dynamic,
-    static_shape,
-    value,
+from symm_cp.inductor.decisions import Decision, record
+from symm_cp.inductor.matmuls import (
+    MATMULS,
+    SCALED,
+    left,
+    right,
+    why_too_small,
+    why_unsupported,
 )
+from symm_cp.inductor.neighbours import feeding
+from symm_cp.inductor.nodes import SCATTER, WAIT, argument, aten, is_dynamic, static_shape
+from symm_cp.inductor.options import Options
+from symm_cp.inductor.origins import Traced, Tracer
+from symm_cp.inductor.rewrite import DynamicShapeError, Emitter
 
 _FUSED = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
 _FUSED_SCALED = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter.default
-_SCALED = aten._scaled_mm.default
 _FUSED_SUM = torch.ops.symm_mem._fused_matmuls_reduce_scatter.default
 
 
 def fuse_scatters(graph: Graph, options: Options) -> None:
-    """Replaces what it can, and records what became of each reduce-scatter."""
+    """Fuses matmuls with reduce-scatters, and records a decision for each of these."""
     tracer = Tracer(graph, MATMULS | {aten.add.Tensor})
     for wait in [node for node in graph.nodes if node.target is WAIT]:
         scatter = wait.args[0]
@@ -43,152 +40,174 @@ def fuse_scatters(graph: Graph, options: Options) -> None:
         group, name = str(scatter.args[3]), scatter.name
         terms = None if traced is None or traced.ranks else _terms(tracer, traced.source)
         if traced is None or terms is None:
-            why = "what is scattered is no matmul's product"
+            reason = "the scattered tensor is not the product of a matmul"
             if path := feeding(scatter):
-                why = f"what is scattered is not just {path[-1].name}, arranged in another way"
-            record(Decision(name, group, None, why, critical=bool(path)))
+                reason = f"the scattered tensor is not only {path[-1].name}, rearranged"
+            record(Decision(name, group, None, reason, critical=bool(path)))
             continue
-        reason = _unused_elsewhere(tracer, scatter, traced.source)
-        reason = reason or _reason(scatter, traced, terms, options)
+        reason = _why_used_elsewhere(tracer, scatter, traced.source)
+        reason = reason or _why_not(scatter, traced, terms, options)
         try:
             reason = reason or _rewrite(graph, scatter, wait, traced, terms)
         except DynamicShapeError as error:
             reason = str(error)
-        scaled = "scaled_" if terms[0].target is _SCALED else ""
-        fused = None if reason else f"fused_{scaled}matmul_reduce_scatter"
+        scaled = "scaled_" if terms[0].target is SCALED else ""
+        into = None if reason else f"fused_{scaled}matmul_reduce_scatter"
         text = reason or " + ".join(term.name for term in terms)
-        record(Decision(name, group, fused, text, critical=True))
+        record(Decision(name, group, into, text, critical=True))
 
 
 def _terms(tracer: Tracer, node: Node) -> list[Node] | None:
-    """The matmuls that a node is the sum of."""
+    """Returns the matmuls that a node is the sum of; None if it is something else."""
     if node.target in MATMULS:
         return [node] if right(node) is not None else None
     shape = static_shape(node)
     if shape is None or node.kwargs or len(node.args) != 2:
         return None
-    found: list[Node] = []
+    all_terms: list[Node] = []
     for operand in node.args:
         traced = tracer[operand]
         if traced is None or traced.ranks or len(traced.dtypes) > 1:
             return None
         # The same elements in the same order.
-        if static_shape(operand) != shape or (  # type: ignore[arg-type]
-            traced.axes != view(origin(static_shape(traced.source) or ()), shape)
-        ):
+        in_order = view(origin(static_shape(traced.source) or ()), shape)
+        if static_shape(operand) != shape or traced.axes != in_order:
             return None
         terms = _terms(tracer, traced.source)
-        if terms is None:
+        if terms is None or _users(tracer, traced.source) != [node]:
             return None
-        if [user for _, user in tracer.uses(traced.source)] != [node]:
-            return None
-        found += terms
-    return found
+        all_terms += terms
+    return all_terms
 
 
-def _unused_elsewhere(tracer: Tracer, scatter: Node, source: Node) -> str:
-    if [user for _, user in tracer.uses(source)] != [scatter]:
-        return f"{source.name} is used elsewhere, too"
-    return ""
+def _users(tracer: Tracer, source: Node) -> list[Node]:
+    return [user for _, user in tracer.uses(source)]
 
 
-def _reason(scatter: Node, traced: Traced, terms: list[Node], options: Options) -> str:
-    """Why products are not fused with their reduce-scatter, or nothing."""
-    bits = [dtype.itemsize for dtype in traced.dtypes]
-    if any(b > a for a, b in itertools.pairwise(bits)):
-        return f"its product is reduced as {traced.dtypes[-1]}, which is wider than it is"
+def _why_used_elsewhere(tracer: Tracer, scatter: Node, source: Node) -> str:
+    return "" if _users(tracer, source) == [scatter] else f"{source.name} is used elsewhere, too"
+
+
+def _why_not(scatter: Node, traced: Traced, terms: list[Node], options: Options) -> str:
+    """Returns why products are not fused with their reduce-scatter, or an empty text."""
+    item_sizes = [dtype.itemsize for dtype in traced.dtypes]
+    if any(after > before for before, after in itertools.pairwise(item_sizes)):
+        return f"its product is reduced as {traced.dtypes[-1]}, which is wider than its own dtype"
     if scatter.args[1] not in ("sum", "avg"):
         return f"it reduces by {scatter.args[1]}"
     for matmul in terms:
-        reason = unsupported(matmul)
-        if not reason and matmul.target is _SCALED:
+        reason = why_unsupported(matmul)
+        if not reason and matmul.target is SCALED:
             if len(terms) > 1:
                 reason = "it is a sum of scaled matmuls"
             if argument(matmul, "bias") is not None:
                 reason = "its bias is added on every rank, and the fused op would add it once"
         if reason:
             return reason
-    tensor = value(terms[0])
-    assert tensor is not None
-    return options.too_small(tensor.device, sum(map(flops, terms)))
+    return why_too_small(terms, options)
 
 
 def _rewrite(graph: Graph, scatter: Node, wait: Node, traced: Traced, terms: list[Node]) -> str:
+    """Replaces matmuls and their reduce-scatter; returns why it could not, or an empty text."""
     world_size = int(scatter.args[2])  # type: ignore[arg-type]
-    found = lead(traced.axes, 0, world_size)
+    cut = lead(traced.axes, 0, world_size)
     shape = static_shape(traced.source)
-    if found is None or shape is None:
+    if cut is None or shape is None:
         return "the scattered dimension is not one of the product's"
-    ranks, want = found
-    *rows, N = shape
-    M, last = math.prod(rows), len(rows)
+    ranks, want = cut
+    is_last = ranks.dim == len(shape) - 1
+    if is_last and ranks.end != shape[-1]:
+        return "the scattered dimension is inside the columns of the product"
+    product_shape, dim, have = _by_columns(shape, ranks) if is_last else _by_rows(shape, ranks)
     emitter = Emitter(graph, scatter)
-    if ranks.dim == last:
-        if ranks.end != N:
-            return "the scattered dimension is inside of the columns of the product"
-        full, dim = [M, N], 1
-        have: Axes = (*origin(rows), (Factor(last, 1, ranks.stride),))
-    else:
-        leads = math.prod(rows[: ranks.dim]) * (rows[ranks.dim] // ranks.end)
-        full, dim = [leads, M // leads, N], 1
-        if leads == 1:
-            full, dim = [M, N], 0
-        outer = [*origin(rows)[: ranks.dim], (Factor(ranks.dim, ranks.end, full[0]),)]
-        if leads > 1:
-            outer[-1] = (Factor(ranks.dim, ranks.end, rows[ranks.dim] // ranks.end),)
-        else:
-            outer.pop()
-        inner = (Factor(ranks.dim, 1, ranks.stride),)
-        have = (*outer, inner, *(origin(shape)[ranks.dim + 1 :]))
-    have = tuple(tuple(factor for factor in axis if factor.size != 1) for axis in have)
-    result = _call(emitter, scatter, terms, full, dim)
+    result = _emit(emitter, scatter, terms, product_shape, dim)
     arranged = emitter.rearrange(emitter.reshape(result, sizes(have)), have, want)
     if arranged is None:
         return "the scattered product cannot be arranged"
-    assert math.prod(sizes(want)) * world_size == M * N
+    assert math.prod(sizes(want)) * world_size == math.prod(shape)
     for dtype in traced.dtypes[1:]:
         arranged = emitter.cast(arranged, dtype)
     wait.replace_all_uses_with(arranged)
     graph.erase_node(wait)
-    # A checkpoint may keep what is not waited for yet; to wait for a result that is there is free.
+    # A checkpoint may save the result before the wait; waiting for a finished result is free.
     scatter.replace_all_uses_with(arranged)
     graph.erase_node(scatter)
     return ""
 
 
-def _call(emitter: Emitter, scatter: Node, terms: list[Node], full: list[int], dim: int) -> Node:
-    """Emits the fused op, for products of shape `full`."""
+def _by_columns(shape: tuple[int, ...], ranks: Factor) -> tuple[list[int], int, Axes]:
+    """Returns shape and scattered dimension of the fused op's product, and its result's axes."""
+    *rows, columns = shape
+    have = (*origin(rows), (Factor(ranks.dim, 1, ranks.stride),))
+    return [math.prod(rows), columns], 1, _without_ones(have)
+
+
+def _by_rows(shape: tuple[int, ...], ranks: Factor) -> tuple[list[int], int, Axes]:
+    """As `_by_columns`, for a scattered dimension of rows, which the ranks' factor may cut."""
+    *rows, columns = shape
+    outer_size = rows[ranks.dim] // ranks.end
+    leads, all_rows = math.prod(rows[: ranks.dim]) * outer_size, math.prod(rows)
+    inner = ((Factor(ranks.dim, 1, ranks.stride),), *origin(shape)[ranks.dim + 1 :])
+    if leads == 1:
+        return [all_rows, columns], 0, _without_ones((*origin(rows)[: ranks.dim], *inner))
+    outer = (*origin(rows)[: ranks.dim], (Factor(ranks.dim, ranks.end, outer_size),))
+    return [leads, all_rows // leads, columns], 1, _without_ones((*outer, *inner))
+
+
+def _without_ones(axes: Axes) -> Axes:
+    return tuple(tuple(factor for factor in axis if factor.size != 1) for axis in axes)
+
+
+def _emit(
+    emitter: Emitter, scatter: Node, terms: list[Node], product_shape: list[int], dim: int
+) -> Node:
+    """Inserts the fused op for products of a shape."""
     reduce_op, group = scatter.args[1], scatter.args[3]
-    As = [emitter.reshape(left(m), [*full[:-1], _inner(m)]) for m in terms]
-    Bs = [right(m) for m in terms]
-    first = terms[0]
-    biased = any(m.target is aten.addmm.default for m in terms)
-    if any(map(is_dynamic, full)) and (first.target is _SCALED or biased):
-        raise DynamicShapeError("its rows are not known when it is compiled")
-    if first.target is _SCALED:
-        scale = first.args[2]
-        if math.prod(static_shape(scale) or ()) != 1:  # type: ignore[arg-type]
-            scale = emitter.reshape(scale, [*full[:-1], 1])  # type: ignore[arg-type]
-        scales = (scale, first.args[3])
-        rest = [argument(first, name) for name in _SCALED_OPTIONS]
-        return emitter.call(
-            _FUSED_SCALED, As[0], Bs[0], *scales, reduce_op, dim, dim, group, full, *rest
-        )
-    biases = [m.args[0] for m in terms if m.target is aten.addmm.default]
+    lefts = [emitter.reshape(left(term), [*product_shape[:-1], _inner(term)]) for term in terms]
+    rights = [right(term) for term in terms]
+    biases = [term.args[0] for term in terms if term.target is aten.addmm.default]
+    is_scaled = terms[0].target is SCALED
+    if any(map(is_dynamic, product_shape)) and (is_scaled or biases):
+        raise DynamicShapeError("its rows are unknown at compile time")
+    if is_scaled:
+        return _emit_scaled(emitter, scatter, terms[0], lefts[0], product_shape, dim)
     if len(terms) == 1 and not biases:
-        return emitter.call(_FUSED, As[0], Bs[0], reduce_op, dim, group)
+        return emitter.call(_FUSED, lefts[0], rights[0], reduce_op, dim, group)
     addend = None
     for bias in biases:
         addend = bias if addend is None else emitter.call(aten.add.Tensor, addend, bias)
     if addend is not None:
-        addend = emitter.call(aten.expand.default, addend, full)
-    return emitter.call(_FUSED_SUM, As, Bs, addend, reduce_op, dim, group)
+        addend = emitter.call(aten.expand.default, addend, product_shape)
+    return emitter.call(_FUSED_SUM, lefts, rights, addend, reduce_op, dim, group)
+
+
+def _emit_scaled(
+    emitter: Emitter, scatter: Node, matmul: Node, x: Node, product_shape: list[int], dim: int
+) -> Node:
+    reduce_op, group = scatter.args[1], scatter.args[3]
+    scale, weight_scale = matmul.args[2:4]
+    if math.prod(static_shape(scale) or ()) != 1:
+        assert isinstance(scale, Node)
+        scale = emitter.reshape(scale, [*product_shape[:-1], 1])
+    return emitter.call(
+        _FUSED_SCALED,
+        x,
+        right(matmul),
+        scale,
+        weight_scale,
+        reduce_op,
+        dim,
+        dim,
+        group,
+        product_shape,
+        argument(matmul, "bias"),
+        argument(matmul, "scale_result"),
+        argument(matmul, "out_dtype"),
+    )
 
 
 def _inner(matmul: Node) -> int:
+    """Returns the length of the dimension that a matmul sums over."""
     shape = static_shape(left(matmul))
     assert shape is not None
     return shape[-1]
-
-
-_SCALED_OPTIONS = ("bias", "scale_result", "out_dtype")

@@ -1,4 +1,4 @@
-"""Sizes of models that a plan is made for, as their authors published them."""
+"""Sizes of models, as their authors published them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Model:
 
     @property
     def layer_parameters(self) -> int:
-        """Weights of a layer's matrices."""
+        """The number of weights in a layer's matrices."""
         attention = self.hidden * (2 * self.query + 2 * self.shared)
         return attention + 3 * self.hidden * self.feed_forward
 
     @property
     def parameters(self) -> int:
-        """Weights of all matrices, the embedding and the head apart."""
+        """The number of weights in all matrices; embedding and head are separate matrices."""
         return self.layers * self.layer_parameters + 2 * self.vocabulary * self.hidden
 
 

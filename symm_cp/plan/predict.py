@@ -1,19 +1,19 @@
-"""Predicted times and memory of a training step, from the schedules that the ops run.
+"""Predicts times and memory of a training step from the schedules of the ops.
 
 A step is a forward and a backward pass of `batch` sequences of `sequence` tokens on tp x cp GPUs.
 Layers are tensor-parallel with sequence-parallel activations (each matmul pair an all-gather-matmul
-and a matmul-reduce-scatter) and context-parallel attention under a causal mask, head-tail. Each op
-is simulated on its schedule; between hosts attention goes round a ring, turn by turn.
+and a matmul-reduce-scatter); attention is context-parallel, causal and head-tail. Each op is
+simulated on its schedule; between hosts attention passes shards around a ring.
 
 With fully sharded data parallelism (FSDP, ZeRO-3) each rank of a shard group keeps 1/fsdp of the
-weights, gradients and optimizer state that tensor parallelism leaves it. A layer's weights are
-gathered in bfloat16 before its forward and again before its backward pass, while the layer before
-is computed; its gradients are reduce-scattered in float32 while the next one is. These transfers
-and those of the ops are taken to share one link, so that a layer takes no less than all of them;
-the first gather and the last reduce-scatter have nothing to hide behind.
+weights, gradients and optimizer state that it has under tensor parallelism. A layer's weights are
+gathered in bfloat16 before its forward and again before its backward pass, while the preceding
+layer is computed; its gradients are reduce-scattered in float32 during the next one. These
+transfers and those of the ops are assumed to share one link, so a layer takes at least as long as
+all of them; the first gather and the last reduce-scatter cannot be hidden.
 
-What is left out: the reduction of gradients over replicas that hold the same shard, and the
-optimizer's step, both of which a trainer hides or does once for several batches.
+Not included: the reduction of gradients over replicas that hold the same shard, and the optimizer's
+step, which trainers hide or run once for several batches.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from symm_cp.schedule.simulate import simulate
 from symm_cp.schedule.steps import Compute, Copy, Step
 
 _ITEM = 2  # bytes of bfloat16
-_WIDE = 4  # of float32, in which gradients of keys and values travel
-# Bytes a token and hidden feature of a layer's saved activations, with sequence parallelism and
-# attention that saves no scores (Korthikanti et al., 2022).
+_WIDE = 4  # of float32, in which gradients of keys and values are sent
+# Bytes of a layer's saved activations for each token and hidden feature, with sequence parallelism
+# and attention that saves no scores (Korthikanti et al., 2022).
 _ACTIVATION_BYTES = 34
-# Bytes a parameter: 2 of the weight, 4 of its gradient, 12 of Adam's state in float32.
+# Bytes of a parameter: 2 of the weight, 4 of its gradient, 12 of Adam's state in float32.
 _STATE_BYTES, _OPTIMIZER_BYTES = 6, 12
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of an op: as it runs, its kernels alone, and its communication alone."""
+    """Seconds of an op: fused, its kernels alone, and its communication alone."""
 
     fused: float = 0.0
     compute: float = 0.0
@@ -62,14 +62,14 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a job is spread: data-parallel replicas of cp x tp GPUs."""
+class ParallelLayout:
+    """The degrees of parallelism of a job: data-parallel replicas of cp x tp GPUs."""
 
     tp: int
     cp: int
     dp: int
     cp_hosts: int
-    #: Ranks that share one copy of the weights, of the dp x cp that have the same part of them.
+    #: Ranks that share one copy of their weights, of the dp x cp ranks with the same weights.
     fsdp: int = 1
     fsdp_hosts: int = 1
 
@@ -80,9 +80,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a step takes with a layout."""
+    """The predicted step of a layout."""
 
-    layout: Layout
+    layout: ParallelLayout
     step: float
     compute: float
     communication: float
@@ -92,7 +92,7 @@ class Prediction:
 
     @property
     def hidden(self) -> float:
-        """The share of the communication that the fused ops hide; 1 when there is none."""
+        """The share of communication that the fused ops hide; 1 without communication."""
         if self.communication == 0.0:
             return 1.0
         return 1.0 - (self.step - self.compute) / self.communication
@@ -107,7 +107,7 @@ def _op(
     partial: float,
     machine: Machine,
 ) -> Times:
-    """One op on W ranks: `kernel` seconds for each shard, of `shard` bytes, and of partial sums."""
+    """Simulates an op with `kernel` seconds for each shard of `shard` bytes; sums are `partial`."""
 
     def cost(rank: int, step: Step) -> float:
         if isinstance(step, Compute):
@@ -137,26 +137,28 @@ def _scatter(ranks: int, flops: float, partial: float, machine: Machine) -> Time
 
 
 def _attention(
-    layout: Layout, flops: float, shard: float, partial: float, machine: Machine
+    layout: ParallelLayout, flops: float, shard: float, partial: float, machine: Machine
 ) -> Times:
-    """Attention of a rank, over all hosts that its keys are spread over."""
+    """Predicts attention of a rank over the keys of all hosts."""
     hosts = layout.cp_hosts
     local = layout.cp // hosts
-    # Every rank has 1/cp of the queries, and a kernel 1/cp of the keys.
+    # A rank has 1/cp of the queries, and a kernel takes 1/cp of the keys.
     kernel = machine.attention(flops / layout.cp**2)
     pattern = CONSUME_AND_REDUCE_SCATTER if partial else ALL_GATHER_AND_CONSUME
     turn = _op(pattern, local, kernel, shard, partial, machine)
     if hosts == 1:
         return turn
     network = machine.network * machine.link_reached
-    # Shards go round for one turn less than there are, sums come home with one message more.
+    # The ring has one turn less than hosts; one more message returns the sums to their owners.
     message, last = (shard + partial) / network, partial / network
     fused = (hosts - 1) * max(turn.fused, message) + turn.fused + last
     between = (hosts - 1) * message + last
     return Times(fused, hosts * turn.compute, hosts * turn.communication + between)
 
 
-def _layer(model: Model, layout: Layout, batch: int, sequence: int, machine: Machine) -> Times:
+def _layer(
+    model: Model, layout: ParallelLayout, batch: int, sequence: int, machine: Machine
+) -> Times:
     tp, tokens = layout.tp, batch * sequence // layout.cp
     shard = tokens / tp * model.hidden * _ITEM
     wide_in = (model.query + 2 * model.shared, 2 * model.feed_forward)
@@ -179,10 +181,10 @@ def _layer(model: Model, layout: Layout, batch: int, sequence: int, machine: Mac
     return total + Times(elementwise, elementwise)
 
 
-def _sharded(layout: Layout, nbytes: float, machine: Machine) -> float:
-    """Seconds of an all-gather or reduce-scatter of so many bytes in a shard group: rings.
+def _sharded(layout: ParallelLayout, nbytes: float, machine: Machine) -> float:
+    """Returns the seconds of an all-gather or reduce-scatter of `nbytes` in a shard group.
 
-    Each GPU of a host has its own ring through its own network adapter.
+    Assumes rings: each GPU of a host has its own through its own network adapter.
     """
     ranks, hosts = layout.fsdp, layout.fsdp_hosts
     moved = nbytes * (ranks - 1) / ranks
@@ -194,20 +196,20 @@ def _sharded(layout: Layout, nbytes: float, machine: Machine) -> float:
 
 
 def _beside(times: Times, seconds: float) -> Times:
-    """Work with further communication beside it, on the same link."""
+    """Returns the times of work with further, concurrent communication on the same link."""
     communication = times.communication + seconds
     return Times(max(times.fused, communication), times.compute, communication)
 
 
-def memory_of(model: Model, layout: Layout, batch: int, sequence: int) -> float:
+def memory_of(model: Model, layout: ParallelLayout, batch: int, sequence: int) -> float:
     """Returns the bytes that a GPU needs: states, activations, logits, gathered weights."""
     tokens = batch * sequence / layout.cp
     parameters = model.parameters / layout.tp
-    # Without FSDP the optimizer's state alone is spread, over all that have the same weights.
+    # Without FSDP only the optimizer's state is sharded, over all ranks with the same weights.
     state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES / (layout.dp * layout.cp))
     if layout.fsdp > 1:
         state = parameters * (_STATE_BYTES + _OPTIMIZER_BYTES) / layout.fsdp
-        # The weights in use, those gathered ahead, and the gradients of the first.
+        # The weights in use, those gathered ahead, and the gradients of the former.
         largest = max(model.layer_parameters, model.vocabulary * model.hidden)
         state += 3 * largest / layout.tp * _ITEM
     activations = model.layers * tokens * model.hidden * _ACTIVATION_BYTES / layout.tp
@@ -216,14 +218,14 @@ def memory_of(model: Model, layout: Layout, batch: int, sequence: int) -> float:
 
 
 def fits(memory: float, machine: Machine) -> bool:
-    """Tells whether a GPU has so much memory; a tenth is left for buffers and fragments."""
+    """Tells whether a GPU has enough memory; a tenth is reserved for buffers and fragmentation."""
     return memory <= 0.9 * machine.memory
 
 
 def predict(
-    model: Model, machine: Machine, layout: Layout, batch: int, sequence: int
+    model: Model, machine: Machine, layout: ParallelLayout, batch: int, sequence: int
 ) -> Prediction:
-    """Returns what one training step takes with a layout."""
+    """Predicts one training step of a layout."""
     layer = _layer(model, layout, batch, sequence, machine)
     tokens = batch * sequence / layout.cp
     seconds = machine.matmul(6 * tokens * model.hidden * model.vocabulary / layout.tp)
@@ -239,7 +241,7 @@ def predict(
 
         gather, scatter = seconds_of(model.layer_parameters)
         layer, ends = _beside(layer, 2 * gather + scatter), Times(gather + scatter)
-        # The head as a layer, and the embedding, which is gathered once.
+        # The head like a layer, and the embedding, which is gathered once.
         gather, scatter = seconds_of(model.vocabulary * model.hidden)
         head = _beside(head, 3 * gather + 2 * scatter)
     total = layer * model.layers + head + ends
@@ -255,18 +257,18 @@ def predict(
     )
 
 
-#: As the degree of FSDP: all ranks that have the same weights.
+#: The degree of FSDP over all ranks with the same weights.
 ALL = 0
 
 
 def layouts(
     model: Model, machine: Machine, hosts: int, gpus: int, sequence: int, fsdp: int = 1
-) -> list[Layout]:
-    """All that are possible: tp within a host and dividing the key heads, cp a power of two.
+) -> list[ParallelLayout]:
+    """Returns all possible layouts: tp divides a host and the key heads, cp is a power of two.
 
-    Weights are sharded over `fsdp` ranks, or `ALL`; those without as many have no layout.
+    Weights are sharded over `fsdp` ranks, or `ALL`, a number that must divide dp x cp.
     """
-    found = []
+    possible = []
     for tp in (2**n for n in range(8)):
         if tp > gpus or gpus % tp or model.kv_heads % tp:
             continue
@@ -277,6 +279,6 @@ def layouts(
             degree = fsdp or dp * cp
             if rest == 0 and cp % local == 0 and dp * cp % degree == 0:
                 shard_hosts = math.ceil(degree / min(degree, gpus // tp))
-                found.append(Layout(tp, cp, dp, cp // local, degree, shard_hosts))
+                possible.append(ParallelLayout(tp, cp, dp, cp // local, degree, shard_hosts))
             cp *= 2
-    return found
+    return possible

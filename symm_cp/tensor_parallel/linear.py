@@ -1,4 +1,4 @@
-"""What `nn.Linear` becomes: the same parameters, as DTensors, and a forward that communicates.
+"""The linears that styles make of `nn.Linear`: parameters are DTensors, `forward` communicates.
 
 Activations are (B, S, K) or of other shapes with the features last, a weight is (N, K) as in
 `nn.Linear`, W is the world size. `x_shard` has S / W of the sequence and all features, `x_part` the
@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from symm_cp.memory import group_name
+from symm_cp.ops.common import tells_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.tensor_parallel.shared_gather import SharedGather
 
 
 class _SumGradient(torch.autograd.Function):
-    """The identity; its gradient is the sum over the ranks."""
+    """The identity; its gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
@@ -29,42 +30,47 @@ class _SumGradient(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return torch.ops.symm_mem.one_shot_all_reduce(grad.contiguous(), "sum", ctx.group), None
+    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, None]:
+        total = torch.ops.symm_mem.one_shot_all_reduce(grad_out.contiguous(), "sum", ctx.group)
+        return total, None
 
 
-def _sequence_dim(who: str, dim: int, x: torch.Tensor) -> int:
+def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise ValueError(f"{who}: sequence_dim={dim} is out of range for a {x.dim()}-D input")
+        raise ValueError(f"{style}: sequence_dim={dim} is out of range for a {x.dim()}-D input")
     if dim % x.dim() == x.dim() - 1:
         raise ValueError(
-            f"{who}: sequence_dim={dim} is the last dimension of an input of shape "
+            f"{style}: sequence_dim={dim} is the last dimension of an input of shape "
             f"{list(x.shape)}, which holds the features"
         )
     return dim % x.dim()
 
 
-def _local_input(who: str, x: torch.Tensor, mesh: DeviceMesh, dim: int, size: int) -> torch.Tensor:
-    """Returns this rank's part of the input, which must be sharded along `dim`, `size` features."""
+def _local_input(
+    style: str, x: torch.Tensor, mesh: DeviceMesh, dim: int, features: int
+) -> torch.Tensor:
+    """Returns this rank's part of an input that must be sharded along `dim`."""
     if isinstance(x, DTensor):
-        wanted = (Shard(dim),)
-        given = tuple(Shard(p.dim % x.dim()) if isinstance(p, Shard) else p for p in x.placements)
-        if given != wanted or x.device_mesh != mesh:
+        required = (Shard(dim),)
+        placements = tuple(
+            Shard(p.dim % x.dim()) if isinstance(p, Shard) else p for p in x.placements
+        )
+        if placements != required or x.device_mesh != mesh:
             raise ValueError(
-                f"{who}: the input is a DTensor placed {x.placements} on {x.device_mesh}, "
-                f"needs {wanted} on {mesh}"
+                f"{style}: the input is a DTensor placed {x.placements} on {x.device_mesh}, "
+                f"must be placed {required} on {mesh}"
             )
         x = x.to_local()
-    if x.shape[-1] != size:
+    if x.shape[-1] != features:
         raise ValueError(
-            f"{who}: an input of shape {list(x.shape)} has {x.shape[-1]} features on this rank, "
-            f"needs {size}"
+            f"{style}: the input of shape {list(x.shape)} has {x.shape[-1]} features on this rank, "
+            f"must have {features}"
         )
     return x
 
 
 class FusedColwiseLinear(nn.Linear):
-    """A linear with its output features spread over the ranks, fed with a sequence shard.
+    """A linear whose output features are split over the ranks; its input is a sequence shard.
 
     Same result as::
 
@@ -88,12 +94,19 @@ def gather_and_apply(
     x_shard: torch.Tensor, linears: Sequence[FusedColwiseLinear]
 ) -> list[torch.Tensor]:
     """Returns the output of each linear for the gathered input, with one gather for all."""
-    first = linears[0]
-    mesh = first.weight.device_mesh
-    dim = _sequence_dim("FusedColwiseParallel", first.sequence_dim, x_shard)
-    x_shard = _local_input("FusedColwiseParallel", x_shard, mesh, dim, first.in_features)
+    group = group_name(linears[0].weight.device_mesh)
+    apply = _colwise_telling_peers if x_shard.device.type == "cpu" else _colwise
+    return apply(x_shard, linears, group)
+
+
+def _colwise(
+    x_shard: torch.Tensor, linears: Sequence[FusedColwiseLinear], group: str
+) -> list[torch.Tensor]:
+    first, style = linears[0], "FusedColwiseParallel"
+    dim = _sequence_dim(style, first.sequence_dim, x_shard)
+    x_shard = _local_input(style, x_shard, first.weight.device_mesh, dim, first.in_features)
     weights = [linear.weight.to_local().t() for linear in linears]
-    outputs = all_gather_matmul(x_shard, weights, gather_dim=dim, group=group_name(mesh))
+    outputs = all_gather_matmul(x_shard, weights, gather_dim=dim, group=group)
     biases = [None if linear.bias is None else linear.bias.to_local() for linear in linears]
     return [
         output if bias is None else output + bias.to(output.dtype)
@@ -101,8 +114,13 @@ def gather_and_apply(
     ]
 
 
+# Peers may already wait in the op for a rank that raises in a check before it. Only for CPU: calls
+# on other devices are not counted on the channel that reports such an error.
+_colwise_telling_peers = tells_peers(_colwise)
+
+
 class FusedRowwiseLinear(nn.Linear):
-    """A linear with its input features spread over the ranks, whose output is a sequence shard.
+    """A linear whose input features are split over the ranks; its output is a sequence shard.
 
     Same result as::
 
@@ -116,15 +134,25 @@ class FusedRowwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) for a part (B, S, K / W); errors as the fused op's."""
-        mesh = self.weight.device_mesh
-        dim = _sequence_dim("FusedRowwiseParallel", self.sequence_dim, input)
-        weight = self.weight.to_local()
-        features = input.dim() - 1
-        x_part = _local_input("FusedRowwiseParallel", input, mesh, features, weight.shape[1])
-        group = group_name(mesh)
-        x_shard = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
-        if self.bias is None:
-            return x_shard
-        # Each rank adds the bias to its own part of the sequence, so its gradient is a part too.
-        bias = _SumGradient.apply(self.bias.to_local(), group)
-        return x_shard + bias.to(x_shard.dtype)
+        group = group_name(self.weight.device_mesh)
+        apply = _rowwise_telling_peers if input.device.type == "cpu" else _rowwise
+        return apply(input, self, group)
+
+
+def _rowwise(x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str) -> torch.Tensor:
+    mesh, weight, style = (
+        linear.weight.device_mesh,
+        linear.weight.to_local(),
+        "FusedRowwiseParallel",
+    )
+    dim = _sequence_dim(style, linear.sequence_dim, x_part)
+    x_part = _local_input(style, x_part, mesh, x_part.dim() - 1, weight.shape[1])
+    x_shard = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
+    if linear.bias is None:
+        return x_shard
+    # Each rank adds the bias to its own part of the sequence, so its gradient is a part too.
+    bias = _SumGradient.apply(linear.bias.to_local(), group)
+    return x_shard + bias.to(x_shard.dtype)
+
+
+_rowwise_telling_peers = tells_peers(_rowwise)

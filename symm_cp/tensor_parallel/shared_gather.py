@@ -1,10 +1,10 @@
 """Lets linears that are called one after the other with the same input share its gather.
 
-The first of them computes the outputs of all; the others find theirs ready. What is ready lives
-inside one forward of the parent module and is handed out once, so nothing outlives the forward, and
-no output is given to two callers. An output is handed out only for the very tensor it was computed
-from, unmodified since, with the same weights and in the same mode (autograd, autocast). A caller
-that breaks one of these gets a result of its own, and a warning, once, that it was not shared.
+The first of them computes the outputs of all; the others return theirs. The outputs are kept during
+one forward of the parent module, and each is returned once: nothing outlives the forward, and no
+output has two callers. An output is returned only for the very tensor that it was computed from,
+unmodified since, with the same weights and in the same mode (autograd, autocast). In all other
+cases the linear computes its own output, and warns once that the gather was not shared.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Compute: TypeAlias = Callable[[torch.Tensor, list[Any]], list[torch.Tensor]]
 
 
 def _state(tensor: torch.Tensor | None) -> tuple[object, ...]:
-    """Changes when the tensor is replaced or modified in place (as far as autograd notices)."""
+    """Returns a value that changes if the tensor is replaced, or modified in a tracked way."""
     if tensor is None:
         return ()
     local = (_state(tensor._local_tensor),) if isinstance(tensor, DTensor) else ()
@@ -43,13 +43,13 @@ _numbers = itertools.count()
 
 
 @dataclass
-class _Ready:
-    """Outputs that wait for their callers, by member name."""
+class _Outputs:
+    """Computed outputs that were not returned yet, by member name."""
 
     input: torch.Tensor  # held, so that its id is not used again
     key: tuple[object, ...]
     parameters: dict[str, tuple[object, ...]]  # their states; while compiling, their ids
-    outputs: dict[str, torch.Tensor]
+    by_name: dict[str, torch.Tensor]
 
 
 class SharedGather:
@@ -58,8 +58,8 @@ class SharedGather:
     def __init__(self, members: Mapping[str, nn.Linear], compute: Compute) -> None:
         self._members = dict(members)
         self._compute = compute
-        # One entry for each forward of the parent under way (it may call itself).
-        self._forwards: list[_Ready | None] = []
+        # One entry for each active forward of the parent (it may call itself).
+        self._forwards: list[_Outputs | None] = []
         self._warned = False
         self._tag = f"{', '.join(members)} ({next(_numbers)})"
 
@@ -68,55 +68,55 @@ class SharedGather:
         self._forwards.append(None)
 
     def close(self, parent: nn.Module, inputs: Any, output: Any) -> None:
-        """Forward hook of the parent, called after an exception too (with no output)."""
-        ready = self._forwards.pop() if self._forwards else None
-        if ready is not None and ready.outputs and output is not None:
-            self._warn(f"{sorted(ready.outputs)} were computed but not used")
+        """Forward hook of the parent; after an exception it is called without an output."""
+        kept = self._forwards.pop() if self._forwards else None
+        if kept is not None and kept.by_name and output is not None:
+            self._warn(f"{sorted(kept.by_name)} were computed but not used")
 
     def take(self, member: nn.Linear, x_shard: torch.Tensor) -> torch.Tensor:
-        """Returns the member's output for `x_shard`, with its own gather only if need be."""
-        name = next(name for name, known in self._members.items() if known is member)
+        """Returns the member's output for `x_shard`, from the shared gather if possible."""
+        name = next(name for name, linear in self._members.items() if linear is member)
         if torch.compiler.is_compiling():
             return self._take_traced(name, member, x_shard)
         if reason := self._cannot_share(x_shard):
             self._warn(f"{name!r} was called {reason}")
             return self._compute(x_shard, [member])[0]
-        ready = self._forwards[-1]
-        if ready is None or not ready.outputs:
-            ready = self._forwards[-1] = self._compute_all(x_shard)
+        kept = self._forwards[-1]
+        if kept is None or not kept.by_name:
+            kept = self._forwards[-1] = self._compute_all(x_shard)
         elif (
-            name not in ready.outputs
-            or ready.key != self._key(x_shard)
-            or ready.parameters[name] != self._parameters(member)
+            name not in kept.by_name
+            or kept.key != self._key(x_shard)
+            or kept.parameters[name] != self._parameters(member)
         ):
             self._warn(f"{name!r} was called again, with another input or in another mode")
             return self._compute(x_shard, [member])[0]
-        return ready.outputs.pop(name)
+        return kept.by_name.pop(name)
 
     def _take_traced(self, name: str, member: nn.Linear, x_shard: torch.Tensor) -> torch.Tensor:
-        """`take` in words that `torch.compile` understands: it knows no ids, nor versions."""
-        ready = self._forwards[-1] if self._forwards else None
+        """`take` for `torch.compile`, which traces neither ids nor versions of tensors."""
+        kept = self._forwards[-1] if self._forwards else None
         if not self._forwards:
             return self._compute(x_shard, [member])[0]
-        if ready is None:
-            ready = self._forwards[-1] = self._compute_all_traced(x_shard)
+        if kept is None:
+            kept = self._forwards[-1] = self._compute_all_traced(x_shard)
         elif (
-            name not in ready.outputs
-            or ready.input is not x_shard
-            or ready.key != _mode(x_shard.device.type)
-            or ready.parameters[name] != (id(member.weight), id(member.bias))
+            name not in kept.by_name
+            or kept.input is not x_shard
+            or kept.key != _mode(x_shard.device.type)
+            or kept.parameters[name] != (id(member.weight), id(member.bias))
         ):
             return self._compute(x_shard, [member])[0]
         for tensor in (x_shard, member.weight, member.bias):
             if tensor is not None:
                 check_version(tensor, self._tag)
-        output = ready.outputs.pop(name)
-        if not ready.outputs:
-            # Kept, the input would become an output of the graph.
+        output = kept.by_name.pop(name)
+        if not kept.by_name:
+            # An input that is kept would become an output of the graph.
             self._forwards[-1] = None
         return output
 
-    def _compute_all_traced(self, x_shard: torch.Tensor) -> _Ready:
+    def _compute_all_traced(self, x_shard: torch.Tensor) -> _Outputs:
         members = self._members.values()
         for tensor in (x_shard, *(t for m in members for t in (m.weight, m.bias))):
             if tensor is not None:
@@ -126,11 +126,11 @@ class SharedGather:
             name: (id(m.weight), id(m.bias)) for name, m in self._members.items()
         }
         named = dict(zip(self._members, outputs, strict=True))
-        return _Ready(x_shard, _mode(x_shard.device.type), parameters, named)
+        return _Outputs(x_shard, _mode(x_shard.device.type), parameters, named)
 
-    def _compute_all(self, x_shard: torch.Tensor) -> _Ready:
+    def _compute_all(self, x_shard: torch.Tensor) -> _Outputs:
         outputs = self._compute(x_shard, list(self._members.values()))
-        return _Ready(
+        return _Outputs(
             x_shard,
             self._key(x_shard),
             {name: self._parameters(member) for name, member in self._members.items()},
@@ -139,10 +139,10 @@ class SharedGather:
 
     def _cannot_share(self, x_shard: torch.Tensor) -> str:
         if not self._forwards:
-            return "outside of the forward of their parent module"
+            return "outside the forward of its parent module"
         if x_shard.is_inference():
-            # Without a version counter a modified input would look like the old one.
-            return "in inference mode, which does not track changes (torch.no_grad() does)"
+            # Without a version counter, modifications go unnoticed.
+            return "in inference mode, which does not track modifications (torch.no_grad() does)"
         return ""
 
     @staticmethod
@@ -153,12 +153,12 @@ class SharedGather:
     def _parameters(member: nn.Linear) -> tuple[object, ...]:
         return (_state(member.weight), _state(member.bias))
 
-    def _warn(self, what: str) -> None:
+    def _warn(self, reason: str) -> None:
         if not self._warned and not torch.compiler.is_compiling():
             self._warned = True
             names = ", ".join(self._members)
             warnings.warn(
-                f"symm_cp: the linears {names} should share one gather, but {what}. The result is "
-                "right; the communication is more than it need be.",
+                f"symm_cp: the linears {names} should share one gather, but {reason}. The "
+                "result is correct; sharing would save communication.",
                 stacklevel=4,
             )

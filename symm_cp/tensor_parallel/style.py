@@ -18,31 +18,33 @@ from symm_cp.tensor_parallel.linear import (
 from symm_cp.tensor_parallel.shared_gather import SharedGather
 
 
-def _check_sequence_dim(who: str, sequence_dim: int) -> None:
+def _check_sequence_dim(style: str, sequence_dim: int) -> None:
     if isinstance(sequence_dim, bool) or not isinstance(sequence_dim, int):
-        raise TypeError(f"{who}: sequence_dim must be an int, not {type(sequence_dim).__name__}")
+        raise TypeError(f"{style}: sequence_dim must be an int, not {type(sequence_dim).__name__}")
     if sequence_dim == -1:
-        raise ValueError(f"{who}: {sequence_dim=} is the last dimension, which holds the features")
+        raise ValueError(
+            f"{style}: {sequence_dim=} is the last dimension, which holds the features"
+        )
 
 
-def _check_linear(who: str, module: nn.Module) -> nn.Linear:
+def _check_linear(style: str, module: nn.Module) -> nn.Linear:
     if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
         raise ValueError(
-            f"{who}: the weight is a DTensor already: apply one style to a linear, once, and "
-            "before fully_shard"
+            f"{style}: the weight is already a DTensor; apply only one style to a linear, before "
+            "fully_shard"
         )
-    # A subclass may have a forward of its own, which would be lost.
+    # A subclass may override forward, which would be lost.
     if type(module) is not nn.Linear or "forward" in vars(module):
-        raise NotImplementedError(f"{who}: needs an nn.Linear itself, got {type(module).__name__}")
+        name = type(module).__name__
+        raise NotImplementedError(f"{style}: must be applied to an nn.Linear itself, not {name}")
     return module
 
 
-def _check_split(who: str, name: str, size: int, world_size: int, multiple_of: int = 1) -> None:
+def _check_split(style: str, name: str, size: int, world_size: int, multiple_of: int = 1) -> None:
     if size % (world_size * multiple_of) != 0:
-        unit = f" in parts that are multiples of {multiple_of}" if multiple_of > 1 else ""
+        unit = f" times multiple_of={multiple_of}" if multiple_of > 1 else ""
         raise ValueError(
-            f"{who}: {name}={size} does not split over {world_size} ranks{unit}: needs a multiple "
-            f"of {world_size * multiple_of}"
+            f"{style}: {name}={size} is not divisible by world size {world_size}{unit}"
         )
 
 
@@ -53,12 +55,12 @@ def _distribute(
         parameter = getattr(module, name)
         if parameter is not None:
             sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
-            made = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            module.register_parameter(name, made)
+            new = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            module.register_parameter(name, new)
 
 
 class FusedColwiseParallel(ParallelStyle):
-    """Splits an `nn.Linear` by output features; it gathers its input while it multiplies.
+    """Splits an `nn.Linear` by output features, and fuses the all-gather of its input.
 
     Same result as torch's `ColwiseParallel(input_layouts=Shard(sequence_dim))`, with the all-gather
     of the forward and the reduce-scatter of the backward fused into the matmuls.
@@ -66,15 +68,15 @@ class FusedColwiseParallel(ParallelStyle):
     Args:
         sequence_dim: the dimension of the input that is split over the ranks; negative counts from
             the end. The last one holds the features and is refused.
-        multiple_of: each rank gets a multiple of this many features: the head dimension, so that
-            no head is cut.
+        multiple_of: each rank has a multiple of this many features; set it to the head dimension,
+            so that no head is split.
 
     The input is this rank's shard, a plain tensor or a DTensor with `Shard(sequence_dim)`; shards
     are equal on all ranks. The output has the whole sequence and this rank's features, a plain
     tensor. Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype
     of autocast, as `nn.Linear` does.
 
-    Raises `ValueError` for features that do not split evenly, `NotImplementedError` for a module
+    Raises `ValueError` for features that cannot be split evenly, `NotImplementedError` for a module
     that is not an `nn.Linear`.
     """
 
@@ -87,12 +89,14 @@ class FusedColwiseParallel(ParallelStyle):
         self.multiple_of = multiple_of
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        who = type(self).__name__
-        group_name(device_mesh)  # refuses meshes of several dimensions
-        linear = _check_linear(who, module)
-        _check_split(who, "out_features", linear.out_features, device_mesh.size(), self.multiple_of)
+        style = type(self).__name__
+        group_name(device_mesh)  # raises for meshes of several dimensions
+        linear = _check_linear(style, module)
+        _check_split(
+            style, "out_features", linear.out_features, device_mesh.size(), self.multiple_of
+        )
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
-        # The class changes in place, so that hooks, names and references stay what they are.
+        # Changing the class in place keeps hooks, names and references valid.
         linear.__class__ = FusedColwiseLinear
         linear.sequence_dim = self.sequence_dim
         linear.shared = None
@@ -108,16 +112,15 @@ class FusedColwiseParallel(ParallelStyle):
 class FusedColwiseGroup(ParallelStyle):
     """Applies `FusedColwiseParallel` to several linears of a module, which share one gather.
 
-    For query, key and value, or gate and up. Apply it to the module that holds them, whose forward
-    calls each with the same tensor::
+    For query, key and value, or gate and up. Apply it to their parent module, whose forward must
+    call each of them with the same tensor::
 
         plan = {"layers.*.attention": FusedColwiseGroup(("wq", "wk", "wv"))}
         parallelize_module(model, mesh, plan)
 
-    Within a forward of that module the first linear gathers for all. One that is called with
-    another tensor (or with the same one modified meanwhile, outside of that forward, or in
-    inference mode) gathers for itself, which is right but slower, and warns once. Nothing is kept
-    after the forward.
+    In each forward of the parent the first linear gathers for all. A linear that is called with
+    another tensor, with a modified one, outside that forward, or in inference mode gathers for
+    itself, which is correct but slower, and warns once. Nothing is kept after the forward.
 
     Args:
         linears: the names of the linears, relative to the module; dots reach into submodules.
@@ -136,26 +139,26 @@ class FusedColwiseGroup(ParallelStyle):
                 f"FusedColwiseGroup: linears must be a sequence of names, not {linears!r}"
             )
         if not linears or len(set(linears)) != len(linears):
-            raise ValueError(f"FusedColwiseGroup: {linears=} must be names, each of them once")
+            raise ValueError(f"FusedColwiseGroup: {linears=} must be different names, at least one")
         self.linears = tuple(linears)
         self.member_style = FusedColwiseParallel(sequence_dim=sequence_dim, multiple_of=multiple_of)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        who = f"FusedColwiseGroup of {type(module).__name__}"
+        style = f"FusedColwiseGroup of {type(module).__name__}"
         linears: dict[str, nn.Linear] = {}
         for name in self.linears:
             try:
-                linears[name] = _check_linear(who, module.get_submodule(name))
+                linears[name] = _check_linear(style, module.get_submodule(name))
             except AttributeError as error:
-                raise ValueError(f"{who}: it has no linear named {name!r}") from error
+                raise ValueError(f"{style}: the module has no linear named {name!r}") from error
         sizes = {name: linear.in_features for name, linear in linears.items()}
         if len(set(sizes.values())) > 1:
             raise ValueError(
-                f"{who}: linears that share an input need one in_features, have {sizes}"
+                f"{style}: linears that share an input must have the same in_features, not {sizes}"
             )
         for name, linear in linears.items():
             _check_split(
-                who,
+                style,
                 f"{name}.out_features",
                 linear.out_features,
                 device_mesh.size(),
@@ -179,7 +182,7 @@ class FusedColwiseGroup(ParallelStyle):
 
 
 class FusedRowwiseParallel(ParallelStyle):
-    """Splits an `nn.Linear` by input features; it scatters its output while it multiplies.
+    """Splits an `nn.Linear` by input features, and fuses the reduce-scatter of its output.
 
     Same result as torch's `RowwiseParallel(output_layouts=Shard(sequence_dim))`, with the
     reduce-scatter of the forward and the all-gather of the backward fused into the matmuls.
@@ -192,7 +195,7 @@ class FusedRowwiseParallel(ParallelStyle):
     `Shard(-1)`. The output is this rank's shard of the sequence, a plain tensor. The weight becomes
     a DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum, and
     its gradient is summed over the ranks. Autocast and errors as for `FusedColwiseParallel`; the
-    ranks must divide the length of the sequence.
+    length of the sequence must be divisible by the world size.
     """
 
     def __init__(self, *, sequence_dim: int = 1) -> None:
@@ -201,10 +204,10 @@ class FusedRowwiseParallel(ParallelStyle):
         self.sequence_dim = sequence_dim
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        who = "FusedRowwiseParallel"
-        group_name(device_mesh)
-        linear = _check_linear(who, module)
-        _check_split(who, "in_features", linear.in_features, device_mesh.size())
+        style = "FusedRowwiseParallel"
+        group_name(device_mesh)  # raises for meshes of several dimensions
+        linear = _check_linear(style, module)
+        _check_split(style, "in_features", linear.in_features, device_mesh.size())
         _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
         linear.__class__ = FusedRowwiseLinear
         linear.sequence_dim = self.sequence_dim

@@ -1,7 +1,7 @@
-"""Whether a tensor is modified in place while `torch.compile` traces a forward.
+"""Notices tensors that are modified in place while `torch.compile` traces a forward.
 
-A traced tensor does not show its version to the program. The fake tensor behind it has one, which
-the compiler lets us look at while it traces.
+The traced program cannot read the version of a tensor. The fake tensor behind it has one, which
+`comptime` functions can read during tracing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def _fake(ctx: Any) -> tuple[Any, str]:
 
 def _note(ctx: Any) -> None:
     fake, tag = _fake(ctx)
-    known = vars(fake).setdefault("_symm_cp_versions", {})
-    known[tag] = _version(fake)
+    versions = vars(fake).setdefault("_symm_cp_versions", {})
+    versions[tag] = _version(fake)
 
 
 def _check(ctx: Any) -> None:
@@ -35,20 +35,20 @@ def _check(ctx: Any) -> None:
     if vars(fake)["_symm_cp_versions"][tag] != _version(fake):
         raise NotImplementedError(
             f"FusedColwiseGroup: the input or a parameter of the linears {tag}, which share a "
-            "gather, was modified in place between two of them: torch.compile cannot follow that; "
-            "modify a copy, or use a FusedColwiseParallel for each of them"
+            "gather, was modified in place between two of them, which torch.compile does not "
+            "support; modify a copy, or use FusedColwiseParallel for each of them"
         )
 
 
 def note_version(tensor: torch.Tensor, tag: str) -> None:
-    """Remembers the version of a traced tensor, for `check_version` with the same tag."""
+    """Saves the version of a traced tensor for `check_version` with the same tag."""
     from torch._dynamo.comptime import comptime
 
     comptime(_note)
 
 
 def check_version(tensor: torch.Tensor, tag: str) -> None:
-    """Raises `NotImplementedError` when the tensor has been modified since it was noted."""
+    """Raises `NotImplementedError` if the tensor was modified since `note_version`."""
     from torch._dynamo.comptime import comptime
 
     comptime(_check)

@@ -74,7 +74,7 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
     out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
     files = ("--machine", here, "--out", out, "--plot", plot)
     shown = run("trace", "all-gather-matmul", "--shape", "64x64x64", *files)
-    for word in ("measured", "simulated", "simulated / untraced", "the op by itself goes"):
+    for word in ("measured", "simulated", "simulated / untraced", "the op chooses by itself"):
         assert word in shown
     rows = json.loads(out.read_text())["traceEvents"]
     names = [row["args"]["name"] for row in rows if row["name"] == "process_name"]
@@ -155,17 +155,20 @@ def test_what_is_kept_replaces_links_in_the_cache(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["bench", "matmul", "--shapes", "8x8"], "symm-cp bench: '8x8' is no shape"),
+        (["bench", "matmul", "--shapes", "8x8"], "symm-cp bench: '8x8' is not a shape"),
         (["bench", "--shapes", "8x8x8"], "--shapes needs a kind"),
-        (["bench", "--dtype", "float31"], "--dtype float31: must be some of"),
-        (["bench", "--against", "mpi"], "--against mpi: must be some of limit"),
+        (["bench", "--dtype", "float31"], "--dtype float31: must be one or more of"),
+        (["bench", "--against", "mpi"], "--against mpi: must be one or more of limit"),
         (["bench", "--against", "nccl"], "--against nccl: --device cpu communicates by gloo"),
         (["bench", "--against", "torch"], "torch has no kernels for these ops on CPU"),
-        (["bench", "train", "--shapes", "64x1x7"], "--seq 7 does not split over 2 ranks"),
+        (["bench", "train", "--shapes", "64x1x7"], "--seq 7 cannot be split over 2 ranks"),
         (["trace", "attention", "--machine", "h300"], "--machine 'h300' is neither"),
-        (["trace", "attention", "--shape", "8x8x8,9x8x8"], "give one"),
-        (["tune", "--shapes", "llama3-8b", "--ranks", "3"], "tokens: 512 is not a multiple of 3"),
-        (["tune", "attention"], "attention has two ways with --device cuda and --dtype bfloat16"),
+        (["trace", "attention", "--shape", "8x8x8,9x8x8"], "must be a single shape"),
+        (["tune", "--shapes", "llama3-8b", "--ranks", "3"], "tokens: 512 is not divisible by 3"),
+        (
+            ["tune", "attention"],
+            "attention has two ways only with --device cuda and --dtype bfloat16",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit(
@@ -182,7 +185,7 @@ def test_a_gpu_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main([command, "--device", "cuda"]) == 2
-    assert "--device cuda: torch finds no CUDA device here" in capsys.readouterr().err
+    assert "--device cuda: torch finds no CUDA device" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["bench", "--ranks", "0"], ["trace"], ["trace", "gather"]])

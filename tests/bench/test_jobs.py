@@ -100,14 +100,14 @@ def test_sizes_in_bytes() -> None:
 @pytest.mark.parametrize(
     ("kind", "text", "message"),
     [
-        ("matmul", "8x8", "'8x8' is no shape: give ROWSxINNERxCOLUMNS"),
-        ("matmul", "8x0x8", "is no shape"),
-        ("matmul", "llama4", "'llama4' is no shape"),
-        ("matmul", "llama3-8b", "tokens: 100 is not a multiple of 3 ranks"),
+        ("matmul", "8x8", "'8x8' is not a shape ROWSxINNERxCOLUMNS"),
+        ("matmul", "8x0x8", "is not a shape"),
+        ("matmul", "llama4", "'llama4' is not a shape"),
+        ("matmul", "llama3-8b", "tokens: 100 is not divisible by 3 ranks"),
         ("attention", "8x8", "TOKENSxHEADSxHEAD_DIM"),
-        ("attention", "8x8x8x3", "3 heads for keys do not divide 8 heads"),
-        ("attention", "8x8x8x2x2", "is no shape"),
-        ("collectives", "4KB", "'4KB' is no size: give one such as 4KiB"),
+        ("attention", "8x8x8x3", "8 heads are not divisible by 3 key heads"),
+        ("attention", "8x8x8x2x2", "is not a shape"),
+        ("collectives", "4KB", "'4KB' is not a size, such as 4KiB"),
         ("train", "64x2", "FEATURESxLAYERSxTOKENS"),
     ],
 )

@@ -27,7 +27,7 @@ def test_overlap_by_hand() -> None:
     assert overlap is not None
     assert overlap.value == pytest.approx(0.75)
     assert overlap.interval == pytest.approx((0.75, 0.75))
-    assert overlap.telling
+    assert overlap.is_conclusive
     assert found.ratio(UNFUSED) == 2.0
     assert found.as_dict()["overlap"]["value"] == pytest.approx(0.75)
     # What costs nothing cannot be hidden, only be made worse.
@@ -43,8 +43,8 @@ def test_noise_shows() -> None:
     loud = row(noisy(1.0, 0.3), noisy(1.1, 0.3), noisy(1.05, 0.3)).overlap()
     assert quiet is not None
     assert loud is not None
-    assert quiet.telling
-    assert not loud.telling
+    assert quiet.is_conclusive
+    assert not loud.is_conclusive
     low, high = quiet.interval
     assert low < quiet.value < high
     assert quiet.value == pytest.approx(0.8, abs=0.05)

@@ -31,13 +31,13 @@ def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
     arguments = f"attention --shapes 8x4x64x2,4x2x32 --ranks {group.size()} --dtype bfloat16"
     parser = argparse.ArgumentParser()
     tune.add_arguments(parser)
-    given = parser.parse_args([*arguments.split(), "--seconds", "0.01", "--out", path])
+    args = parser.parse_args([*arguments.split(), "--seconds", "0.01", "--out", path])
     with (
         simulation(delays_us=0),
         unittest.mock.patch.object(torch.cuda, "device_count", return_value=gpus),
         unittest.mock.patch.object(arrival_attention, "takes", takes),
     ):
-        return tune._rank(given, group)
+        return tune.run_rank(args, group)
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

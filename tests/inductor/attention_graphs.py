@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.inductor.graphs import gather
+from tests.inductor.graphs import ATTENTION, GraphCase, gather
 
 
 def attend(g: Any, q: Any, k: Any, v: Any) -> Any:
@@ -66,3 +67,43 @@ def attend_as_causal(kernel: str, g: Any, *tensors: Any) -> Any:
 
 def attend_over_heads(g: Any, q: Any, k: Any, v: Any) -> Any:
     return F.scaled_dot_product_attention(q, gather(k, 1, g), gather(v, 1, g))
+
+
+HEADS = (2, 3, 4, 8)
+
+
+def graphs(W: int) -> dict[str, GraphCase]:
+    return {
+        "attention": GraphCase(attend, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, no grad": GraphCase(attend, (HEADS,) * 3, (ATTENTION,)),
+        "attention, stacked": GraphCase(attend_stacked, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, joined": GraphCase(attend_joined, (HEADS,) * 3, (ATTENTION,), grad=True),
+        "attention, causal": GraphCase(attend_causal, (HEADS,) * 3, (ATTENTION,), grad=True),
+        **{
+            f"attention, {kernel}": GraphCase(
+                functools.partial(attend_as, kernel),
+                (HEADS,) * 3,
+                (ATTENTION,),
+                grad=True,
+            )
+            for kernel in ("flash", "cudnn", "efficient")
+        },
+        "attention, flash, no grad": GraphCase(
+            functools.partial(attend_as, "flash"), (HEADS,) * 3, (ATTENTION,)
+        ),
+        "attention, efficient, causal": GraphCase(
+            functools.partial(attend_as_causal, "efficient"),
+            (HEADS,) * 3,
+            (ATTENTION,),
+            grad=True,
+        ),
+        "attention, upper left": GraphCase(attend_upper_left, (HEADS,) * 3, reasons=("is_causal",)),
+        "attention, window": GraphCase(
+            attend_window, (HEADS,) * 3, reasons=("not the causal one",)
+        ),
+        "attention, over heads": GraphCase(
+            attend_over_heads,
+            ((2, 3 * W, 4, 8), HEADS, HEADS),
+            reasons=("along the sequence",),
+        ),
+    }

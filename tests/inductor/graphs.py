@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,13 +14,34 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 from torch.distributed.tensor import DTensor
 
+from symm_cp.inductor.decisions import Report, recording
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.passes import Pass, _run_joint, _run_post_grad
-from symm_cp.inductor.report import Report, recording
+from symm_cp.inductor.passes import Pass, fuse_joint, fuse_post_grad
+
+AG, RS = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+AG8, RS8 = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
+ATTENTION = "fused_all_gather_attention"
+
+
+@dataclass(frozen=True)
+class GraphCase:
+    """A function of (group, *inputs), what its collectives are fused into, and reasons if not."""
+
+    fn: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    fused: tuple[str, ...] = ()
+    reasons: tuple[str, ...] = ()
+    grad: bool = False
+    dtype: torch.dtype = torch.float64
+    options: Options = field(default_factory=Options)
 
 
 def gather(x: torch.Tensor, dim: int, group: Any) -> torch.Tensor:
     return funcol.all_gather_tensor_autograd(x, dim, group)
+
+
+def scatter(x: torch.Tensor, dim: int, group: Any, op: str = "sum") -> torch.Tensor:
+    return funcol.reduce_scatter_tensor_autograd(x, op, dim, group)
 
 
 @dataclass
@@ -46,18 +67,18 @@ def through_passes(
     ops: list[str] = []
 
     def compile_one(gm: torch.fx.GraphModule, _: Any) -> Any:
-        Pass("post", _run_post_grad, options, None)(gm.graph)
+        Pass("post", fuse_post_grad, options, None)(gm.graph)
         ops.extend(str(n.target) for n in gm.graph.nodes if n.op == "call_function")
         gm.recompile()
         return make_boxed_func(gm.forward)
 
     def partition(gm: torch.fx.GraphModule, joint: Any, **kwargs: Any) -> Any:
-        Pass("joint", _run_joint, options, None)(gm.graph)
+        Pass("joint", fuse_joint, options, None)(gm.graph)
         gm.recompile()
         return min_cut_rematerialization_partition(gm, joint, **kwargs)
 
     def infer(gm: torch.fx.GraphModule, given: Any) -> Any:
-        Pass("joint", _run_joint, options, None)(gm.graph)
+        Pass("joint", fuse_joint, options, None)(gm.graph)
         return compile_one(gm, given)
 
     backend = aot_autograd(

@@ -32,7 +32,7 @@ def lengths(group: dist.ProcessGroup) -> None:
     report = inductor.explain(attend, *parts)
     assert not report.fused, str(report)
     # Nothing in the graph says that there are as many keys as values.
-    assert "may be of sizes that do not fit" in str(report)
+    assert "may have sizes that do not match" in str(report)
 
 
 def test_lengths_that_are_not_known(ranks: Ranks) -> None:

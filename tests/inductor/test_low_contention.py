@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph
 
+from symm_cp.inductor.decisions import recording
 from symm_cp.inductor.low_contention import sink_collectives
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.report import recording
 from symm_cp.ops import override
 from tests.pool import Ranks
 
@@ -45,7 +45,7 @@ def hides_on_cuda(group: dist.ProcessGroup) -> None:
         graph = traced(size)
         with (
             recording() as report,
-            unittest.mock.patch.object(override, "_installed", overridden or None),
+            unittest.mock.patch.object(override, "installed", return_value=overridden),
         ):
             sink_collectives(graph, Options(low_contention=True, min_bytes=1024))
         (decision,) = report.decisions

@@ -11,7 +11,7 @@ import pytest
 from symm_cp.cli import main
 from symm_cp.plan import best
 from symm_cp.plan.models import MODELS, Model
-from symm_cp.plan.predict import ALL, Layout, layouts, memory_of, predict
+from symm_cp.plan.predict import ALL, ParallelLayout, layouts, memory_of, predict
 from symm_cp.schedule.machine import MACHINES
 
 LLAMA = MODELS["llama3-70b"]
@@ -43,7 +43,7 @@ def operations(model: Model, batch: int, sequence: int) -> float:
 @pytest.mark.parametrize(("tp", "cp"), [(1, 1), (2, 1), (8, 1), (1, 2), (1, 8), (4, 4)])
 @pytest.mark.parametrize("sequence", [4096, 65536])
 def test_compute_is_the_operations_of_the_model(tp: int, cp: int, sequence: int) -> None:
-    layout = Layout(tp, cp, 1, max(1, cp * tp // 8))
+    layout = ParallelLayout(tp, cp, 1, max(1, cp * tp // 8))
     found = predict(LLAMA, IDEAL, layout, 2, sequence)
     expected = operations(LLAMA, 2, sequence) / (tp * cp * IDEAL.flops)
     assert found.compute == pytest.approx(expected, rel=1e-6)
@@ -51,11 +51,11 @@ def test_compute_is_the_operations_of_the_model(tp: int, cp: int, sequence: int)
 
 
 def test_without_communication_a_step_is_its_compute() -> None:
-    alone = predict(LLAMA, IDEAL, Layout(1, 1, 1, 1), 1, 8192)
+    alone = predict(LLAMA, IDEAL, ParallelLayout(1, 1, 1, 1), 1, 8192)
     assert alone.step == pytest.approx(alone.compute)
     assert (alone.communication, alone.hidden) == (0.0, 1.0)
     fast = replace(IDEAL, nvlink=1e30, network=1e30)
-    spread = predict(LLAMA, fast, Layout(8, 4, 1, 4), 1, 8192)
+    spread = predict(LLAMA, fast, ParallelLayout(8, 4, 1, 4), 1, 8192)
     assert spread.step == pytest.approx(spread.compute)
 
 
@@ -65,14 +65,14 @@ def test_tensor_parallel_communication_by_hand() -> None:
     The weight gradients of all-gather-matmuls gather again: 2 of the 8.
     """
     tokens, tp = 8192, 4
-    found = predict(LLAMA, IDEAL, Layout(tp, 1, 1, 1), 1, tokens)
+    found = predict(LLAMA, IDEAL, ParallelLayout(tp, 1, 1, 1), 1, tokens)
     transfers = 4 + 2 * 2 + 2
     expected = LLAMA.layers * transfers * tokens * LLAMA.hidden * 2 * (tp - 1) / tp / IDEAL.nvlink
     assert found.communication == pytest.approx(expected)
 
 
 def test_a_slow_network_shows() -> None:
-    layout = Layout(8, 4, 1, 4)
+    layout = ParallelLayout(8, 4, 1, 4)
     fast = predict(LLAMA, replace(IDEAL, network=400e9), layout, 1, 32768)
     slow = predict(LLAMA, replace(IDEAL, network=1e9), layout, 1, 32768)
     assert slow.step > 2 * fast.step
@@ -81,7 +81,7 @@ def test_a_slow_network_shows() -> None:
 
 def test_memory_shrinks_with_every_degree() -> None:
     def memory(**degrees: int) -> float:
-        layout = Layout(**{"tp": 2, "cp": 2, "dp": 2, "cp_hosts": 1, **degrees})
+        layout = ParallelLayout(**{"tp": 2, "cp": 2, "dp": 2, "cp_hosts": 1, **degrees})
         return predict(LLAMA, IDEAL, layout, 1, 8192).memory
 
     assert memory(tp=4) < memory()
@@ -93,8 +93,8 @@ def test_memory_shrinks_with_every_degree() -> None:
 
 def test_layouts_use_all_gpus_and_keep_tensor_parallelism_within_a_host() -> None:
     found = layouts(LLAMA, IDEAL, 4, 8, 8192)
-    assert Layout(8, 4, 1, 4) in found
-    assert Layout(1, 32, 1, 4) in found
+    assert ParallelLayout(8, 4, 1, 4) in found
+    assert ParallelLayout(1, 32, 1, 4) in found
     for layout in found:
         assert layout.tp * layout.cp * layout.dp == 32
         assert layout.tp <= 8
@@ -115,7 +115,7 @@ def test_fsdp_communication_by_hand() -> None:
 
     The head likewise, and the embedding is gathered and scattered once; (F - 1)/F of it all.
     """
-    found = predict(LLAMA, IDEAL, Layout(1, 1, 8, 1, 8, 1), 1, 8192)
+    found = predict(LLAMA, IDEAL, ParallelLayout(1, 1, 8, 1, 8, 1), 1, 8192)
     table = LLAMA.vocabulary * LLAMA.hidden
     nbytes = LLAMA.layers * LLAMA.layer_parameters * (2 * 2 + 4) + table * (3 * 2 + 2 * 4)
     assert found.communication == pytest.approx(nbytes * 7 / 8 / IDEAL.nvlink)
@@ -126,7 +126,7 @@ def test_fsdp_communication_by_hand() -> None:
 
 def test_fsdp_between_hosts_goes_through_the_adapters() -> None:
     """Sixteen ranks on two hosts have eight rings, each through an adapter of its own."""
-    layout = Layout(1, 1, 16, 1, 16, 2)
+    layout = ParallelLayout(1, 1, 16, 1, 16, 2)
     slow = replace(IDEAL, network=1e9)
     table = LLAMA.vocabulary * LLAMA.hidden
     nbytes = LLAMA.layers * LLAMA.layer_parameters * (2 * 2 + 4) + table * (3 * 2 + 2 * 4)
@@ -138,22 +138,24 @@ def test_fsdp_between_hosts_goes_through_the_adapters() -> None:
 
 
 def test_fsdp_shares_the_link_with_the_ops() -> None:
-    alone = predict(LLAMA, IDEAL, Layout(4, 1, 2, 1), 1, 8192)
-    both = predict(LLAMA, IDEAL, Layout(4, 1, 2, 1, 2, 1), 1, 8192)
+    alone = predict(LLAMA, IDEAL, ParallelLayout(4, 1, 2, 1), 1, 8192)
+    both = predict(LLAMA, IDEAL, ParallelLayout(4, 1, 2, 1, 2, 1), 1, 8192)
     assert both.communication > alone.communication
     assert both.compute == alone.compute
     narrow = replace(IDEAL, nvlink=1e9)
-    assert (found := predict(LLAMA, narrow, Layout(4, 1, 2, 1, 2, 1), 1, 8192)).step >= (
+    assert (found := predict(LLAMA, narrow, ParallelLayout(4, 1, 2, 1, 2, 1), 1, 8192)).step >= (
         found.communication
     )
 
 
 def test_fsdp_shards_all_states() -> None:
     """2 bytes of weight, 4 of gradient and 12 of Adam's state a parameter."""
-    activations = memory_of(LLAMA, Layout(8, 1, 4, 1), 1, 8192) - (6 + 12 / 4) * (
+    activations = memory_of(LLAMA, ParallelLayout(8, 1, 4, 1), 1, 8192) - (6 + 12 / 4) * (
         LLAMA.parameters / 8
     )
-    sharded = memory_of(LLAMA, Layout(8, 1, 4, 1, 4, 4), 1, 8192) - 18 * LLAMA.parameters / 8 / 4
+    sharded = (
+        memory_of(LLAMA, ParallelLayout(8, 1, 4, 1, 4, 4), 1, 8192) - 18 * LLAMA.parameters / 8 / 4
+    )
     gathered = 3 * 2 * max(LLAMA.layer_parameters, LLAMA.vocabulary * LLAMA.hidden) / 8
     assert sharded - activations == pytest.approx(gathered)
 
@@ -171,12 +173,15 @@ def test_layouts_shard_over_ranks_with_the_same_weights(degree: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "last"),
     [
-        ("--fsdp", "choose 4 hosts, tp 8, cp 1, dp 4, fsdp 4: of what fits the most tokens/s/GPU"),
-        ("", "nothing fits; what would: --fsdp on 4 hosts (tp 8"),
-        ("--machine h200", "choose 4 hosts, tp 8, cp 1, dp 4: of what fits"),
-        ("--fsdp --batch 64 --hosts 1", "nothing fits; what would: --fsdp on 32 hosts"),
+        (
+            "--fsdp",
+            "choose 4 hosts, tp 8, cp 1, dp 4, fsdp 4: the most tokens/s/GPU that fit into memory",
+        ),
+        ("", "nothing fits; this would: --fsdp on 4 hosts (tp 8"),
+        ("--machine h200", "choose 4 hosts, tp 8, cp 1, dp 4: the most tokens/s/GPU that fit"),
+        ("--fsdp --batch 64 --hosts 1", "nothing fits; this would: --fsdp on 32 hosts"),
         ("--fsdp 4096", "no layout is possible"),
-        ("--batch 1000000", "nothing fits, nor with --fsdp on 2048 hosts: take a shorter"),
+        ("--batch 1000000", "nothing fits, not even with --fsdp on 2048 hosts: use a shorter"),
     ],
 )
 def test_a_plan_ends_with_what_to_choose(
@@ -193,7 +198,7 @@ def test_where_more_memory_is_what_helps(
     small = tmp_path / "small.toml"
     small.write_text('name = "small"\nmemory = 1e6\n')
     main(["plan", "--machine", str(small), "--hosts", "8"])
-    assert "what would: --fsdp --machine h100 --hosts 8" in capsys.readouterr().out
+    assert "this would: --fsdp --machine h100 --hosts 8" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,7 +206,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     arguments = ["plan", "--model", "llama3-8b", "--hosts", "1..4", "--gpus", "8"]
     assert main([*arguments, "--json", str(out), "--plot", str(plot)]) == 0
     text = capsys.readouterr().out
-    assert "nothing of it was measured" in text
+    assert "not measured" in text
     assert {row["hosts"] for row in json.loads(out.read_text())} == {1, 2, 4}
     assert plot.read_bytes().startswith(b"\x89PNG")
 

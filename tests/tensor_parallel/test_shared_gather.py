@@ -33,7 +33,7 @@ from tests.tensor_parallel.common import (
 
 
 class Attention(nn.Module):
-    """Calls its projections as `how` says; (B, S, K) in, (B, S, N / W) out."""
+    """Calls its projections by `how`; (B, S, K) in, (B, S, N / W) out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Shared:
 
     @contextmanager
     def gathers(self, count: int, warning: str | None) -> Iterator[None]:
-        """Expects so many gathers inside, and one warning or none."""
+        """Expects `count` gathers inside, and one warning or none."""
         with warnings.catch_warnings(record=True) as caught, Recorder() as recorder:
             warnings.simplefilter("always")
             yield

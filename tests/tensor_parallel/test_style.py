@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -271,7 +272,9 @@ def takes_dtensors(group: dist.ProcessGroup) -> None:
     same(block.norm.weight.grad.full_tensor(), dense.norm.weight.grad)
     same(block.w3.weight.grad.full_tensor(), dense.w3.weight.grad)
     replicated = DTensor.from_local(x, mesh, [Replicate()])
-    with pytest.raises(ValueError, match=r"placed \(Replicate\(\),\).*needs \(Shard\(dim=1\),\)"):
+    with pytest.raises(
+        ValueError, match=r"placed \(Replicate\(\),\).*must be placed \(Shard\(dim=1\),\)"
+    ):
         block.w1(replicated)
 
 
@@ -332,38 +335,42 @@ def refuses(group: dist.ProcessGroup) -> None:
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
         (
             ValueError,
-            "out_features=10 does not split over 3 ranks: needs a multiple of 3",
+            "out_features=10 is not divisible by world size 3",
             apply(nn.Linear(6, 10), FusedColwiseParallel()),
         ),
         (
             ValueError,
-            "out_features=36 .* multiples of 9: needs a multiple of 27",
+            "out_features=36 is not divisible by world size 3 times multiple_of=9",
             apply(nn.Linear(6, 36), heads),
         ),
         (
             ValueError,
-            "in_features=10 does not split over 3 ranks",
+            "in_features=10 is not divisible by world size 3",
             apply(nn.Linear(10, 6), FusedRowwiseParallel()),
         ),
         (
             ValueError,
-            "wk.out_features=7 does not split",
+            "wk.out_features=7 is not divisible",
             apply(
                 nn.ModuleDict({"wq": nn.Linear(6, 9), "wk": nn.Linear(6, 7)}),
                 FusedColwiseGroup(("wq", "wk")),
             ),
         ),
         (ValueError, "no linear named 'c'", apply(mixed, FusedColwiseGroup(("a", "c")))),
-        (ValueError, "need one in_features", apply(mixed, FusedColwiseGroup(("a", "b")))),
-        (ValueError, "is a DTensor already", apply(fused, FusedRowwiseParallel())),
-        (NotImplementedError, "got OwnForward", apply(OwnForward(6, 6), FusedColwiseParallel())),
-        (NotImplementedError, "got Embedding", apply(nn.Embedding(6, 6), FusedRowwiseParallel())),
+        (ValueError, "must have the same in_features", apply(mixed, FusedColwiseGroup(("a", "b")))),
+        (ValueError, "is already a DTensor", apply(fused, FusedRowwiseParallel())),
+        (NotImplementedError, "not OwnForward", apply(OwnForward(6, 6), FusedColwiseParallel())),
+        (NotImplementedError, "not Embedding", apply(nn.Embedding(6, 6), FusedRowwiseParallel())),
         (ValueError, "out of range for a 1-D input", lambda: fused(torch.ones(K))),
         (ValueError, "is the last dimension of an input", lambda: fused(torch.ones(3, K))),
-        (ValueError, "has 7 features on this rank, needs 36", lambda: fused(torch.ones(3, 2, 7))),
+        (
+            ValueError,
+            "has 7 features on this rank, must have 36",
+            lambda: fused(torch.ones(3, 2, 7)),
+        ),
         (ValueError, "sequence_dim=-1", lambda: FusedColwiseParallel(sequence_dim=-1)),
         (ValueError, "multiple_of=0", lambda: FusedColwiseParallel(multiple_of=0)),
-        (ValueError, "each of them once", lambda: FusedColwiseGroup(("a", "a"))),
+        (ValueError, "must be different names", lambda: FusedColwiseGroup(("a", "a"))),
         (TypeError, "sequence of names, not 'ab'", lambda: FusedColwiseGroup("ab")),
         (TypeError, "not str", lambda: FusedRowwiseParallel(sequence_dim="1")),  # type: ignore[arg-type]
     ]
@@ -382,10 +389,41 @@ def test_errors(ranks: Ranks) -> None:
     ranks.run(3, refuses)
 
 
+def one_rank_refuses(group: dist.ProcessGroup) -> None:
+    """The peers of a rank that raises before the op do not wait for their time-out."""
+    own = dist.new_group(list(range(group.size())))
+    mesh, bad = mesh_of(own), own.rank() == 0
+    col = parallelize_module(nn.Linear(K, N), mesh, FusedColwiseParallel())
+    row = parallelize_module(nn.Linear(N, K), mesh, FusedRowwiseParallel())
+    pair = nn.ModuleDict({"a": nn.Linear(K, N), "b": nn.Linear(K, N)})
+    pair.forward = lambda x: pair.a(x) + pair.b(x)  # type: ignore[method-assign]
+    parallelize_module(pair, mesh, FusedColwiseGroup(("a", "b")))
+    x_shard, x_part = torch.ones(2, 3, K), torch.ones(2, 3 * own.size(), N // own.size())
+    replicated = DTensor.from_local(torch.ones(2, 3 * own.size(), K), mesh, [Replicate()])
+    wrong: list[tuple[nn.Module, torch.Tensor, torch.Tensor, str]] = [
+        (col, x_shard, x_shard[0, 0], "out of range for a 1-D input"),
+        (col, x_shard, replicated, "the input is a DTensor placed"),
+        (pair, x_shard, x_shard[..., :7], "has 7 features on this rank"),
+        (row, x_part, x_part[0], "is the last dimension of an input"),
+    ]
+    for module, good_input, bad_input, message in wrong:
+        start = time.monotonic()
+        with pytest.raises(ValueError if bad else RuntimeError, match=message) as caught:
+            module(bad_input if bad else good_input)
+        assert bad or "ValueError on rank 0" in str(caught.value)
+        assert time.monotonic() - start < 2
+        assert col(x_shard).shape == (2, 3 * own.size(), N // own.size())  # in step again
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_errors_on_one_rank_reach_the_others(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, one_rank_refuses)
+
+
 def refuses_a_mesh_of_two_dimensions(group: dist.ProcessGroup) -> None:
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(ValueError, match="must have one dimension, this one has 2"):
-        FusedColwiseParallel()._apply(nn.Linear(4, 4), mesh)
+        parallelize_module(nn.Linear(4, 4), mesh, FusedColwiseParallel())
     linear = parallelize_module(nn.Linear(4, 4), mesh["tp"], FusedColwiseParallel())
     assert linear(torch.ones(1, 3, 4)).shape == (1, 6, 2)
 

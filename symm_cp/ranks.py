@@ -1,7 +1,7 @@
 """Starts the ranks of a command of `symm-cp`, and ends them all when one fails.
 
-A rank is the same command line again, with its place in the environment and the folder in which
-the ranks find each other. Under torchrun the ranks are there already.
+A rank is a process that runs the same command line, with its rank in the environment and the folder
+of the group's store as an argument. Under torchrun the ranks are running already.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
-_TIMEOUT = datetime.timedelta(minutes=5)  # longer than anything of a size that is no mistake
+_TIMEOUT = datetime.timedelta(minutes=5)  # longer than any reasonable work
 
 
 def positive(text: str) -> int:
-    """The type of an argument that is a whole number of at least 1."""
+    """Parses a whole number of at least 1."""
     value = int(text) if text.isdigit() else 0
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
@@ -33,46 +34,54 @@ def positive(text: str) -> int:
 
 
 def counts(text: str) -> list[int]:
-    """The type of an argument that is a number, some (1,2,4), or doubling ones (1..128)."""
+    """Parses a number, a list (1,2,4) or a range of doubling numbers (1..128)."""
     if ".." not in text:
         return [positive(part) for part in text.split(",")]
     first, last = (positive(part) for part in text.split(".."))
-    found = [first]
-    while found[-1] * 2 <= last:
-        found.append(found[-1] * 2)
-    return found
+    doubling = [first]
+    while doubling[-1] * 2 <= last:
+        doubling.append(doubling[-1] * 2)
+    return doubling
 
 
 def add_rendezvous(parser: argparse.ArgumentParser) -> None:
-    """Adds the hidden argument by which a rank that was started here finds the others."""
+    """Adds the hidden argument that tells a rank where the group's store is."""
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
 
 
 def is_rank() -> bool:
-    """Tells whether this process is one of the ranks, rather than the command that starts them."""
+    """Tells whether this process is one of the ranks, not the command that starts them."""
     return "RANK" in os.environ
 
 
 def check_device(device: str) -> None:
-    """Raises `ValueError` for `--device cuda` where there is none."""
+    """Raises `ValueError` for `--device cuda` if no CUDA device is available."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no CUDA device here (symm-cp doctor)")
+        raise ValueError("--device cuda: torch finds no CUDA device; see symm-cp doctor")
 
 
-def as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> int:
-    """Runs `work` as one of the ranks, in one thread, and returns its exit code."""
+def exit_as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> NoReturn:
+    """Runs `work` as one of the ranks, and ends the process with the exit code that it returns."""
+    code = _run_as_rank(work, rendezvous)
+    # Skips the interpreter's shutdown, which threads of gloo that hold tensors sometimes abort.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _run_as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> int:
     torch.set_num_threads(1)
-    rank, ranks, backend = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "gloo"
+    rank, world_size, backend = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "gloo"
     if torch.cuda.is_available():
         gpus = torch.cuda.device_count()
         torch.cuda.set_device(rank % gpus)
-        # NCCL has a GPU for each rank, or refuses.
-        backend = "cpu:gloo,cuda:nccl" if gpus >= ranks else "cpu:gloo,cuda:gloo"
+        # NCCL requires a GPU for each rank.
+        backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "cpu:gloo,cuda:gloo"
     dist.init_process_group(
         backend,
         init_method=f"file://{rendezvous / 'store'}" if rendezvous is not None else "env://",
         rank=rank,
-        world_size=ranks,
+        world_size=world_size,
         timeout=_TIMEOUT,
     )
     assert dist.group.WORLD is not None
@@ -81,25 +90,15 @@ def as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -
     return code
 
 
-def leave(code: int) -> None:
-    """Ends the process of a rank.
+def run_ranks(command: str, world_size: int, arguments: Sequence[str]) -> int:
+    """Runs `symm-cp` with these arguments on `world_size` ranks; returns the worst exit code.
 
-    Not by way of the interpreter's end: threads of gloo that still hold tensors then abort the
-    process now and again.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def run_ranks(command: str, ranks: int, arguments: Sequence[str]) -> int:
-    """Runs `symm-cp` with these arguments as so many ranks; returns the worst exit code.
-
-    2 when a rank ended otherwise than by 0 or 1, which is then told as a failure of `command`.
+    Returns 2 if a rank ended with another code than 0 or 1, and prints that as a failure of
+    `command`.
     """
     with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
         # argparse takes the last of two --rendezvous.
-        codes = _run([*arguments, "--rendezvous", folder], ranks)
+        codes = _run([*arguments, "--rendezvous", folder], world_size)
     failed = {rank: code for rank, code in enumerate(codes) if code not in (0, 1)}
     for rank, code in failed.items():
         reason = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -107,29 +106,29 @@ def run_ranks(command: str, ranks: int, arguments: Sequence[str]) -> int:
     return 2 if failed else max(codes)
 
 
-def _start(rank: int, ranks: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(rank: int, world_size: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
     package = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = {
         **os.environ,
         "RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
     }
-    if 0 < torch.cuda.device_count() < ranks:
-        # Has torch allocate symmetric memory for ranks that share a GPU.
+    if 0 < torch.cuda.device_count() < world_size:
+        # Lets torch allocate symmetric memory for ranks that share a GPU.
         env.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
     return subprocess.Popen([sys.executable, "-m", "symm_cp", *arguments], env=env)
 
 
-def _run(arguments: Sequence[str], ranks: int) -> list[int]:
+def _run(arguments: Sequence[str], world_size: int) -> list[int]:
     started: list[subprocess.Popen[bytes]] = []
     try:
-        started += [_start(rank, ranks, arguments) for rank in range(ranks)]
+        started += [_start(rank, world_size, arguments) for rank in range(world_size)]
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started):
-                # Peers of a dead rank fail by themselves, with an error that names it.
+                # Peers of a failed rank fail by themselves, with an error that names it.
                 _wait(started, _GRACE_SECONDS)
                 break
             time.sleep(_POLL_SECONDS)

@@ -1,4 +1,4 @@
-"""What the passes did with each collective of a graph, and why they left it alone."""
+"""What the passes did with each collective of a graph, or why they left it alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Decision:
 
 @dataclass
 class Report:
-    """The decisions on all collectives of the graphs that were compiled, in graph order."""
+    """The decisions on all collectives of the compiled graphs, in graph order."""
 
     decisions: list[Decision] = field(default_factory=list)
-    #: Which way the fused matmuls went when the graphs ran, by what they had to do.
+    #: The way that each fused matmul took when the graphs ran, by op, dtype and shape.
     ways: dict[str, Choice] = field(default_factory=dict)
 
     @property
@@ -46,7 +46,7 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{len(self.fused)} of {len(self.decisions)} collectives fused"]
         lines += [f"- {decision}" for decision in self.decisions]
-        lines += [f"- {what}: {choice}" for what, choice in self.ways.items()]
+        lines += [f"- {matmul}: {choice}" for matmul, choice in self.ways.items()]
         return "\n".join(lines)
 
 
@@ -55,7 +55,7 @@ _active: ContextVar[Report | None] = ContextVar("symm_cp_inductor_report", defau
 
 @contextmanager
 def recording() -> Iterator[Report]:
-    """Collects the decisions that are made inside."""
+    """Collects the decisions that are made in the body of the `with` statement."""
     report = Report()
     token = _active.set(report)
     try:
@@ -65,7 +65,7 @@ def recording() -> Iterator[Report]:
 
 
 def record(decision: Decision) -> None:
-    """Adds a decision to the report that is being made, if any."""
+    """Adds a decision to the current report, if there is one."""
     report = _active.get()
     if report is not None:
         report.decisions.append(decision)

@@ -1,4 +1,4 @@
-"""The arguments of `symm-cp demo`."""
+"""The arguments of `symm-cp demo`, parsed and checked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from symm_cp.demo.data import read_text
 from symm_cp.demo.model import ModelConfig
-from symm_cp.launch import add_rendezvous, positive
+from symm_cp.ranks import add_rendezvous, positive
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 _HEAD_DIMS = (64, 32, 16, 8)
@@ -23,27 +23,31 @@ _HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's arguments to a parser."""
     add = parser.add_argument
-    add("--ranks", type=positive, help="processes to spread the model over (default: 2)")
+    add("--ranks", type=positive, help="processes that share the model (default: 2)")
     add("--cp", type=positive, default=1, help="ranks that share a sequence (%(default)s)")
     add(
         "--compile",
         action="store_true",
-        help="spread the model with torch's collectives, and let torch.compile fuse them",
+        help="use torch's collectives, and let torch.compile fuse them",
     )
-    add("--steps", type=positive, default=12, help="training steps of each way (%(default)s)")
-    add("--text", type=Path, help="file to learn (default: the source of the standard library)")
+    add("--steps", type=positive, default=12, help="training steps of each variant (%(default)s)")
+    add(
+        "--text",
+        type=Path,
+        help="file to train on (default: the source of Python's standard library)",
+    )
     add("--dim", type=positive, default=512, help="features of the model (%(default)s)")
     add("--layers", type=positive, default=4, help="layers (%(default)s)")
     add("--seq", type=positive, default=512, help="bytes in a sequence (%(default)s)")
     add("--batch", type=positive, default=4, help="sequences in a batch (%(default)s)")
     add("--dtype", choices=sorted(_DTYPES), default="float32", help="(%(default)s)")
-    add("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write all losses and times there as well")
+    add("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
+    add("--json", type=Path, metavar="FILE", help="also write all losses and times to this file")
     add_rendezvous(parser)
 
 
 @dataclass(frozen=True)
-class Options:
+class DemoOptions:
     """Checked arguments."""
 
     ranks: int
@@ -62,13 +66,13 @@ class Options:
 
 def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     for head_dim in _HEAD_DIMS:
-        # Each rank gets whole key/value heads, and each of those serves two query heads.
+        # Each rank has whole key/value heads, each of which serves two query heads.
         if dim % (2 * ranks * head_dim) == 0 and dim >= _MIN_HEADS * head_dim:
             break
     else:
         smallest = 2 * ranks * _HEAD_DIMS[-1]
         raise ValueError(
-            f"--dim {dim} does not split into heads over {ranks} ranks: needs a multiple of "
+            f"--dim {dim} cannot be split into heads over {ranks} ranks: must be a multiple of "
             f"{smallest}, at least {max(smallest, _MIN_HEADS * _HEAD_DIMS[-1])}"
         )
     heads = dim // head_dim
@@ -78,34 +82,36 @@ def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     return ModelConfig(dim, layers, heads, kv_heads, hidden)
 
 
-def _ranks(given: int | None, cp: int, environment: Mapping[str, str]) -> int:
+def _world_size(ranks: int | None, cp: int, environment: Mapping[str, str]) -> int:
     if "WORLD_SIZE" not in environment:
-        return given or max(2, cp)
+        return ranks or max(2, cp)
     started = int(environment["WORLD_SIZE"])
-    if given not in (None, started):
-        raise ValueError(f"--ranks {given}, but WORLD_SIZE={started} ranks were started")
+    if ranks not in (None, started):
+        raise ValueError(f"--ranks {ranks} must be WORLD_SIZE={started}, as the ranks are running")
     return started
 
 
-def check(arguments: argparse.Namespace, environment: Mapping[str, str] | None = None) -> Options:
-    """Returns checked options; raises `ValueError` saying what was given and what is needed."""
+def check(
+    arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
+) -> DemoOptions:
+    """Returns checked options; raises `ValueError` for values that do not go together."""
     cp = arguments.cp
-    ranks = _ranks(arguments.ranks, cp, os.environ if environment is None else environment)
+    ranks = _world_size(arguments.ranks, cp, os.environ if environment is None else environment)
     if ranks % cp != 0:
-        raise ValueError(f"--cp {cp} does not divide {ranks} ranks: --ranks must be a multiple")
+        raise ValueError(f"--ranks {ranks} is not divisible by --cp {cp}")
     seq = arguments.seq
-    # Under context parallelism a rank has two chunks of the sequence.
+    # With context parallelism a rank has two chunks of the sequence.
     parts = ranks if cp == 1 else 2 * ranks
     if seq % parts != 0:
         raise ValueError(
-            f"--seq {seq} does not split over {ranks} ranks: use a multiple of {parts}"
+            f"--seq {seq} cannot be split over {ranks} ranks: must be a multiple of {parts}"
         )
     text, name = read_text(arguments.text)
     if len(text) <= seq:
-        raise ValueError(f"{name} has {len(text)} bytes: --seq {seq} needs at least {seq + 1}")
+        raise ValueError(f"{name} has {len(text)} bytes: --seq {seq} requires at least {seq + 1}")
     if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
-    return Options(
+        raise ValueError(f"--json {arguments.json}: folder {arguments.json.parent} does not exist")
+    return DemoOptions(
         ranks=ranks,
         cp=cp,
         compile=arguments.compile,

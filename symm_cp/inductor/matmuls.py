@@ -1,0 +1,83 @@
+"""The matmuls of a graph: their operands, and which of them fused ops can replace."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch.fx import Node
+
+from symm_cp.inductor.nodes import aten, static_shape, value
+from symm_cp.inductor.options import Options
+
+SCALED = aten._scaled_mm.default
+#: Matmuls; a `bmm` counts if its right operand is one matrix for all batches.
+MATMULS = {aten.mm.default, aten.addmm.default, SCALED, aten.bmm.default}
+
+#: Ops that repeat a matrix for each batch of a `bmm`.
+_REPEATS = {
+    aten.expand.default,
+    aten.view.default,
+    aten.reshape.default,
+    aten.unsqueeze.default,
+    aten.clone.default,
+}
+
+
+def left(matmul: Node) -> Node:
+    """Returns the left operand of a matmul."""
+    return matmul.args[matmul.target is aten.addmm.default]  # type: ignore[return-value]
+
+
+def right(matmul: Node) -> Node | None:
+    """Returns the right operand of a matmul, a matrix; None for a `bmm` with several."""
+    operand: Any = matmul.args[1 + (matmul.target is aten.addmm.default)]
+    if matmul.target is not aten.bmm.default:
+        return operand
+    batched_shape = static_shape(operand)
+    while isinstance(operand, Node) and operand.target in _REPEATS:
+        operand = operand.args[0]
+        if batched_shape is not None and static_shape(operand) == batched_shape[1:]:
+            return operand
+    return None
+
+
+def other_operands(matmul: Node) -> list[Node]:
+    """Returns the nodes that a matmul needs besides its left operand."""
+    arguments = [right(matmul), *matmul.args, *matmul.kwargs.values()]
+    unused = (left(matmul), matmul.args[1] if matmul.target is aten.bmm.default else None)
+    return [node for node in arguments if isinstance(node, Node) and node not in unused]
+
+
+def flops(matmul: Node) -> float:
+    """Returns the floating-point operations of a matmul; infinity where sizes are unknown."""
+    left_shape, product = static_shape(left(matmul)), value(matmul)
+    if left_shape is None or product is None:
+        return math.inf
+    return 2.0 * math.prod(left_shape) * product.shape[-1]
+
+
+def why_unsupported(matmul: Node) -> str:
+    """Returns why no fused op can replace a matmul, or an empty text."""
+    operand = value(left(matmul))
+    if right(matmul) is None:
+        return "it multiplies each batch by a matrix of its own"
+    if operand is None or not operand.is_floating_point():
+        return "its input is not of a floating-point dtype"
+    if matmul.target is aten.addmm.default and any(
+        matmul.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")
+    ):
+        return "addmm scales its terms"
+    if matmul.target is SCALED:
+        scale_shape = static_shape(matmul.args[2])
+        if scale_shape is None or (math.prod(scale_shape) != 1 and scale_shape[-1] != 1):
+            return "its scales are neither tensor-wise nor row-wise"
+    return ""
+
+
+def why_too_small(matmuls: list[Node], options: Options) -> str:
+    """Returns why matmuls that would be fused together are left alone, or an empty text."""
+    product = value(matmuls[0])
+    if product is None:
+        return ""
+    return options.too_small(product.device, sum(map(flops, matmuls)))

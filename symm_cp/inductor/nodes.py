@@ -1,0 +1,87 @@
+"""What the nodes of a graph are: collectives, shapes, arguments."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx import Node
+
+aten, c10d = torch.ops.aten, torch.ops._c10d_functional
+
+GATHER = c10d.all_gather_into_tensor.default
+SCATTER = c10d.reduce_scatter_tensor.default
+WAIT = c10d.wait_tensor.default
+
+
+def is_item(node: Node) -> bool:
+    """Tells whether a node takes one of several results."""
+    return node.target is operator.getitem
+
+
+def value(node: Any) -> torch.Tensor | None:
+    """Returns the fake tensor of a node; None for no tensor."""
+    fake = node.meta.get("val") if isinstance(node, Node) else None
+    return fake if isinstance(fake, torch.Tensor) else None
+
+
+def argument(node: Node, *names: str) -> Any:
+    """Returns the value of the op's argument that has one of these names; None without such."""
+    for index, parameter in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if parameter.name in names:
+            if index < len(node.args):
+                return node.args[index]
+            return node.kwargs.get(parameter.name, parameter.default_value)
+    return None
+
+
+# Sizes that are unknown when a graph is compiled are replaced by large primes: products and
+# quotients of such sizes then are equal, or divide each other, just where those of the unknown
+# sizes do.
+_FIRST_PRIME = 1_000_003
+_stand_ins: dict[str, int] = {}
+
+
+def _stand_in(symbol: Any) -> int:
+    name = str(symbol)
+    if name not in _stand_ins:
+        last = max(_stand_ins.values(), default=_FIRST_PRIME - 1)
+        _stand_ins[name] = int(sympy.nextprime(last))
+    return _stand_ins[name]
+
+
+def is_dynamic(size: int) -> bool:
+    """Tells whether a size in a `static_shape` stands for an unknown one."""
+    return size >= _FIRST_PRIME and any(size % prime == 0 for prime in _stand_ins.values())
+
+
+def static_shape(node: Any) -> tuple[int, ...] | None:
+    """Returns the shape of a node, with numbers for unknown sizes; None for no tensor."""
+    tensor = value(node)
+    return None if tensor is None else shape_of(tensor)
+
+
+def shape_of(fake: torch.Tensor) -> tuple[int, ...] | None:
+    """Returns the shape of a fake tensor, with numbers for unknown sizes."""
+    sizes: list[int] = []
+    for size in fake.shape:
+        number = number_of(size)
+        if number is None:
+            return None
+        sizes.append(number)
+    return tuple(sizes)
+
+
+def number_of(size: Any) -> int | None:
+    """Returns a size, or the result of a node that computes one, as a number."""
+    if isinstance(size, Node):
+        size = size.meta.get("val")
+    if isinstance(size, int):
+        return size
+    if not isinstance(size, torch.SymInt):
+        return None
+    expression = size.node.expr
+    number = expression.subs({symbol: _stand_in(symbol) for symbol in expression.free_symbols})
+    return int(number) if number.is_Integer else None

@@ -1,0 +1,318 @@
+"""Follows tensors of a graph back to the collective or matmul that they are arrangements of."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, Node
+
+from symm_cp.inductor.axes import Axes, Factor, expose, lead, origin, permute, prepend, view
+from symm_cp.inductor.nodes import (
+    GATHER,
+    WAIT,
+    aten,
+    is_item,
+    number_of,
+    shape_of,
+    static_shape,
+    value,
+)
+
+_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+_SAME = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
+_CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
+_SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
+_CUTS = {*_SPLITS, aten.unbind.int, aten.slice.Tensor, aten.select.int, operator.getitem}
+
+_SQUEEZES = {
+    aten.unsqueeze.default,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+}
+_PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
+_SLICES = {aten.slice.Tensor, aten.select.int}
+
+
+@dataclass(frozen=True)
+class Bits:
+    """The same bits, read as another dtype of the same size: float8 is gathered as uint8."""
+
+    dtype: torch.dtype
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return str(self.dtype)
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """A part of what each rank contributes: `target` applied to `of`."""
+
+    of: Traced
+    target: Any
+    args: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A tensor that holds the elements of another one, in another order.
+
+    `source` is the node where the trace ended: the wait for an all-gather, or a matmul. The origin
+    of `axes` is the source's result or, after a slice, the slice of it. `dtypes` are those of the
+    source and of each cast. For a gather `ranks` is the factor of the origin that counts the ranks;
+    what each rank contributes is the input of the gather, or the slice `sliced` of it.
+    """
+
+    source: Node
+    axes: Axes
+    dtypes: tuple[torch.dtype | Bits, ...]
+    ranks: Factor | None = None
+    sliced: Sliced | None = None
+
+    @property
+    def gather(self) -> Node:
+        """The all-gather, for a source that waits for one."""
+        return self.source.args[0]  # type: ignore[return-value]
+
+    @property
+    def shard(self) -> Node:
+        """What this rank contributes to the all-gather."""
+        return self.gather.args[0]  # type: ignore[return-value]
+
+
+class Tracer:
+    """Traces each node of a graph once.
+
+    Besides waits for gathers, traces end at nodes that call one of `ends`, and at the results of
+    those that call one of `items_of`.
+    """
+
+    def __init__(self, graph: Graph, ends: set[Any], items_of: set[Any] | None = None) -> None:
+        self._ends = ends
+        self._items_of = items_of or set()
+        self._traced: dict[Node, Traced] = {}
+        self._arrangements: dict[Node, list[Node]] = {}
+        for node in graph.nodes:
+            traced = self._trace(node) if node.op == "call_function" else None
+            if traced is not None:
+                self._traced[node] = traced
+                self._arrangements.setdefault(traced.source, []).append(node)
+
+    def __getitem__(self, node: Any) -> Traced | None:
+        return self._traced.get(node) if isinstance(node, Node) else None
+
+    def of(self, source: Node) -> list[Node]:
+        """Returns all nodes that are arrangements of a source, in graph order."""
+        return self._arrangements.get(source, [])
+
+    def uses(self, source: Node) -> list[tuple[Node, Node]]:
+        """Returns the uses of a source except for rearranging it: (arrangement, user)."""
+        arrangements = set(self.of(source))
+
+        def rearranges(user: Node) -> bool:
+            # Also: parts that are only put together again, and unused nodes.
+            return (
+                user in arrangements
+                or (not user.users and user.op != "output")
+                or (user.target in _CUTS and all(map(rearranges, user.users)))
+            )
+
+        return [
+            (node, user) for node in arrangements for user in node.users if not rearranges(user)
+        ]
+
+    def _trace(self, node: Node) -> Traced | None:
+        shape, tensor = static_shape(node), value(node)
+        if shape is None or tensor is None:
+            return None
+        if node.target is WAIT:
+            return self._gathered(node, shape, tensor.dtype)
+        if self._is_end(node):
+            return Traced(node, origin(shape), (tensor.dtype,))
+        if node.target is aten.cat.default:
+            if concatenated := self._concatenated(node):
+                return concatenated
+            # Results of one of `items_of`, side by side, are an end as well.
+            parts = [self[part] for part in node.args[0]]  # type: ignore[union-attr]
+            if all(part is not None and is_item(part.source) for part in parts):
+                return Traced(node, origin(shape), (tensor.dtype,))
+            return None
+        operand = self[node.args[0]] if node.args else None
+        if operand is None:
+            return self._part(node)
+        if node.target in _SLICES:
+            return self._sliced(node, operand)
+        return _rearranged(node, operand, shape, tensor.dtype)
+
+    def _is_end(self, node: Node) -> bool:
+        if is_item(node):
+            return node.args[0].target in self._items_of  # type: ignore[union-attr]
+        return node.target in self._ends
+
+    def _gathered(self, node: Node, shape: tuple[int, ...], dtype: torch.dtype) -> Traced | None:
+        gather = node.args[0]
+        if not isinstance(gather, Node) or gather.target is not GATHER:
+            return None
+        world_size = int(gather.args[1])  # type: ignore[arg-type]
+        if 0 in shape or shape[0] % world_size != 0:
+            return None
+        ranks = Factor(0, shape[0] // world_size, world_size)
+        return Traced(node, origin(shape), (dtype,), ranks)
+
+    def _concatenated(self, node: Node) -> Traced | None:
+        """Traces all equal parts along one dimension, in order, side by side along another one."""
+        parts: Sequence[Any] = node.args[0]  # type: ignore[assignment]
+        dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+        places = [_part_of(part) for part in parts]
+        if not places or places[0] is None:
+            return None
+        whole, along, _, _ = places[0]
+        operand, shape = self[whole], static_shape(whole)
+        if operand is None or shape is None or not isinstance(dim, int):
+            return None
+        count = len(parts)
+        if shape[along] % count != 0:
+            return None
+        step = shape[along] // count
+        if places != [(whole, along, i * step, (i + 1) * step) for i in range(count)]:
+            return None
+        cut = lead(operand.axes, along, count)
+        if cut is None:
+            return None
+        factor, rest = cut
+        return replace(operand, axes=prepend(rest, dim % len(shape), factor))
+
+    def _part(self, node: Node) -> Traced | None:
+        """Traces one of the results of splitting a gathered tensor."""
+        if not is_item(node):
+            return None
+        parts, index = node.args
+        if isinstance(parts, Node) and parts.target is aten.unbind.int:
+            whole = parts.args[0]
+            operand, shape = self[whole], static_shape(whole)
+            dim = parts.args[1] if len(parts.args) > 1 else 0
+            if operand is None or shape is None or not isinstance(dim, int):
+                return None
+            dim %= len(shape)
+            return self._sliced_by(node, operand, dim, aten.select.int, (dim, index))
+        place = _part_of(node)
+        operand = self[place[0]] if place is not None else None
+        if place is None or operand is None:
+            return None
+        return self._sliced_by(node, operand, place[1], aten.slice.Tensor, place[1:])
+
+    def _sliced(self, node: Node, operand: Traced) -> Traced | None:
+        dim = node.args[1] if len(node.args) > 1 else 0
+        shape = static_shape(node.args[0])
+        if not isinstance(dim, int) or shape is None:
+            return None
+        dim %= len(shape)
+        return self._sliced_by(node, operand, dim, node.target, (dim, *node.args[2:]))
+
+    def _sliced_by(
+        self, node: Node, operand: Traced, dim: int, target: Any, args: tuple[Any, ...]
+    ) -> Traced | None:
+        """Takes a slice of what each rank contributes as the new origin, if it keeps all ranks."""
+        shape = static_shape(node)
+        if shape is None or operand.ranks is None or not all(isinstance(a, int) for a in args):
+            return None
+        exposed = expose(operand.axes, operand.ranks)
+        if exposed is None:
+            return None
+        rank_dim, place, axes = exposed
+        if rank_dim == dim or place != 0:
+            return None
+        if target is aten.select.int and dim < rank_dim:
+            rank_dim -= 1
+        world_size = operand.ranks.size
+        ranks = Factor(rank_dim, shape[rank_dim] // world_size, world_size)
+        sliced = Sliced(replace(operand, axes=axes), target, args)
+        return replace(operand, axes=origin(shape), sliced=sliced, ranks=ranks)
+
+
+def _rearranged(
+    node: Node, operand: Traced, shape: tuple[int, ...], dtype: torch.dtype
+) -> Traced | None:
+    """Traces a view, permutation or cast of a traced tensor; None for other ops."""
+    target = node.target
+    expands_nothing = target is aten.expand.default and static_shape(node.args[0]) == shape
+    if target in _SAME or expands_nothing:
+        return operand
+    if target in _VIEWS or target in _SQUEEZES:
+        axes = view(operand.axes, shape)
+        return None if axes is None else replace(operand, axes=axes)
+    if target in _PERMUTES:
+        return replace(operand, axes=permute(operand.axes, _order(node, len(shape))))
+    if target in _CASTS:
+        return replace(operand, dtypes=(*operand.dtypes, dtype))
+    if target is aten.view.dtype:
+        # Only of gathered tensors: a sum of bits that are read as another dtype is another sum.
+        if operand.ranks is None or operand.dtypes[-1].itemsize != dtype.itemsize:
+            return None
+        return replace(operand, dtypes=(*operand.dtypes, Bits(dtype)))
+    return None
+
+
+def _order(node: Node, ndim: int) -> list[int]:
+    """Returns the order of dimensions of a permutation or transpose."""
+    if node.target is aten.permute.default:
+        return [int(d) % ndim for d in node.args[1]]  # type: ignore[union-attr]
+    order = list(range(ndim))
+    if node.target is aten.t.default:
+        return order[::-1]
+    a, b = (int(d) % ndim for d in node.args[1:3])  # type: ignore[arg-type]
+    order[a], order[b] = order[b], order[a]
+    return order
+
+
+#: (tensor, dim, begin, end)
+_Part: TypeAlias = tuple[Node, int, int, int]
+
+
+def _part_of(node: Any) -> _Part | None:
+    """Returns which part of which tensor a slice, or a result of a split, is."""
+    if not isinstance(node, Node) or static_shape(node) is None:
+        return None
+    if node.target is aten.slice.Tensor:
+        return _part_of_slice(node)
+    if is_item(node):
+        return _part_of_split(node)
+    return None
+
+
+def _part_of_slice(node: Node) -> _Part | None:
+    whole, dim, begin, _, step = (*node.args, *(0, 0, None, 1)[len(node.args) - 1 :])[:5]
+    shape, part_shape = static_shape(whole), static_shape(node)
+    begin = number_of(0 if begin is None else begin)
+    if shape is None or part_shape is None or step != 1 or begin is None:
+        return None
+    dim = int(dim) % len(shape)  # type: ignore[arg-type]
+    begin = begin + shape[dim] if begin < 0 else begin
+    return whole, dim, begin, begin + part_shape[dim]  # type: ignore[return-value]
+
+
+def _part_of_split(node: Node) -> _Part | None:
+    parts, index = node.args
+    if not isinstance(parts, Node) or parts.target not in _SPLITS or not isinstance(index, int):
+        return None
+    whole = parts.args[0]
+    dim = parts.args[2] if len(parts.args) > 2 else parts.kwargs.get("dim", 0)
+    shape, fakes = static_shape(whole), parts.meta.get("val")
+    if shape is None or fakes is None or not isinstance(dim, int):
+        return None
+    dim %= len(shape)
+    shapes = [shape_of(fake) for fake in fakes[: index + 1]]
+    if any(part is None for part in shapes):
+        return None
+    edges = [0, *itertools.accumulate(part[dim] for part in shapes if part is not None)]
+    return whole, dim, edges[index], edges[index + 1]  # type: ignore[return-value]

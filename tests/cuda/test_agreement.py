@@ -14,16 +14,11 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 import symm_cp
 from symm_cp.ops import low_contention
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
 from tests.pool import Ranks
 
 GATHER = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
 SCATTER = low_contention.CUDA_KERNELS["_low_contention_reduce_scatter"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def debugging(**more: str) -> Any:

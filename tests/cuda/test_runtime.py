@@ -13,7 +13,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import symm_cp
 from symm_cp import device, memory
 from symm_cp.ops import low_contention
-from tests.cuda.simulated import build, simulated_device, simulation
+from tests.cuda.simulated import simulated_device, simulation
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -23,11 +23,6 @@ MODES = pytest.mark.parametrize(
     ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
 )
 wait = torch.ops._c10d_functional.wait_tensor
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

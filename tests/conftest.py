@@ -22,16 +22,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeats a test on each device that its marker names."""
+    """Repeats a test with ranks on each device that its marker names."""
     marker = metafunc.definition.get_closest_marker("devices")
-    if marker is None:
+    if marker is None or "ranks" not in metafunc.fixturenames:
         return
-    marks = {"cpu": [], "simulated": [], "cuda": [pytest.mark.gpu]}
-    if "cpu" in marker.args:
-        marks["simulated"] = [pytest.mark.exhaustive]
-    metafunc.parametrize(
-        "device_name", [pytest.param(name, marks=marks[name]) for name in marker.args]
-    )
+    also_on_cpu = "cpu" in marker.args
+    marks = {
+        "cpu": (),
+        "simulated": pytest.mark.exhaustive if also_on_cpu else (),
+        "cuda": pytest.mark.gpu,
+    }
+    names = [pytest.param(name, marks=marks[name]) for name in marker.args]
+    metafunc.parametrize("device_name", names, indirect=True)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -48,24 +50,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Ranks]:
-    """The pool of rank processes; tests take it as `ranks`."""
-    made = Ranks(SESSION_SEED)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def device_name() -> str:
-    """Where the ops of the test run; parametrized by the marker `devices`."""
-    return "cpu"
-
-
-@pytest.fixture
-def ranks(pool: Ranks, device_name: str) -> Ranks:
+def ranks() -> Iterator[Ranks]:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
-    pool.device = device_name
-    return pool
+    pool = Ranks(SESSION_SEED)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def device_name(request: pytest.FixtureRequest) -> str:
+    """Where the ops of the test run; parametrized by the marker `devices`."""
+    name: str = getattr(request, "param", "cpu")
+    if "ranks" in request.fixturenames:
+        pool = request.getfixturevalue("ranks")
+        if isinstance(pool, Ranks):  # it may be a number of ranks, too
+            pool.device = name
+    return name
 
 
 @pytest.fixture(autouse=True)

@@ -55,11 +55,11 @@ def test_seeds_are_fresh_shared_and_repeatable(ranks: Ranks) -> None:
 
 
 @pytest.fixture(scope="module")
-def few(pool: Ranks) -> Iterator[Ranks]:
+def few(ranks: Ranks) -> Iterator[Ranks]:
     """A pool of its own, for tests that cost it its processes."""
-    made = Ranks(pool.session_seed, size=2)
-    yield made
-    made.close()
+    pool = Ranks(ranks.session_seed, size=2)
+    yield pool
+    pool.close()
 
 
 def fail_on(group: dist.ProcessGroup, failing: list[int], wait: float) -> None:

@@ -23,7 +23,7 @@ import symm_cp
 from symm_cp import alignment, devices, memory, tuning
 from symm_cp.ops.scaled_mm import _torch_scales_rows_on_cpu
 from tests.bits.products import watched
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
 from tests.pool import Ranks
 
 #: Several, so that two places seldom err alike.
@@ -32,11 +32,6 @@ Run = Callable[[], Any]
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 @contextmanager

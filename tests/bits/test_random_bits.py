@@ -9,14 +9,9 @@ import torch.distributed as dist
 
 from symm_cp import devices, memory
 from tests.bits.products import watched
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
 from tests.ops import test_random
 from tests.pool import Ranks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int) -> None:

@@ -14,16 +14,11 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 
 import symm_cp
 from symm_cp.ops.common import device_kernels
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
 from tests.pool import Ranks
 
 GATHER = device_kernels["_low_contention_all_gather"]
 SCATTER = device_kernels["_low_contention_reduce_scatter"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def debugging(**more: str) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import devices, memory
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
@@ -23,11 +23,6 @@ MODES = pytest.mark.parametrize(
     [{}, {"graph": True}, {"by_stream": False}, {"graph": True, "by_stream": False}],
     ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
 )
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:

@@ -14,7 +14,7 @@ import symm_cp
 from symm_cp import devices, memory, wire
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.ops.common import device_kernels
-from tests.cuda.simulated import build, simulated_device, simulation
+from tests.cuda.simulated import simulated_device, simulation
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -26,11 +26,6 @@ MODES = pytest.mark.parametrize(
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]
 wait = torch.ops._c10d_functional.wait_tensor
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

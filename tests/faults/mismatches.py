@@ -89,7 +89,7 @@ def attempt(call: Call, group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def unequal(group: dist.ProcessGroup, pair: list[tuple[Any, ...]], warm: bool) -> list[Any]:
-    """Results of a pair of calls, on ranks that made a call before or none; then of equal calls."""
+    """What comes of a pair of calls, and of equal ones after it; `warm`: after a first call."""
     for _, rows, columns, dtype, in_place in pair:
         if in_place:
             _symmetric(group, _tensor(rows, columns, dtype))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import devices, memory
 from symm_cp.devices import nvshmem
-from tests.cuda.simulated import SimulatedDevice, build, simulation
+from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.nvshmem.double import Double
 from tests.ops import test_attention, test_random
 from tests.pool import Ranks
@@ -28,11 +28,6 @@ MAPPED = {
     "all": lambda rank, pe: True,
     "pairs": lambda rank, pe: rank // 2 == pe // 2,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 class _Both(SimulatedDevice):

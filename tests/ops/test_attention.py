@@ -18,6 +18,8 @@ from tests import device
 from tests.attention_reference import Problem, check
 from tests.pool import Ranks
 
+pytestmark = device.devices(*device.NAMES)
+
 OP = torch.ops.symm_mem.fused_all_gather_attention
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

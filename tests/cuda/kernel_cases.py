@@ -16,8 +16,8 @@ from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.kernels.merge_attention import merge_attention as merge
-from symm_cp.schedule.builders import peers
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule.patterns import peers
 from tests.cuda import interpreted
 
 SMALL = Tiling(16, 16, 4, 1)

@@ -1,4 +1,4 @@
-"""What an op should take: its schedule, on a machine, with the work that one rank has."""
+"""Predicts how long an op takes: its schedule, on a machine, with the work of one rank."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
 
 @dataclass(frozen=True)
 class Work:
-    """An op of equal ranks: its schedule, and how much each step does.
+    """An op with equal work on all ranks: the variant that it runs, and the size of each step.
 
-    `kernel` gives the seconds of the kernel for one shard; `shard` and `partial` are the bytes of
-    what a rank gives to each peer to be read, and of each of its partial sums; `fresh` those of
-    the result. `op` names what a call takes when there is nothing to do.
+    `kernel` returns the seconds of the kernel for one shard. `shard` is the bytes that each peer
+    reads of a rank, `partial` those of a partial sum, `fresh` those of the newly allocated result.
+    `op` is the key of the machine's fixed cost per call.
     """
 
     op: str
@@ -28,13 +28,13 @@ class Work:
     fresh: float = 0.0
 
     def schedules(self, ranks: int) -> tuple[Schedule, ...]:
-        """One of each rank."""
+        """The schedules of all ranks."""
         return self.variant.schedules(ranks)
 
     def cost(self, machine: Machine, ranks: int) -> Cost:
-        """Returns what each step costs."""
+        """Returns the cost of each step."""
         steps = [step for lane in self.schedules(ranks)[0].lanes.values() for step in lane]
-        # A call's own cost, and that of new memory, show in its kernels and copies.
+        # Spread the fixed cost of a call, and that of new memory, over its kernels and copies.
         busy = sum(isinstance(step, (Compute, Copy)) for step in steps)
         fixed = (machine.calls.get(self.op, 0.0) + machine.fresh(self.fresh)) / max(1, busy)
         one = self.kernel(machine)
@@ -54,7 +54,7 @@ class Work:
         return cost
 
     def predict(self, machine: Machine, ranks: int, calls: int = 1) -> Timeline:
-        """Returns when everything happens in so many calls, one after the other."""
+        """Returns when each step runs in that many calls, one after the other."""
         return simulate(
             [self.schedules(ranks)] * calls,
             self.cost(machine, ranks),

@@ -262,9 +262,9 @@ def test_schedules_that_do_not_fit_together_are_refused() -> None:
     good = ALL_GATHER_AND_CONSUME.staged().schedules(2)
     with pytest.raises(ValueError, match="at least one call of at least one rank"):
         check([])
-    with pytest.raises(ValueError, match=r"calls\[1\] has 1 schedules, but world_size=2"):
+    with pytest.raises(ValueError, match=r"calls\[1\] has 1 schedules, .* world_size=2 ranks"):
         check([good, good[:1]])
-    with pytest.raises(ValueError, match=r"calls\[0\]\[0\] .* has .*=\(1, 2, 2\), but needs \(0"):
+    with pytest.raises(ValueError, match=r"calls\[0\]\[0\] .* has .*=\(1, 2, 2\), must have \(0"):
         check([good[::-1]])
-    with pytest.raises(ValueError, match=r"=\(0, 2, 1\), but needs \(0, 2, 2\)"):
+    with pytest.raises(ValueError, match=r"=\(0, 2, 1\), must have \(0, 2, 2\)"):
         check([good, ALL_GATHER_AND_CONSUME.staged().schedules(2, slots=1)])

@@ -49,7 +49,7 @@ def layers() -> list[set[str]]:
     (contract,) = (
         contract
         for contract in settings["tool"]["importlinter"]["contracts"]
-        if contract["type"] == "layers" and contract["containers"] == ["symm_cp"]
+        if contract["type"] == "layers" and contract.get("containers") == ["symm_cp"]
     )
     return [set(re.findall(r"\w+", layer)) for layer in reversed(contract["layers"])]
 

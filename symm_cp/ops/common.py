@@ -12,10 +12,14 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
+import torch.utils.checkpoint
 
 from symm_cp import native
 from symm_cp.memory import Group, GroupLike, PeerLostError, reported, resolve, unknown_group
 from symm_cp.runtime.cpu import REDUCIBLE
+
+# What a checkpoint raises as soon as it has recomputed what it needs.
+_EndOfRecomputation = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,6 +58,8 @@ def tells_peers(
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
+        except _EndOfRecomputation:  # nothing failed
+            raise
         except Exception as error:
             if op and isinstance(error, PeerLostError):
                 error.args = (f"{op}: {error}",)

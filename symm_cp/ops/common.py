@@ -12,12 +12,16 @@ from typing import Any, ParamSpec, TypeAlias, TypeVar
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
+import torch.utils.checkpoint
 
 from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
+
+# What a checkpoint raises as soon as it has recomputed what it needs.
+_EndOfRecomputation = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -56,6 +60,8 @@ def tells_peers(
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
+        except _EndOfRecomputation:  # nothing failed
+            raise
         except Exception as error:
             if op and isinstance(error, PeerLostError):
                 error.args = (f"{op}: {error}",)

@@ -301,7 +301,7 @@ def remembers(group: dist.ProcessGroup) -> None:
         q = shard.view(1, 1, -1, 1)
         if W > 1:
             with (
-                pytest.raises(ValueError, match=r"taken for those of HeadTail.*cut by Sequential"),
+                pytest.raises(ValueError, match=r"assumed to be cut by HeadTail.*cut by Sequential"),
                 symm_cp.context_parallel(mesh),
             ):
                 F.scaled_dot_product_attention(q, q, q)

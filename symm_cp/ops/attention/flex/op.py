@@ -35,14 +35,13 @@ from symm_cp.ops.attention.pipeline import (
 )
 from symm_cp.ops.attention.spec import AttentionSpec, check_tensors, rotate_method
 from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, dense_features
-from symm_cp.ops.common import attention_runs, tells_peers
+from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
 
 _OP = "flex_all_gather_attention"
 
 
-@tells_peers
 def flex_all_gather_attention(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -1,4 +1,4 @@
-"""Fused context-parallel attention against attention on keys that are there, and unfused torch.
+"""Fused context-parallel attention against attention on local keys, and unfused torch.
 
 python benchmarks/attention.py --ranks 2 --json benchmarks/results/attention.json
 """
@@ -40,7 +40,7 @@ def _leaves(tensors: Tensors) -> Tensors:
 
 
 class _GatheredKeys(torch.autograd.Function):
-    """Unfused: gathers keys or values with gloo, scatters their gradient."""
+    """Unfused: gathers keys or values with gloo, and reduce-scatters their gradient."""
 
     @staticmethod
     def forward(ctx: object, shard: torch.Tensor, group: str) -> torch.Tensor:

@@ -54,7 +54,7 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     size = group.size()
 
     def alone(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        # As many rows as are gathered, and nothing sent.
+        # As many rows as after a gather, without communication.
         return F.gelu(x.expand(size, -1, -1).reshape(-1, DIM) @ up) @ down
 
     fused = torch.compile(plain, options=inductor.compile_options(inductor.Options(strict=True)))

@@ -1,9 +1,9 @@
-"""Everything about CUDA that needs a GPU to be measured, in one command.
+"""All measurements that need a GPU, in one command.
 
     python benchmarks/cuda_suite.py --ranks 2 --json benchmarks/results/cuda_suite.json
 
-Ranks may share one GPU (they then share its time, too: ratios are what counts). Each case computes
-its result once against a reference before it is timed. The first variant is the limit.
+Ranks may share one GPU; they then share its time, so only ratios are meaningful. Each case is
+checked against a reference before it is timed. The first variant is the limit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from symm_cp.ops.common import device_kernels
 from symm_cp.schedule.layout import sequential
 
 DEVICE = "cuda"
-# SYMM_CP_SUITE_SCALE divides every size: to try the suite out.
+# SYMM_CP_SUITE_SCALE divides every size, to try the suite out.
 SCALE = int(os.environ.get("SYMM_CP_SUITE_SCALE", "1"))
 DTYPE = torch.bfloat16
 #: (name, hidden size, feed-forward size) of models; a rank has 8192 rows over W.
@@ -67,15 +67,15 @@ def normal(*shape: int, dtype: torch.dtype = DTYPE) -> torch.Tensor:
 
 
 def gathered(shard: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The definition, by way of the host: for references only."""
+    """Gathers through the host: for references only."""
     parts = [torch.empty_like(shard, device="cpu") for _ in range(group.size())]
     dist.all_gather(parts, shard.cpu(), group=group)
     return torch.cat(parts).to(DEVICE)
 
 
-def close(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
-    error = (found.double() - wanted.double()).abs().max() / wanted.double().abs().max()
-    assert error < 2**-6, f"{what}: off by {error:.2e} of the largest value"
+def close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    error = (actual.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error < 2**-6, f"{name}: wrong by {error:.2e} of the largest value"
 
 
 def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
@@ -127,7 +127,7 @@ def matmuls(group: dist.ProcessGroup) -> Iterator[Case]:
 
 
 def launches(group: dist.ProcessGroup) -> Iterator[Case]:
-    """How long the host takes to hand one op out."""
+    """How long the host takes to enqueue one op."""
     name, W = group.group_name, group.size()
     x, weight = normal(128, 128), normal(128, 128)
     many = {"host": True, "inner": 20, "repetitions": 25}
@@ -178,7 +178,7 @@ def latencies(group: dist.ProcessGroup) -> Iterator[Case]:
 
 
 def sm_copies(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
-    """An all-gather whose bytes are moved by kernels, on a stream of its own."""
+    """An all-gather whose bytes are moved by kernels, on a separate stream."""
     handle = symm_mem.rendezvous(shard, group.group_name)
     output = shard.new_empty((group.size() * shard.shape[0], *shard.shape[1:]))
     side = torch.cuda.Stream()
@@ -198,7 +198,7 @@ def sm_copies(shard: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], tor
 
 
 def kernels_of(run: Callable[[], object]) -> list[str]:
-    """The kernels that a function launches: what the profiler sees on the GPU but for copies."""
+    """Returns the kernels that a function launches, according to the profiler, except copies."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         run()
         synchronize()
@@ -207,7 +207,7 @@ def kernels_of(run: Callable[[], object]) -> list[str]:
 
 
 def contention(group: dist.ProcessGroup) -> Iterator[Case]:
-    """What a large matmul loses beside an all-gather."""
+    """How much a concurrent all-gather slows a large matmul down."""
     n = 8192 // SCALE
     a, b, out = normal(n, n), normal(n, n), normal(n, n)
     shard = symm_mem.empty(n * n // 2, device=DEVICE, dtype=DTYPE).normal_()
@@ -248,7 +248,7 @@ def contention(group: dist.ProcessGroup) -> Iterator[Case]:
 
 
 def polling(group: dist.ProcessGroup) -> Iterator[Case]:
-    """The kernel that polls, over shards that are there, against flash attention on all keys."""
+    """The polling kernel, on shards that have arrived, against flash attention on all keys."""
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     for features, causal, shards in itertools.product((64, 128), (False, True), (1, 4)):
         length = 8192 // SCALE
@@ -264,10 +264,10 @@ def polling(group: dist.ProcessGroup) -> Iterator[Case]:
 
         def run(
             tiling: Tiling | None,
-            given: Any = (q, *own, arrivals, at, chunks),
+            inputs: Any = (q, *own, arrivals, at, chunks),
             causal: bool = causal,
         ) -> Any:
-            return arrival_attention_kernel(*given, causal=causal, tiling=tiling)
+            return arrival_attention_kernel(*inputs, causal=causal, tiling=tiling)
 
         def check(
             run: Any = run, q: Any = q, k: Any = k, v: Any = v, causal: bool = causal
@@ -323,9 +323,9 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
             close(fused(q, k, v), expected, f"attention, rank {rank}")
             close(arrival(q, k, v)[0], expected, f"attention by arrival, rank {rank}")
 
-        what = f"{length // SCALE} tokens, 32 heads of {features}"
+        sizes = f"{length // SCALE} tokens, 32 heads of {features}"
         yield case(
-            f"attention forward, {what}",
+            f"attention forward, {sizes}",
             {
                 "one call on gathered keys": lambda q=q, key=key, value=value: (
                     F.scaled_dot_product_attention(q, key, value)
@@ -336,7 +336,7 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
             check=check,
         )
         yield case(
-            f"attention forward and backward, {what}",
+            f"attention forward and backward, {sizes}",
             {
                 "one call on gathered keys": lambda full=full, train=train: train(
                     F.scaled_dot_product_attention, full

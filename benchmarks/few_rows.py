@@ -1,4 +1,4 @@
-"""Few rows for large weights: by shards, whole, and what is chosen by itself.
+"""Matmuls of few rows with large weights: by shards, whole, and as the op chooses.
 
 python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 """
@@ -53,9 +53,9 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
         yield Case(
             f"up: gradient of the weight, {label}",
             {
-                "matmul alone": lambda full=full, g=grad: full.t() @ g,
+                "matmul alone": lambda full=full, grad=grad: full.t() @ grad,
                 **ways(partial(ops._fused_all_gather_weight_grad, x, [grad], 0, name)),
-                "unfused (gloo)": lambda x=x, g=grad: unfused_all_gather(x, 0, name).t() @ g,
+                "unfused (gloo)": lambda x=x, grad=grad: unfused_all_gather(x, 0, name).t() @ grad,
             },
         )
         down = torch.randn(FEED // W, HIDDEN).to(dtype)
@@ -63,10 +63,10 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
         yield Case(
             f"down: matmul-reduce-scatter, {label}",
             {
-                "matmul alone": lambda g=grad, down=down: g @ down,
+                "matmul alone": lambda grad=grad, down=down: grad @ down,
                 **ways(scatter),
-                "unfused (gloo)": lambda g=grad, down=down: unfused_reduce_scatter(
-                    g @ down, "sum", 0, name
+                "unfused (gloo)": lambda grad=grad, down=down: unfused_reduce_scatter(
+                    grad @ down, "sum", 0, name
                 ),
             },
         )

@@ -1,10 +1,9 @@
-"""What the simulator says of the CPU backend, against what the ops take.
+"""Simulated against measured times of ops on CPU.
 
     python benchmarks/predictions.py --ranks 2 --json benchmarks/results/predictions_2.json
 
-Machine and kernels are measured in the same run, on all ranks at once, so that what the ranks take
-from each other (memory, and cores where there are fewer than ranks) is in them; the schedule does
-the rest, as in `symm-cp trace`.
+Machine and kernels are measured in the same run, on all ranks at once, so that contention for
+memory and cores is included; the rest is the schedule, as in `symm-cp trace`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cost curves: each op over its sizes, and over the number of ranks; and where they bend.
+"""Cost curves: each op over its sizes, and over the number of ranks; and cliffs in them.
 
     python benchmarks/scaling.py --json benchmarks/results/scaling.json
 
@@ -45,7 +45,7 @@ def bench(kind: str, shapes: str, ranks: str, seconds: str) -> list[dict[str, An
 
 
 def cliffs(rows: list[dict[str, Any]]) -> Iterator[str]:
-    """Tells where the ratio to the limit more than doubles from one size to the next."""
+    """Yields where the ratio to the limit more than doubles from one size to the next."""
     for kind in dict.fromkeys(row["kind"] for row in rows):
         curve = sorted((row for row in rows if row["kind"] == kind), key=lambda row: row["size"])
         for before, after in itertools.pairwise(curve):
@@ -59,17 +59,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="write the rows, the machine and the date here")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write plots (PNG) there")
-    given = parser.parse_args()
+    args = parser.parse_args()
     by_size = [row for kind, shapes in SIZES.items() for row in bench(kind, shapes, "2", "1.5")]
     by_ranks = [row for kind, shapes in RANKS.items() for row in bench(kind, shapes, "1..16", "1")]
-    found = list(cliffs(by_size))
-    print("\n".join(found) or "no cliffs")
-    if given.plot is not None:
-        plots.draw(given.plot / "sizes", by_size)
-        plots.draw(given.plot / "ranks", by_ranks)
-    if given.json is not None:
+    steep = list(cliffs(by_size))
+    print("\n".join(steep) or "no cliffs")
+    if args.plot is not None:
+        plots.draw(args.plot / "sizes", by_size)
+        plots.draw(args.plot / "ranks", by_ranks)
+    if args.json is not None:
         head = report.heading(["python", *sys.argv], "cpu")
-        report.write_json(given.json, {**head, "cliffs": found}, [*by_size, *by_ranks])
+        report.write_json(args.json, {**head, "cliffs": steep}, [*by_size, *by_ranks])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What recording costs an op.
+"""The overhead of recording a timeline.
 
 python benchmarks/tracing.py --ranks 2 --json benchmarks/results/tracing.json
 """

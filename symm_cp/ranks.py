@@ -1,4 +1,4 @@
-"""Starts the ranks of a command of `symm-cp`, and ends them all when one fails.
+"""Starts the ranks of `symm-cp` commands and benchmarks, and ends them all when one fails.
 
 A rank is a process that runs the same command line, with its rank in the environment and the folder
 of the group's store as an argument. Under torchrun the ranks are running already.
@@ -60,25 +60,29 @@ def check_device(device: str) -> None:
         raise ValueError("--device cuda: torch finds no CUDA device; see symm-cp doctor")
 
 
-def exit_as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> NoReturn:
-    """Runs `work` as one of the ranks, and ends the process with the exit code that it returns."""
-    code = _run_as_rank(work, rendezvous)
+def exit_as_rank(
+    work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None, backend: str | None = None
+) -> NoReturn:
+    """Runs `work` as one of the ranks, and ends the process with the exit code that it returns.
+
+    The default backend is gloo for CPU, and NCCL for CUDA if each rank has a GPU.
+    """
+    code = _run_as_rank(work, rendezvous, backend)
     # Skips the interpreter's shutdown, which threads of gloo that hold tensors sometimes abort.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _run_as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None) -> int:
+def _run_as_rank(
+    work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None, backend: str | None
+) -> int:
     torch.set_num_threads(1)
-    rank, world_size, backend = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "gloo"
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
-        gpus = torch.cuda.device_count()
-        torch.cuda.set_device(rank % gpus)
-        # NCCL requires a GPU for each rank.
-        backend = "cpu:gloo,cuda:nccl" if gpus >= world_size else "cpu:gloo,cuda:gloo"
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        backend,
+        backend or _default_backend(world_size),
         init_method=f"file://{rendezvous / 'store'}" if rendezvous is not None else "env://",
         rank=rank,
         world_size=world_size,
@@ -90,19 +94,32 @@ def _run_as_rank(work: Callable[[dist.ProcessGroup], int], rendezvous: Path | No
     return code
 
 
+def _default_backend(world_size: int) -> str:
+    if not torch.cuda.is_available():
+        return "gloo"
+    # NCCL requires a GPU for each rank.
+    one_each = torch.cuda.device_count() >= world_size
+    return "cpu:gloo,cuda:nccl" if one_each else "cpu:gloo,cuda:gloo"
+
+
 def run_ranks(command: str, world_size: int, arguments: Sequence[str]) -> int:
     """Runs `symm-cp` with these arguments on `world_size` ranks; returns the worst exit code.
 
     Returns 2 if a rank ended with another code than 0 or 1, and prints that as a failure of
     `command`.
     """
+    return run_program(f"symm-cp {command}", world_size, ["-m", "symm_cp", *arguments])
+
+
+def run_program(name: str, world_size: int, arguments: Sequence[str]) -> int:
+    """As `run_ranks`, for a program that Python runs with these arguments."""
     with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
         # argparse takes the last of two --rendezvous.
         codes = _run([*arguments, "--rendezvous", folder], world_size)
     failed = {rank: code for rank, code in enumerate(codes) if code not in (0, 1)}
     for rank, code in failed.items():
         reason = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        print(f"symm-cp {command}: rank {rank} {reason}", file=sys.stderr)
+        print(f"{name}: rank {rank} {reason}", file=sys.stderr)
     return 2 if failed else max(codes)
 
 
@@ -119,7 +136,7 @@ def _start(rank: int, world_size: int, arguments: Sequence[str]) -> subprocess.P
     if 0 < torch.cuda.device_count() < world_size:
         # Lets torch allocate symmetric memory for ranks that share a GPU.
         env.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    return subprocess.Popen([sys.executable, "-m", "symm_cp", *arguments], env=env)
+    return subprocess.Popen([sys.executable, *arguments], env=env)
 
 
 def _run(arguments: Sequence[str], world_size: int) -> list[int]:

@@ -54,7 +54,7 @@ def test_doctor_finds_a_working_backend() -> None:
         assert bool(finding["advice"]) == (finding["state"] == "missing"), finding
 
 
-def test_doctor_tells_what_was_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_lists_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
     calibrated, tuned = doctor_module.measured()
     assert (calibrated.state, tuned.state) == ("missing", "missing")
@@ -73,7 +73,7 @@ def test_doctor_tells_what_was_measured(tmp_path: Path, monkeypatch: pytest.Monk
     assert "symm-cp calibrate --ranks 4" in four.advice
 
 
-def test_doctor_puts_what_is_not_needed_into_one_line() -> None:
+def test_doctor_lists_unneeded_ops_on_one_line() -> None:
     findings = doctor_module.op_findings()
     assert not [finding for finding in findings if finding.detail in ("none", "Meta")]
     (others,) = (finding for finding in findings if finding.name == "others")

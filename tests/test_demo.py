@@ -1,4 +1,4 @@
-"""The main job as a user runs it, on sizes that take seconds; and its verdict on wrong results."""
+"""`symm-cp demo` as a command, on sizes that take seconds; and its verdict on wrong results."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def test_losses_agree(
     out = tmp_path / "out.json"
     split = ["--ranks", str(ranks), "--cp", str(cp)]
     assert main(["demo", *TINY, *split, "--text", str(text), "--json", str(out)]) == 0
-    said = capfd.readouterr().out
-    assert "losses agree" in said
-    assert (f"{ranks // cp} x {cp} ranks" in said) == (cp > 1)
+    printed = capfd.readouterr().out
+    assert "losses agree" in printed
+    assert (f"{ranks // cp} x {cp} ranks" in printed) == (cp > 1)
     report = json.loads(out.read_text())
     assert report["agree"]
     assert len(report["losses"]["fused"]) == 3
@@ -46,7 +46,7 @@ def test_losses_agree(
 
 
 def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
-    """What the passes would leave alone is an error there."""
+    """With `strict`: a collective that stays unfused is an error."""
     split = ["--ranks", "2", "--cp", "2", "--layers", "1"]
     assert main(["demo", *TINY, "--compile", *split]) == 0
     assert "losses agree" in capfd.readouterr().out
@@ -63,12 +63,12 @@ def test_under_torchrun() -> None:
 
 
 def result(fused: list[float]) -> Result:
-    exact = [5.5, 5.0]
+    dense = [5.5, 5.0]
     return Result(
         options=demo_arguments.check(parsed(), {}),
         text="",
         parameters=1,
-        losses={DENSE: exact, UNFUSED: exact, FUSED: fused, COMPUTE: [0.0, 0.0]},
+        losses={DENSE: dense, UNFUSED: dense, FUSED: fused, COMPUTE: [0.0, 0.0]},
         seconds={DENSE: [4.0] * 2, UNFUSED: [3.0] * 2, FUSED: [2.25] * 2, COMPUTE: [2.0] * 2},
     )
 
@@ -81,7 +81,7 @@ def test_losses_that_differ_are_noticed(fused: list[float]) -> None:
 
 
 def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
-    """A kernel whose result is off by a hundredth is enough, in a model this small."""
+    """A kernel whose result is wrong by one percent suffices, even in a model this small."""
     (tmp_path / "sitecustomize.py").write_text(
         "import torch\n"
         "original = torch.mm\n"
@@ -121,7 +121,7 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
         (["--steps", "0"], "must be a whole number of at least 1"),
     ],
 )
-def test_arguments_that_do_not_fit(
+def test_wrong_arguments(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     try:

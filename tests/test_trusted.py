@@ -1,4 +1,4 @@
-"""Files and folders that another user could change are refused, at every step of the way.
+"""Files and folders that another user could change are refused, at every step of a path.
 
 Works as root and as an ordinary user: other users are simulated by what `owners` says.
 """
@@ -29,7 +29,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def as_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What lies below `tmp_path` belongs to another user than the one who looks at it."""
+    """Makes everything below `tmp_path` belong to another user."""
     real, above = os.fstat, {path.stat().st_ino for path in (tmp_path, *tmp_path.parents)}
 
     def fstat(fd: int) -> os.stat_result:
@@ -51,7 +51,7 @@ def nothing_stays_open() -> Iterator[None]:
     assert descriptors() == before
 
 
-def test_what_is_written_is_read(place: Path) -> None:
+def test_read_returns_what_was_written(place: Path) -> None:
     assert trusted.read(place) == b"content"
     trusted.write(place, b"other")
     assert trusted.read(place) == b"other"
@@ -91,7 +91,7 @@ def test_a_folder_on_the_way_that_others_can_write(place: Path, level: int, mode
     assert place.read_bytes() == b"content"
 
 
-def test_a_sticky_folder_is_as_good_as_what_is_in_it(place: Path) -> None:
+def test_sticky_folders_are_trusted(place: Path) -> None:
     place.parents[1].chmod(0o1777)
     assert trusted.read(place) == b"content"
 
@@ -130,7 +130,7 @@ def test_a_folder_from_outside_of_the_user_namespace(
         trusted.read(place)
 
 
-def test_links_of_trusted_users_lead_on(place: Path, tmp_path: Path) -> None:
+def test_links_of_trusted_users_are_followed(place: Path, tmp_path: Path) -> None:
     (tmp_path / "absolute").symlink_to(place.parent)
     (tmp_path / "relative").symlink_to("outer/../outer/inner")
     (tmp_path / "both").symlink_to("absolute")
@@ -141,7 +141,7 @@ def test_links_of_trusted_users_lead_on(place: Path, tmp_path: Path) -> None:
         trusted.read(tmp_path / "loop" / "file")
 
 
-def test_links_of_other_users_do_not(
+def test_links_of_other_users_are_refused(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link = tmp_path / "link"
@@ -172,7 +172,7 @@ def test_a_link_instead_of_a_file_is_refused(place: Path, tmp_path: Path) -> Non
     assert trusted.read(link) == b"new"
 
 
-def test_what_is_no_file(place: Path) -> None:
+def test_only_regular_files(place: Path) -> None:
     os.mkfifo(place.with_name("fifo"))
     for name in ("fifo", "."):
         with pytest.raises(OSError, match=r"not a regular file|directory"):
@@ -232,6 +232,6 @@ def test_outputs_do_not_follow_the_links_of_others(
         with pytest.raises(trusted.UntrustedError, match=f"{what} of another user"):
             trusted.write_output(path, "text")
     assert victim.read_text() == "precious"
-    tmp_path.chmod(0o755)  # no folder that everybody can write: shared on purpose
+    tmp_path.chmod(0o755)  # only its owner can write: the user chose it
     trusted.write_output(victim, "text")
     assert victim.read_text() == "text"

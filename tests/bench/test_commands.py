@@ -1,4 +1,4 @@
-"""`symm-cp bench`, `trace`, `calibrate` and `tune` as a user runs them, on tiny sizes."""
+"""`symm-cp bench`, `trace`, `calibrate` and `tune` as commands, on tiny sizes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from symm_cp.schedule.machine import CURVES, machine
 
 @pytest.fixture
 def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command, whose ranks are processes, and returns what was printed."""
+    """Runs a command, with ranks as processes, and returns its output."""
 
     def go(*arguments: object) -> str:
         code = main([str(argument) for argument in arguments])
@@ -59,17 +59,17 @@ def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
 
 
 def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> None:
-    """One after the other, as they build upon each other."""
+    """In one test, because each uses the results of the one before."""
     here = tmp_path / "machine.toml"
     run("calibrate", "--seconds", "0.001", "--out", here)
-    found = machine(str(here))
-    assert found.name == report.processor()
-    assert {kind.split(".")[0] for kind in found.curves} == set(CURVES)
-    assert 1e7 < found.flops < 1e14
+    calibrated = machine(str(here))
+    assert calibrated.name == report.processor()
+    assert {kind.split(".")[0] for kind in calibrated.curves} == set(CURVES)
+    assert 1e7 < calibrated.flops < 1e14
     for nbytes in (1e4, 1e7):
-        assert nbytes / 1e13 < found.copy(nbytes) < nbytes / 1e5
-    assert found.matmul(2e9, "float32") > found.matmul(1e6, "float32") > 0
-    assert all(0 < seconds < 1 for seconds in found.calls.values())
+        assert nbytes / 1e13 < calibrated.copy(nbytes) < nbytes / 1e5
+    assert calibrated.matmul(2e9, "float32") > calibrated.matmul(1e6, "float32") > 0
+    assert all(0 < seconds < 1 for seconds in calibrated.calls.values())
 
     out, plot = tmp_path / "trace.json", tmp_path / "trace.png"
     files = ("--machine", here, "--out", out, "--plot", plot)
@@ -105,7 +105,7 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
 def test_trace_on_a_machine_that_was_never_calibrated(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It measures briefly, says so, and keeps nothing that would change what ops do."""
+    """It measures briefly, says so, and saves nothing that ops would use."""
     (tmp_path / "cache").mkdir(mode=0o755)
     (tmp_path / "cache" / native.cache_key()).symlink_to(native.library_path().parent)
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path / "cache"))
@@ -132,7 +132,7 @@ def test_files_that_another_user_could_change_are_not_used(
 
 
 @pytest.mark.parametrize("out", ["machine", "tuned"])
-def test_what_is_kept_replaces_links_in_the_cache(
+def test_saved_files_replace_links_in_the_cache(
     out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     victim, place = tmp_path / "victim", tmp_path / "cache" / out
@@ -171,7 +171,7 @@ def test_what_is_kept_replaces_links_in_the_cache(
         ),
     ],
 )
-def test_arguments_that_do_not_fit(
+def test_wrong_arguments(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Refused before any rank is started."""
@@ -180,7 +180,7 @@ def test_arguments_that_do_not_fit(
 
 
 @pytest.mark.parametrize("command", ["bench", "tune"])
-def test_a_gpu_that_is_not_there(
+def test_a_missing_gpu(
     command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -1,4 +1,4 @@
-"""The jobs: each variant computes the same, and wrong results are noticed; which jobs are asked."""
+"""Jobs: all variants compute the same result, wrong results are noticed, shapes are parsed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, checked)
 
 
-def spoilt(group: dist.ProcessGroup) -> None:
+def wrong_result(group: dist.ProcessGroup) -> None:
     job = jobs.gather_matmul(Setting(group), 8, 8, 8)
     multiply = torch.mm
     torch.mm = lambda *args, **kwargs: multiply(*args, **kwargs).mul_(1.01)
@@ -53,11 +53,11 @@ def spoilt(group: dist.ProcessGroup) -> None:
 
 
 def test_a_wrong_result_is_noticed(ranks: Ranks) -> None:
-    ranks.run(2, spoilt)
+    ranks.run(2, wrong_result)
 
 
 def bytes_moved(group: dist.ProcessGroup) -> None:
-    """The sizes that predictions go by are those of the tensors."""
+    """The sizes for predictions are those of the tensors."""
     W = group.size()
     work = jobs.gather_matmul(Setting(group, BF16), 6, 8, 4).work
     assert (work.shard, work.partial, work.fresh) == (6 * 8 * 2, 0, W * 6 * 4 * 2)
@@ -75,8 +75,8 @@ def test_sizes_of_predictions(ranks: Ranks) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", sorted(MODELS))
-def test_models_have_all_their_weights(name: str, ranks: int) -> None:
-    """Over the ranks, the matmuls of a layer are all its weights, for each token."""
+def test_matmuls_of_a_model_use_all_its_weights(name: str, ranks: int) -> None:
+    """Over all ranks, each token is multiplied with all weights of a layer."""
     model = MODELS[name]
     jobs_of_layer = list(shapes.wanted("matmul", name, ranks, 512))
     assert [job.kind for job in jobs_of_layer] == [
@@ -111,6 +111,6 @@ def test_sizes_in_bytes() -> None:
         ("train", "64x2", "FEATURESxLAYERSxTOKENS"),
     ],
 )
-def test_shapes_that_make_no_sense(kind: str, text: str, message: str) -> None:
+def test_malformed_shapes(kind: str, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         list(shapes.wanted(kind, text, 3, 100))

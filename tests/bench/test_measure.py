@@ -1,4 +1,4 @@
-"""What is made of times: medians, ratios, intervals, the overlap."""
+"""Statistics of times: medians, ratios, intervals, the overlap."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def noisy(center: float, noise: float, count: int = 40) -> list[float]:
 
 
 def test_overlap_by_hand() -> None:
-    found = row([1.0] * 5, [2.0] * 5, [1.25] * 5)
-    overlap = found.overlap()
+    measured_row = row([1.0] * 5, [2.0] * 5, [1.25] * 5)
+    overlap = measured_row.overlap()
     assert overlap is not None
     assert overlap.value == pytest.approx(0.75)
     assert overlap.interval == pytest.approx((0.75, 0.75))
     assert overlap.is_conclusive
-    assert found.ratio(UNFUSED) == 2.0
-    assert found.as_dict()["overlap"]["value"] == pytest.approx(0.75)
-    # What costs nothing cannot be hidden, only be made worse.
+    assert measured_row.ratio(UNFUSED) == 2.0
+    assert measured_row.as_dict()["overlap"]["value"] == pytest.approx(0.75)
+    # Communication that takes no time cannot be hidden; the fused op can only be slower.
     for fused, value in ((0.9, 1.0), (1.1, 0.0)):
         overlap = row([1.0] * 5, [1.0] * 5, [fused] * 5).overlap()
         assert overlap is not None
@@ -51,11 +51,11 @@ def test_noise_shows() -> None:
 
 
 def test_ratios_are_taken_within_repetitions() -> None:
-    """A machine that slows down does so for all variants of a repetition."""
+    """Drift of the machine's speed affects all variants of a repetition equally."""
     drift = [1.0, 2.0, 4.0, 8.0, 16.0]
-    found = row(drift, [2 * t for t in drift], [1.5 * t for t in drift])
-    assert found.ratio(UNFUSED) == 2.0
-    assert found.ratio_interval(FUSED) == (1.5, 1.5)
+    drifting = row(drift, [2 * t for t in drift], [1.5 * t for t in drift])
+    assert drifting.ratio(UNFUSED) == 2.0
+    assert drifting.ratio_interval(FUSED) == (1.5, 1.5)
 
 
 def test_an_interval_holds_the_mean_of_what_it_was_drawn_from() -> None:
@@ -65,7 +65,7 @@ def test_an_interval_holds_the_mean_of_what_it_was_drawn_from() -> None:
         sample = [draw.gauss(5.0, 1.0) for _ in range(30)]
         low, high = bootstrap(lambda column: sum(column) / len(column), sample)
         inside += low <= 5.0 <= high
-    assert 86 <= inside <= 100  # 95, give or take
+    assert 86 <= inside <= 100  # 95 on average
 
 
 def test_durations() -> None:
@@ -93,20 +93,20 @@ def measured(group: dist.ProcessGroup) -> tuple[dict[str, int], Row]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_all_ranks_have_the_same_row(ranks: Ranks, world_size: int) -> None:
     results = ranks.run(world_size, measured)
-    for calls, found in results:
+    for calls, measured_row in results:
         assert calls == {"one": 27, "two": 27, "check": 1}  # two to warm up
-        assert found == results[0][1]
-        assert [len(times) for times in found.seconds.values()] == [7, 7]
+        assert measured_row == results[0][1]
+        assert [len(times) for times in measured_row.seconds.values()] == [7, 7]
 
 
 def refused(group: dist.ProcessGroup) -> None:
     def wrong() -> None:
-        raise AssertionError("it computes wrongly")
+        raise AssertionError("wrong result")
 
     case = Case("wrong", {LIMIT: lambda: None}, wrong)
-    with pytest.raises(AssertionError, match="computes wrongly"):
+    with pytest.raises(AssertionError, match="wrong result"):
         measure.measure(case, group)
 
 
-def test_what_computes_wrongly_is_not_timed(ranks: Ranks) -> None:
+def test_wrong_results_are_not_timed(ranks: Ranks) -> None:
     ranks.run(2, refused)

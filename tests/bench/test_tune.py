@@ -1,4 +1,4 @@
-"""`symm-cp tune attention` on ranks whose GPUs are simulated, with the pipeline for both ways."""
+"""`symm-cp tune attention` on simulated GPUs, with the pipeline standing in for both ways."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_attention_is_tuned(ranks: Ranks, world_size: int, tmp_path: Path) -> No
     path = tmp_path / "tuned.json"
     path.write_text('{"kept": "whole"}')
     assert ranks.run(world_size, tunes, str(path), world_size) == [0] * world_size
-    found = json.loads(path.read_text())
-    assert found.pop("kept") == "whole"
+    choices = json.loads(path.read_text())
+    assert choices.pop("kept") == "whole"
     keys = ("full 1 chunks", "causal 2 chunks")
-    assert found.keys() == {f"all_gather_attention bfloat16 1x4x2x8x8x64 {key}" for key in keys}
-    assert set(found.values()) <= set(tuning.ATTENTION_WAYS)
+    assert choices.keys() == {f"all_gather_attention bfloat16 1x4x2x8x8x64 {key}" for key in keys}
+    assert set(choices.values()) <= set(tuning.ATTENTION_WAYS)
 
 
 def test_ranks_that_share_a_gpu_do_not_poll(ranks: Ranks, tmp_path: Path) -> None:

@@ -12,39 +12,41 @@ import torch.nn.functional as F
 from tests.inductor.graphs import ATTENTION, GraphCase, gather
 
 
-def attend(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g))
+def attend(group: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, gather(k, 2, group), gather(v, 2, group))
 
 
-def attend_stacked(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, *gather(torch.stack([k, v]), 3, g).unbind(0))
+def attend_stacked(group: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, *gather(torch.stack([k, v]), 3, group).unbind(0))
 
 
-def attend_joined(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, *gather(torch.cat([k, v], -1), 2, g).chunk(2, -1))
+def attend_joined(group: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, *gather(torch.cat([k, v], -1), 2, group).chunk(2, -1))
 
 
-def attend_causal(g: Any, q: Any, k: Any, v: Any) -> Any:
+def attend_causal(group: Any, q: Any, k: Any, v: Any) -> Any:
     n = q.shape[2]
-    rows = torch.arange(n) + dist.get_rank(g) * n
-    mask = rows[:, None] >= torch.arange(n * dist.get_world_size(g))
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
+    rows = torch.arange(n) + dist.get_rank(group) * n
+    mask = rows[:, None] >= torch.arange(n * dist.get_world_size(group))
+    return F.scaled_dot_product_attention(q, gather(k, 2, group), gather(v, 2, group), mask)
 
 
-def attend_upper_left(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), is_causal=True)
+def attend_upper_left(group: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(
+        q, gather(k, 2, group), gather(v, 2, group), is_causal=True
+    )
 
 
-def attend_window(g: Any, q: Any, k: Any, v: Any) -> Any:
+def attend_window(group: Any, q: Any, k: Any, v: Any) -> Any:
     n = q.shape[2]
-    offset = torch.arange(n * dist.get_world_size(g)) - torch.arange(n)[:, None]
+    offset = torch.arange(n * dist.get_world_size(group)) - torch.arange(n)[:, None]
     mask = offset.abs() < 3
-    return F.scaled_dot_product_attention(q, gather(k, 2, g), gather(v, 2, g), mask)
+    return F.scaled_dot_product_attention(q, gather(k, 2, group), gather(v, 2, group), mask)
 
 
-def attend_as(kernel: str, g: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
+def attend_as(kernel: str, group: Any, q: Any, k: Any, v: Any, mask: Any = None) -> Any:
     """As `F.scaled_dot_product_attention` is traced on CUDA."""
-    full = gather(k, 2, g), gather(v, 2, g)
+    full = gather(k, 2, group), gather(v, 2, group)
     if not torch.compiler.is_compiling():
         return F.scaled_dot_product_attention(q, *full, mask)
     op = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
@@ -57,16 +59,16 @@ def attend_as(kernel: str, g: Any, q: Any, k: Any, v: Any, mask: Any = None) -> 
     return op(q, *full, mask, True)[0]
 
 
-def attend_as_causal(kernel: str, g: Any, *tensors: Any) -> Any:
+def attend_as_causal(kernel: str, group: Any, *tensors: Any) -> Any:
     n = tensors[0].shape[2]
-    rows = torch.arange(n) + dist.get_rank(g) * n
+    rows = torch.arange(n) + dist.get_rank(group) * n
     return attend_as(
-        kernel, g, *tensors, mask=rows[:, None] >= torch.arange(n * dist.get_world_size(g))
+        kernel, group, *tensors, mask=rows[:, None] >= torch.arange(n * dist.get_world_size(group))
     )
 
 
-def attend_over_heads(g: Any, q: Any, k: Any, v: Any) -> Any:
-    return F.scaled_dot_product_attention(q, gather(k, 1, g), gather(v, 1, g))
+def attend_over_heads(group: Any, q: Any, k: Any, v: Any) -> Any:
+    return F.scaled_dot_product_attention(q, gather(k, 1, group), gather(v, 1, group))
 
 
 HEADS = (2, 3, 4, 8)

@@ -46,7 +46,7 @@ def scatter(x: torch.Tensor, dim: int, group: Any, op: str = "sum") -> torch.Ten
 
 @dataclass
 class Compiled:
-    """What came out: results, gradients, the decisions and the names of all ops that ran."""
+    """Results, gradients, decisions and the names of all ops that ran."""
 
     results: list[torch.Tensor]
     grads: list[torch.Tensor]
@@ -77,9 +77,9 @@ def through_passes(
         gm.recompile()
         return min_cut_rematerialization_partition(gm, joint, **kwargs)
 
-    def infer(gm: torch.fx.GraphModule, given: Any) -> Any:
+    def infer(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         Pass("joint", fuse_joint, options, None)(gm.graph)
-        return compile_one(gm, given)
+        return compile_one(gm, inputs)
 
     backend = aot_autograd(
         fw_compiler=compile_one,
@@ -103,11 +103,11 @@ def run(
     """Results and gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = fn(*inputs)
-        results = [found] if isinstance(found, torch.Tensor) else list(found)
+        output = fn(*inputs)
+        results = [output] if isinstance(output, torch.Tensor) else list(output)
         leaves = [t for t in inputs if t.requires_grad]
         leaves += module.parameters() if module is not None else ()
         outputs = [t.sin().sum() for t in results if t.requires_grad]
         grads = list(torch.autograd.grad(outputs, leaves)) if outputs else []
-        grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+        grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     return [t.detach() for t in results], grads

@@ -18,156 +18,156 @@ from symm_cp.inductor.options import Options
 from tests.inductor.graphs import AG, RS, GraphCase, gather, scatter
 
 
-def gather_rows(g: Any, x: Any, w: Any) -> Any:
-    return gather(x, 0, g) @ w
+def gather_rows(group: Any, x: Any, w: Any) -> Any:
+    return gather(x, 0, group) @ w
 
 
-def gather_middle(g: Any, x: Any, w: Any) -> Any:
-    return gather(x, 1, g) @ w
+def gather_middle(group: Any, x: Any, w: Any) -> Any:
+    return gather(x, 1, group) @ w
 
 
-def gather_columns(g: Any, x: Any, w: Any) -> Any:
-    return gather(x, 2, g) @ w
+def gather_columns(group: Any, x: Any, w: Any) -> Any:
+    return gather(x, 2, group) @ w
 
 
-def gather_negative(g: Any, x: Any, w: Any) -> Any:
-    return gather(x, -2, g) @ w
+def gather_negative(group: Any, x: Any, w: Any) -> Any:
+    return gather(x, -2, group) @ w
 
 
-def gather_for_many(g: Any, x: Any, w: Any, u: Any) -> Any:
-    full = gather(x, 1, g)
+def gather_for_many(group: Any, x: Any, w: Any, u: Any) -> Any:
+    full = gather(x, 1, group)
     return full @ w, (full @ u).relu()
 
 
-def gather_in_turn(g: Any, x: Any, w: Any, u: Any) -> Any:
-    full = gather(x, 0, g)
+def gather_in_turn(group: Any, x: Any, w: Any, u: Any) -> Any:
+    full = gather(x, 0, group)
     first = full @ w
     return first, full @ (u + first.sum())  # the second needs the first
 
 
-def gather_with_bias(g: Any, x: Any, w: Any, b: Any) -> Any:
-    return F.linear(gather(x, 1, g), w.mT, b)
+def gather_with_bias(group: Any, x: Any, w: Any, b: Any) -> Any:
+    return F.linear(gather(x, 1, group), w.mT, b)
 
 
-def gather_used_elsewhere(g: Any, x: Any, w: Any) -> Any:
-    full = gather(x, 1, g)
+def gather_used_elsewhere(group: Any, x: Any, w: Any) -> Any:
+    full = gather(x, 1, group)
     return full @ w, full.exp()
 
 
-def gather_then_heads(g: Any, x: Any, w: Any) -> Any:
+def gather_then_heads(group: Any, x: Any, w: Any) -> Any:
     # (B, S, H, E) as attention has it, heads flattened for a projection.
-    return gather(x, 1, g).transpose(1, 2).transpose(1, 2).flatten(2) @ w
+    return gather(x, 1, group).transpose(1, 2).transpose(1, 2).flatten(2) @ w
 
 
-def gather_transposed(g: Any, x: Any, w: Any) -> Any:
-    return gather(x, 0, g).transpose(0, 1) @ w  # sequence first, batch first for the matmul
+def gather_transposed(group: Any, x: Any, w: Any) -> Any:
+    return gather(x, 0, group).transpose(0, 1) @ w  # sequence first, batch first for the matmul
 
 
-def gather_cast(g: Any, x: Any, w: Any) -> Any:
-    return gather(x, 0, g).float() @ w.float()
+def gather_cast(group: Any, x: Any, w: Any) -> Any:
+    return gather(x, 0, group).float() @ w.float()
 
 
-def gather_cast_both(g: Any, x: Any, w: Any) -> Any:
-    full = gather(x, 0, g)
+def gather_cast_both(group: Any, x: Any, w: Any) -> Any:
+    full = gather(x, 0, group)
     return full.float() @ w.float(), full * 2
 
 
-def gather_by_slices(g: Any, x: Any, w: Any) -> Any:
-    full = funcol.all_gather_tensor(x, 0, g)
+def gather_by_slices(group: Any, x: Any, w: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, group)
     parts = full.split(x.shape[0])
     return torch.cat(list(parts), 1) @ w
 
 
-def gather_swapped(g: Any, x: Any, w: Any) -> Any:
-    parts = funcol.all_gather_tensor(x, 0, g).split(x.shape[0])
+def gather_swapped(group: Any, x: Any, w: Any) -> Any:
+    parts = funcol.all_gather_tensor(x, 0, group).split(x.shape[0])
     return torch.cat(list(parts)[::-1], 1) @ w
 
 
-def gather_twice_the_same(g: Any, x: Any, w: Any) -> Any:
-    parts = funcol.all_gather_tensor(x, 0, g).split(x.shape[0])
+def gather_twice_the_same(group: Any, x: Any, w: Any) -> Any:
+    parts = funcol.all_gather_tensor(x, 0, group).split(x.shape[0])
     return torch.cat([parts[0] for _ in parts], 1) @ w
 
 
-def gather_overlapping(g: Any, x: Any, w: Any) -> Any:
-    full, n = funcol.all_gather_tensor(x, 0, g), x.shape[0]
+def gather_overlapping(group: Any, x: Any, w: Any) -> Any:
+    full, n = funcol.all_gather_tensor(x, 0, group), x.shape[0]
     return torch.cat([full[i : i + n] for i in range(full.shape[0] // n)], 1) @ w
 
 
-def gather_halves(g: Any, x: Any, w: Any) -> Any:
-    full = funcol.all_gather_tensor(x, 0, g)
+def gather_halves(group: Any, x: Any, w: Any) -> Any:
+    full = funcol.all_gather_tensor(x, 0, group)
     return full[: full.shape[0] // 2] @ w
 
 
-def gather_on_the_right(g: Any, x: Any, w: Any) -> Any:
-    return w @ funcol.all_gather_tensor(x, 0, g)
+def gather_on_the_right(group: Any, x: Any, w: Any) -> Any:
+    return w @ funcol.all_gather_tensor(x, 0, group)
 
 
-def gather_summed_over(g: Any, x: Any, w: Any) -> Any:
-    return funcol.all_gather_tensor(x, 0, g).mT @ w
+def gather_summed_over(group: Any, x: Any, w: Any) -> Any:
+    return funcol.all_gather_tensor(x, 0, group).mT @ w
 
 
-def gather_alone(g: Any, x: Any) -> Any:
-    return funcol.all_gather_tensor(x, 0, g).exp()
+def gather_alone(group: Any, x: Any) -> Any:
+    return funcol.all_gather_tensor(x, 0, group).exp()
 
 
-def gather_two(g: Any, x: Any, y: Any, w: Any) -> Any:
-    return gather(x, 0, g) @ w, gather(y, 0, g) @ w
+def gather_two(group: Any, x: Any, y: Any, w: Any) -> Any:
+    return gather(x, 0, group) @ w, gather(y, 0, group) @ w
 
 
-def scatter_rows(g: Any, x: Any, w: Any) -> Any:
-    return scatter(x @ w, 0, g)
+def scatter_rows(group: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 0, group)
 
 
-def scatter_middle(g: Any, x: Any, w: Any) -> Any:
-    return scatter(x @ w, 1, g)
+def scatter_middle(group: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 1, group)
 
 
-def scatter_columns(g: Any, x: Any, w: Any) -> Any:
-    return scatter(x @ w, 2, g)
+def scatter_columns(group: Any, x: Any, w: Any) -> Any:
+    return scatter(x @ w, 2, group)
 
 
-def scatter_mean(g: Any, x: Any, w: Any) -> Any:
+def scatter_mean(group: Any, x: Any, w: Any) -> Any:
     if torch.compiler.is_compiling():
-        return funcol.reduce_scatter_tensor(x @ w, "avg", 1, g)
-    return scatter(x @ w, 1, g) / g.size()  # torch 2.11's gloo only sums
+        return funcol.reduce_scatter_tensor(x @ w, "avg", 1, group)
+    return scatter(x @ w, 1, group) / group.size()  # torch 2.11's gloo only sums
 
 
-def scatter_bias(g: Any, x: Any, w: Any, b: Any) -> Any:
-    return scatter(F.linear(x, w.mT, b), 1, g)
+def scatter_bias(group: Any, x: Any, w: Any, b: Any) -> Any:
+    return scatter(F.linear(x, w.mT, b), 1, group)
 
 
-def scatter_used_elsewhere(g: Any, x: Any, w: Any) -> Any:
+def scatter_used_elsewhere(group: Any, x: Any, w: Any) -> Any:
     product = x @ w
-    return funcol.reduce_scatter_tensor(product, "sum", 0, g), product.exp()
+    return funcol.reduce_scatter_tensor(product, "sum", 0, group), product.exp()
 
 
-def scatter_narrowed(g: Any, x: Any, w: Any) -> Any:
-    return funcol.reduce_scatter_tensor((x @ w).float(), "sum", 0, g)
+def scatter_narrowed(group: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor((x @ w).float(), "sum", 0, group)
 
 
-def scatter_widened(g: Any, x: Any, w: Any) -> Any:
-    return funcol.reduce_scatter_tensor((x @ w).double(), "sum", 0, g)
+def scatter_widened(group: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor((x @ w).double(), "sum", 0, group)
 
 
-def scatter_of_a_sum(g: Any, x: Any, w: Any) -> Any:
-    return funcol.reduce_scatter_tensor((x @ w).relu(), "sum", 0, g)
+def scatter_of_a_sum(group: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor((x @ w).relu(), "sum", 0, group)
 
 
-def scatter_largest(g: Any, x: Any, w: Any) -> Any:
-    return funcol.reduce_scatter_tensor(x @ w, "max", 0, g)
+def scatter_largest(group: Any, x: Any, w: Any) -> Any:
+    return funcol.reduce_scatter_tensor(x @ w, "max", 0, group)
 
 
-def block(g: Any, x: Any, w: Any, u: Any) -> Any:
-    return scatter(torch.relu(gather(x, 1, g) @ w) @ u, 1, g)
+def block(group: Any, x: Any, w: Any, u: Any) -> Any:
+    return scatter(torch.relu(gather(x, 1, group) @ w) @ u, 1, group)
 
 
-def block_recomputed(g: Any, x: Any, w: Any, u: Any) -> Any:
-    return checkpoint(lambda *a: block(g, *a), x, w, u, use_reentrant=False)
+def block_recomputed(group: Any, x: Any, w: Any, u: Any) -> Any:
+    return checkpoint(lambda *a: block(group, *a), x, w, u, use_reentrant=False)
 
 
-def mixed_precision(g: Any, x: Any, w: Any) -> Any:
+def mixed_precision(group: Any, x: Any, w: Any) -> Any:
     # Parameters and what is sent in float32, products in bfloat16.
-    full = gather(x, 0, g).bfloat16()
+    full = gather(x, 0, group).bfloat16()
     return (full @ w.bfloat16()).float()
 
 
@@ -176,9 +176,11 @@ def keep_scattered(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def block_selectively_recomputed(g: Any, x: Any, w: Any, u: Any) -> Any:
+def block_selectively_recomputed(group: Any, x: Any, w: Any, u: Any) -> Any:
     contexts = functools.partial(create_selective_checkpoint_contexts, keep_scattered)
-    return checkpoint(lambda *a: block(g, *a), x, w, u, use_reentrant=False, context_fn=contexts)
+    return checkpoint(
+        lambda *a: block(group, *a), x, w, u, use_reentrant=False, context_fn=contexts
+    )
 
 
 X3, W2 = (2, 4, 6), (6, 5)

@@ -31,64 +31,66 @@ def scaled(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None) -> Any:
     return (product if bias is None else product + bias).bfloat16()
 
 
-def gather_eight_bits(x: torch.Tensor, g: Any) -> torch.Tensor:
+def gather_eight_bits(x: torch.Tensor, group: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
-        return funcol.all_gather_tensor(x, 0, g)
-    return funcol.all_gather_tensor(x.view(torch.uint8), 0, g).view(FLOAT8)  # gloo has no float8
+        return funcol.all_gather_tensor(x, 0, group)
+    return funcol.all_gather_tensor(x.view(torch.uint8), 0, group).view(
+        FLOAT8
+    )  # gloo has no float8
 
 
-def gather_scaled(g: Any, x: Any, w: Any) -> Any:
+def gather_scaled(group: Any, x: Any, w: Any) -> Any:
     a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
     one = torch.ones((), dtype=torch.float32)
-    return scaled(gather_eight_bits(a, g), b, one, one * 0.5)
+    return scaled(gather_eight_bits(a, group), b, one, one * 0.5)
 
 
-def gather_scaled_as_bytes(g: Any, x: Any, w: Any) -> Any:
+def gather_scaled_as_bytes(group: Any, x: Any, w: Any) -> Any:
     """As frameworks gather float8 where the backend has none: along the summed dimension."""
     a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
     one = torch.ones((), dtype=torch.float32)
-    full = funcol.all_gather_tensor(a.view(torch.uint8), 1, g).view(FLOAT8)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 1, group).view(FLOAT8)
     return scaled(full, b, one, one * 0.5)
 
 
-def gather_scaled_as_bytes_then_cut(g: Any, x: Any, w: Any) -> Any:
+def gather_scaled_as_bytes_then_cut(group: Any, x: Any, w: Any) -> Any:
     a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
     one = torch.ones((), dtype=torch.float32)
-    full = funcol.all_gather_tensor(a.view(torch.uint8), 0, g).view(FLOAT8)
+    full = funcol.all_gather_tensor(a.view(torch.uint8), 0, group).view(FLOAT8)
     return scaled(full[:, :16], b, one, one * 0.5)
 
 
-def gather_scaled_rows(g: Any, x: Any, w: Any) -> Any:
+def gather_scaled_rows(group: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits_by_row(x)
     b, scale_b = eight_bits_by_row(w.t())
-    full, scales = gather_eight_bits(a, g), funcol.all_gather_tensor(scale_a, 0, g)
+    full, scales = gather_eight_bits(a, group), funcol.all_gather_tensor(scale_a, 0, group)
     return scaled(full, b.t(), scales, scale_b.t())
 
 
-def gather_scaled_rows_later(g: Any, x: Any, w: Any) -> Any:
+def gather_scaled_rows_later(group: Any, x: Any, w: Any) -> Any:
     a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8)
-    full = gather_eight_bits(a, g)
+    full = gather_eight_bits(a, group)
     scales = torch.linspace(0.5, 1.5, full.shape[0]).view(-1, 1)
     return scaled(full, b.t(), scales, torch.ones(1, b.shape[0]))
 
 
-def scatter_scaled(g: Any, x: Any, w: Any) -> Any:
+def scatter_scaled(group: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits(x)
     b, scale_b = eight_bits(w.t().contiguous())
-    return funcol.reduce_scatter_tensor(scaled(a, b.t(), scale_a, scale_b), "sum", 0, g)
+    return funcol.reduce_scatter_tensor(scaled(a, b.t(), scale_a, scale_b), "sum", 0, group)
 
 
-def scatter_scaled_rows(g: Any, x: Any, w: Any) -> Any:
+def scatter_scaled_rows(group: Any, x: Any, w: Any) -> Any:
     a, scale_a = eight_bits_by_row(x)
     b, scale_b = eight_bits_by_row(w.t())
     product = scaled(a, b.t(), scale_a, scale_b.t()).view(2, -1, w.shape[1])
-    return funcol.reduce_scatter_tensor(product, "sum", 1, g)
+    return funcol.reduce_scatter_tensor(product, "sum", 1, group)
 
 
-def scatter_scaled_bias(g: Any, x: Any, w: Any) -> Any:
+def scatter_scaled_bias(group: Any, x: Any, w: Any) -> Any:
     a, b = x.to(FLOAT8), w.t().contiguous().to(FLOAT8).t()
     one, bias = torch.ones(()), torch.ones(w.shape[1], dtype=torch.bfloat16)
-    return funcol.reduce_scatter_tensor(scaled(a, b, one, one, bias=bias), "sum", 0, g)
+    return funcol.reduce_scatter_tensor(scaled(a, b, one, one, bias=bias), "sum", 0, group)
 
 
 def graphs(W: int) -> dict[str, GraphCase]:

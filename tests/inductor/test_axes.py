@@ -1,4 +1,4 @@
-"""Axes: what they say of views, transposes and moved parts is what torch does."""
+"""Axes after views, transposes and moved parts, against what torch does."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from symm_cp.inductor.axes import (
 def elements(axes: Axes, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor that axes describe: positions in the origin."""
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    found = torch.zeros(1, dtype=torch.int64)
+    positions = torch.zeros(1, dtype=torch.int64)
     for factor in flat(axes):
         steps = torch.arange(factor.size) * factor.stride * strides[factor.dim]
-        found = found.unsqueeze(-1) + steps
-    return found.reshape(sizes(axes))
+        positions = positions.unsqueeze(-1) + steps
+    return positions.reshape(sizes(axes))
 
 
 @st.composite
@@ -49,18 +49,18 @@ def arranged(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.Tensor, Axes]:
             dim = draw(st.integers(0, ndim - 2))
             new = [*tensor.shape[:dim], tensor.shape[dim] * tensor.shape[dim + 1],
                    *tensor.shape[dim + 2 :]]  # fmt: skip
-            found = view(axes, new)
-            assert found is not None  # whole dimensions can always be joined
-            tensor, axes = tensor.reshape(new), found
+            viewed = view(axes, new)
+            assert viewed is not None  # whole dimensions can always be joined
+            tensor, axes = tensor.reshape(new), viewed
         elif kind == "unflatten":
             dim = draw(st.integers(0, ndim - 1))
             outer = draw(st.sampled_from([1, 2, 3]))
             if tensor.shape[dim] % outer == 0:
                 new = [*tensor.shape[:dim], outer, tensor.shape[dim] // outer,
                        *tensor.shape[dim + 1 :]]  # fmt: skip
-                found = view(axes, new)
-                if found is not None:
-                    tensor, axes = tensor.reshape(new), found
+                viewed = view(axes, new)
+                if viewed is not None:
+                    tensor, axes = tensor.reshape(new), viewed
         elif kind == "move":
             source, target = (draw(st.integers(0, ndim - 1)) for _ in range(2))
             cut = lead(axes, source, 2)
@@ -72,8 +72,8 @@ def arranged(draw: st.DrawFn) -> tuple[tuple[int, ...], torch.Tensor, Axes]:
 
 @settings(max_examples=400, deadline=None)
 @given(arranged())
-def test_axes_say_where_elements_are(given_: tuple[tuple[int, ...], torch.Tensor, Axes]) -> None:
-    shape, tensor, axes = given_
+def test_axes_say_where_elements_are(case: tuple[tuple[int, ...], torch.Tensor, Axes]) -> None:
+    shape, tensor, axes = case
     assert sizes(axes) == list(tensor.shape)
     assert torch.equal(elements(axes, shape), tensor)
     fine = refined(axes, origin(shape))
@@ -85,18 +85,18 @@ def test_axes_say_where_elements_are(given_: tuple[tuple[int, ...], torch.Tensor
 @settings(max_examples=200, deadline=None)
 @given(arranged(), st.data())
 def test_an_exposed_factor_stands_alone(
-    given_: tuple[tuple[int, ...], torch.Tensor, Axes], data: st.DataObject
+    case: tuple[tuple[int, ...], torch.Tensor, Axes], data: st.DataObject
 ) -> None:
-    shape, tensor, axes = given_
+    shape, tensor, axes = case
     dim = data.draw(st.integers(0, len(shape) - 1))
     ranks = data.draw(st.sampled_from([2, 3]))
     if shape[dim] % ranks:
         return
     wanted = Factor(dim, shape[dim] // ranks, ranks)
-    found = expose(axes, wanted)
-    if found is None:
+    exposed = expose(axes, wanted)
+    if exposed is None:
         return
-    at, place, fine = found
+    at, place, fine = exposed
     assert fine[at][place] == wanted
     assert torch.equal(elements(fine, shape), tensor)
     assert math.prod(sizes(without(fine, wanted))) * ranks == tensor.numel()

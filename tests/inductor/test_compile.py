@@ -1,4 +1,4 @@
-"""The passes within Inductor: whole models, caches, options and reports."""
+"""The passes inside Inductor: whole models, caches, options and reports."""
 
 from __future__ import annotations
 
@@ -118,8 +118,8 @@ class Llama(nn.Module):
         self.rotary = LlamaRotaryEmbedding(config)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        found = self.layer(x, position_embeddings=self.rotary(x, positions))
-        return found[0] if isinstance(found, tuple) else found
+        output = self.layer(x, position_embeddings=self.rotary(x, positions))
+        return output[0] if isinstance(output, tuple) else output
 
 
 def llama(group: dist.ProcessGroup) -> nn.Module:
@@ -145,11 +145,11 @@ def llama(group: dist.ProcessGroup) -> nn.Module:
 
 
 def gradients(model: nn.Module, out: torch.Tensor, x: torch.Tensor) -> list[torch.Tensor]:
-    found = torch.autograd.grad(out.sin().sum(), [x, *model.parameters()])
-    return [g.to_local() if hasattr(g, "to_local") else g for g in found]
+    grads = torch.autograd.grad(out.sin().sum(), [x, *model.parameters()])
+    return [grad.to_local() if hasattr(grad, "to_local") else grad for grad in grads]
 
 
-def trains_alike(group: dist.ProcessGroup, make: Callable[..., nn.Module]) -> None:
+def trains_as_eager(group: dist.ProcessGroup, make: Callable[..., nn.Module]) -> None:
     model = make(group)
     width, extra = DIM, ()
     if make is llama:
@@ -171,18 +171,18 @@ def generates_code(group: dist.ProcessGroup) -> None:
     x = torch.randn(2, 8, DIM, requires_grad=True)
     out = model(x)
     expected = [out.detach(), *gradients(model, out, x)]
-    # The code around the ops calls kernels of torch's: C++ takes long to compile, and the demo's
-    # test has it.
+    # The code around the ops calls torch's kernels: compiling C++ is slow, and the demo's test
+    # does it.
     plain = inductor_config.patch(fallback_by_default=True)
     with compiling(), plain, inductor.enable(strict=True):
-        found = []
+        actual = []
 
         def train() -> None:
             result = torch.compile(model)(x)
-            found.extend([result.detach(), *gradients(model, result, x)])
+            actual.extend([result.detach(), *gradients(model, result, x)])
 
         _, code = run_and_get_code(train)
-    for got, want in zip(found, expected, strict=True):
+    for got, want in zip(actual, expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     text = "\n".join(code)
     assert "symm_mem.fused_all_gather_matmul" in text
@@ -201,11 +201,11 @@ def test_generated_code_has_the_fused_ops(ranks: Ranks) -> None:
 def test_every_collective_of_a_block_is_fused(
     ranks: Ranks, world_size: int, make: Callable[..., nn.Module]
 ) -> None:
-    ranks.run(world_size, trains_alike, make, timeout=300)
+    ranks.run(world_size, trains_as_eager, make, timeout=300)
 
 
 def test_every_collective_of_a_llama_layer_is_fused(ranks: Ranks) -> None:
-    ranks.run(2, trains_alike, llama, timeout=300)
+    ranks.run(2, trains_as_eager, llama, timeout=300)
 
 
 class Counting(CustomGraphPass):
@@ -225,15 +225,15 @@ def multiply(x: torch.Tensor, w: torch.Tensor, group: Any) -> torch.Tensor:
     return funcol.all_gather_tensor(x, 0, group) @ w
 
 
-def uses_caches_rightly(group: dist.ProcessGroup) -> None:
+def uses_caches(group: dist.ProcessGroup) -> None:
     x, w = torch.randn(4, 8), torch.randn(8, 6)
     expected = multiply(x, w, group)
 
     def code() -> str:
         torch._dynamo.reset()
-        result, found = run_and_get_code(torch.compile(multiply), x, w, group)
+        result, sources = run_and_get_code(torch.compile(multiply), x, w, group)
         torch.testing.assert_close(result, expected)
-        return "\n".join(found)
+        return "\n".join(sources)
 
     mine = Counting()
     with compiling(), inductor_config.patch(post_grad_custom_pre_pass=mine):
@@ -262,7 +262,7 @@ def uses_caches_rightly(group: dist.ProcessGroup) -> None:
 
 
 def test_caches_passes_of_the_user_and_idempotence(ranks: Ranks) -> None:
-    ranks.run(2, uses_caches_rightly, timeout=300)
+    ranks.run(2, uses_caches, timeout=300)
 
 
 def gathered(x: torch.Tensor, w: torch.Tensor, group: Any) -> torch.Tensor:
@@ -314,9 +314,9 @@ def written_out(group: dist.ProcessGroup) -> None:
     with compiling(), inductor.enable(strict=True):
         report = inductor.explain(attend, *inputs)
         assert [d.fused_into for d in report.decisions] == ["fused_all_gather_attention"], report
-        found = torch.compile(attend)(*inputs)
-        grads = torch.autograd.grad(found.sin().sum(), inputs)
-    for got, want in zip([found, *grads], [out, *expected], strict=True):
+        actual = torch.compile(attend)(*inputs)
+        grads = torch.autograd.grad(actual.sin().sum(), inputs)
+    for got, want in zip([actual, *grads], [out, *expected], strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
@@ -383,9 +383,9 @@ def compiles_whole(group: dist.ProcessGroup) -> None:
         for fn, inputs in cases:
             expected = fn(*inputs)
             grads = torch.autograd.grad(expected.sin().sum(), inputs)
-            found = torch.compile(fn, fullgraph=True, backend="aot_eager")(*inputs)
-            torch.testing.assert_close(found, expected)
-            for a, b in zip(torch.autograd.grad(found.sin().sum(), inputs), grads, strict=True):
+            actual = torch.compile(fn, fullgraph=True, backend="aot_eager")(*inputs)
+            torch.testing.assert_close(actual, expected)
+            for a, b in zip(torch.autograd.grad(actual.sin().sum(), inputs), grads, strict=True):
                 torch.testing.assert_close(a, b)
         compiled = torch.compile(plain, fullgraph=True, backend="aot_eager")
         with symm_cp.context_parallel(mesh, load_balancer=balancer):

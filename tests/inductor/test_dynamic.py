@@ -1,4 +1,4 @@
-"""Sequences of any length: what is compiled once serves all."""
+"""Sequences of dynamic length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def lengths(group: dist.ProcessGroup) -> None:
         torch._dynamo.mark_dynamic(part, 2)
     report = inductor.explain(attend, *parts)
     assert not report.fused, str(report)
-    # Nothing in the graph says that there are as many keys as values.
+    # Nothing in the graph says that keys and values have the same length.
     assert "may have sizes that do not match" in str(report)
 
 

@@ -1,4 +1,4 @@
-"""Collectives that hide behind independent work: graphs of CUDA tensors, which need no GPU."""
+"""Collectives that independent work hides: graphs of fake CUDA tensors, which need no GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`strict` refuses whatever is left unfused next to a matmul, however it is arranged."""
+"""`strict` refuses every collective next to a matmul that stays unfused."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from tests.inductor.graphs import through_passes
 from tests.pool import Ranks
 
 
-def _gathered(x: Any, g: Any, dim: int = 0) -> Any:
-    return funcol.all_gather_tensor(x, dim, g)
+def _gathered(x: Any, group: Any, dim: int = 0) -> Any:
+    return funcol.all_gather_tensor(x, dim, group)
 
 
-#: What is next to a matmul, but cannot be fused; all with (x, w) of (4, 8) and (8, 6).
+#: Collectives next to a matmul that cannot be fused; all take x (4, 8) and w (8, 6).
 UNFUSED = {
-    "gathered, flipped": lambda g, x, w: _gathered(x, g).flip(0) @ w,
-    "gathered, padded": lambda g, x, w: F.pad(_gathered(x, g), (0, 0, 1, 0)) @ w,
-    "gathered as wider bits": lambda g, x, w: (
-        _gathered(x.view(torch.int32), g, 1).view(torch.float64)
-        @ w.repeat(g.size(), 1)[: 4 * g.size()].double()
+    "gathered, flipped": lambda group, x, w: _gathered(x, group).flip(0) @ w,
+    "gathered, padded": lambda group, x, w: F.pad(_gathered(x, group), (0, 0, 1, 0)) @ w,
+    "gathered as wider bits": lambda group, x, w: (
+        _gathered(x.view(torch.int32), group, 1).view(torch.float64)
+        @ w.repeat(group.size(), 1)[: 4 * group.size()].double()
     ),
-    "gathered as bytes, dim 1": lambda g, x, w: (
-        _gathered(x.view(torch.uint8), g, 1).view(torch.float32) @ w.repeat(g.size(), 1)
+    "gathered as bytes, dim 1": lambda group, x, w: (
+        _gathered(x.view(torch.uint8), group, 1).view(torch.float32) @ w.repeat(group.size(), 1)
     ),
-    "gathered weight": lambda g, x, w: x @ _gathered(w, g, 1),
-    "gathered, some rows": lambda g, x, w: _gathered(x, g)[torch.tensor([3, 0, 2])] @ w,
-    "scattered, flipped": lambda g, x, w: funcol.reduce_scatter_tensor(
-        (x @ w).flip(0), "sum", 0, g
+    "gathered weight": lambda group, x, w: x @ _gathered(w, group, 1),
+    "gathered, some rows": lambda group, x, w: _gathered(x, group)[torch.tensor([3, 0, 2])] @ w,
+    "scattered, flipped": lambda group, x, w: funcol.reduce_scatter_tensor(
+        (x @ w).flip(0), "sum", 0, group
     ),
-    "scattered with a residual": lambda g, x, w: funcol.reduce_scatter_tensor(
-        x @ w + x[:, :6], "sum", 0, g
+    "scattered with a residual": lambda group, x, w: funcol.reduce_scatter_tensor(
+        x @ w + x[:, :6], "sum", 0, group
     ),
-    "summed": lambda g, x, w: funcol.all_reduce(x @ w, "sum", g),
-    "exchanged": lambda g, x, w: funcol.all_to_all_single(x, None, None, g) @ w,
+    "summed": lambda group, x, w: funcol.all_reduce(x @ w, "sum", group),
+    "exchanged": lambda group, x, w: funcol.all_to_all_single(x, None, None, group) @ w,
 }
 
 
@@ -54,11 +54,11 @@ def refusal(fn: Any, inputs: Any, options: Options) -> str:
 def refuses(group: dist.ProcessGroup) -> None:
     inputs = torch.randn(4, 8), torch.randn(8, 6)
     for place, (name, fn) in enumerate(UNFUSED.items()):
-        # What a later pass leaves alone, too, is still next to a matmul.
+        # A collective that a later pass leaves alone as well is still next to a matmul.
         options = Options(strict=True, low_contention=place % 2 == 0)
-        said = refusal(functools.partial(fn, group), inputs, options)
-        assert "strict: " in said, name
-        assert "left alone: " in said, name
+        message = refusal(functools.partial(fn, group), inputs, options)
+        assert "strict: " in message, name
+        assert "left alone: " in message, name
     for fn in (
         lambda x, w: _gathered(x, group).exp() @ w,
         lambda x, w: funcol.reduce_scatter_tensor((x @ w).exp(), "sum", 0, group),

@@ -311,6 +311,8 @@ def _choice(group: Group, device: torch.device, question: Question, facts: _Fact
 
 def relearn(group: Group) -> None:
     """Lets the group read the files again at its next op. Call it on all ranks alike."""
-    if isinstance(group.tuning, _Facts):
-        group.tuning = group.tuning.reading + 1
+    known = group.tuning
+    reading = known.reading if isinstance(known, _Facts) else known or 0
+    # Under another key, even if nobody has read the last one: a peer could still read it now.
+    group.tuning = reading + 1
     _publish(group)

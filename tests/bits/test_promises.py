@@ -22,9 +22,9 @@ import torch.distributed._symmetric_memory as symm_mem
 import symm_cp
 from symm_cp import alignment, devices, memory, tuning
 from symm_cp.ops.scaled_mm import _torch_scales_rows_on_cpu
+from tests import device as test_device
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
-from tests import device as test_device
 from tests.exhaustive import some
 from tests.pool import Ranks
 
@@ -117,7 +117,7 @@ def scaled(group: dist.ProcessGroup) -> dict[str, Run]:
 
 
 def rotating(method: str, run: Run) -> Run:
-    def test_device.chosen() -> Any:
+    def chosen() -> Any:
         symm_cp.set_rotate_method(method)
         try:
             return run()

@@ -65,12 +65,17 @@ def _combine_program(rank: int, sizes: ShardSizes, in_place: bool, strided: bool
 
 
 @lru_cache(maxsize=512)
-def _produce_program(rank: int, partials: tuple[int, ...], reduction: Reduction) -> Program:
+def _produce_program(
+    rank: int, partials: tuple[int, ...], dtype: int, mean: bool
+) -> tuple[Program, tuple[int, ...]]:
+    """The program, and where the partial sums begin in a slot; the last offset is its size."""
     variant = patterns.PRODUCE_AND_REDUCE_SCATTER.direct()
     binding = Binding(
         {"slot": (Extent.aligned(None, partials),), "output": (Extent.even(0, partials[rank]),)}
     )
-    return lower(variant, rank, len(partials), binding, reduction=reduction)
+    reduction = Reduction(dtype, mean)
+    program = lower(variant, rank, len(partials), binding, reduction=reduction)
+    return program, part_offsets(partials)
 
 
 @lru_cache(maxsize=512)
@@ -195,10 +200,12 @@ class CpuRuntime:
     ) -> None:
         """See `Runtime`. Contributions are written where the peers read them."""
         rank, item = group.rank, out.element_size()
-        partials = [tuple(out.shape)] * group.world_size if shapes is None else shapes
-        sizes = tuple(math.prod(shape) * item for shape in partials)
-        program = _produce_program(rank, sizes, Reduction(REDUCIBLE[out.dtype], mean))
-        offsets = part_offsets(sizes)
+        if shapes is None:
+            partials: Sequence[Shape] = (tuple(out.shape),) * group.world_size
+            sizes = (out.numel() * item,) * group.world_size
+        else:
+            partials, sizes = shapes, tuple(math.prod(shape) * item for shape in shapes)
+        program, offsets = _produce_program(rank, sizes, REDUCIBLE[out.dtype], mean)
         # The peers' slots are as large as this rank's: the sizes of all are known to all.
         with group.call(offsets[-1], call_name) as (workspace, epoch):
 

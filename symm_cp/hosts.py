@@ -175,16 +175,19 @@ def _keys_of_world(group: Group) -> tuple[dist.Store | None, list[str]]:
     return dist.distributed_c10d._get_default_store(), [_key(rank) for rank in members]
 
 
-def _find(group: Group, device: torch.device) -> Hosts | None:
-    process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-    kind = device.type
-    store, keys = _keys_of_world(group) if kind == "cpu" else (None, [])
+def _places(group: Group, device: torch.device) -> list[Place]:
+    """The place of each rank of a group. Collective."""
+    store, keys = _keys_of_world(group) if device.type == "cpu" else (None, [])
     if store is not None:
         _publish(group)
         texts = read(group, store, keys)
     else:
-        texts = share(group, f"host/{kind}", _place_as_text(device))
-    places = [_place_of_text(text) for text in texts]
+        texts = share(group, f"host/{device.type}", _place_as_text(device))
+    return [_place_of_text(text) for text in texts]
+
+
+def _find(group: Group, device: torch.device) -> Hosts | None:
+    places = _places(group, device)
     ranks = spread(places)
     if len(ranks) == 1:
         return None
@@ -203,10 +206,10 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     host = next(index for index, on_host in enumerate(ranks) if group.rank in on_host)
     place = ranks[host].index(group.rank)
     # A fresh prefix: an earlier group of that name may have left keys in the store.
-    tokens = share(group, f"local/{kind}", secrets.token_hex(8))
-    prefix = f"symm_cp/local/{tokens[ranks[host][0]]}"
-    store = dist.PrefixStore(prefix, group.store())
-    name = f"{group.name}, {kind}, host {host}"
+    tokens = share(group, f"local/{device.type}", secrets.token_hex(8))
+    store = dist.PrefixStore(f"symm_cp/local/{tokens[ranks[host][0]]}", group.store())
+    process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
+    name = f"{group.name}, {device.type}, host {host}"
     local = _local_group(process_group, store, name, place, len(ranks[host]))
     return Hosts(ranks, host, place, resolve(local), local)
 

@@ -70,7 +70,7 @@ def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
                 # A rank may have written its text just before it exited.
                 if (late or lost(rank)) and not store.check([key]):
                     reason = (
-                        f"said nothing within {limit:g} s"
+                        f"wrote nothing to the store within {limit:g} s"
                         if late
                         else "died or left before its first call"
                     )

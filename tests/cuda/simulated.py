@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -69,7 +70,7 @@ class SimulatedDevice(devices.Device):
         self.library.simulated_drain.argtypes = [ctypes.c_void_p]
         self.library.simulated_call.argtypes = [ctypes.c_void_p, CALL]
         self._sides: dict[str, int] = {}
-        self._calls: list[Any] = []
+        self._calls: deque[tuple[Any, list[bool]]] = deque()
         self.in_capture = False
         self.by_stream = True
 
@@ -89,8 +90,17 @@ class SimulatedDevice(devices.Device):
 
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Has a stream call a function."""
-        wrapped = CALL(lambda: function() and None)
-        self._calls = [*self._calls[-1000:], wrapped]  # the stream calls them later
+        ended: list[bool] = []
+
+        def call() -> None:
+            function()
+            ended.append(True)
+
+        # The stream calls it later; until then it must not be freed, nor while it returns.
+        while len(self._calls) > 1000 and self._calls[0][1]:
+            self._calls.popleft()
+        wrapped = CALL(call)
+        self._calls.append((wrapped, ended))
         self.library.simulated_call(stream, wrapped)
 
     def mark(self, lane: str, channel: str) -> devices.Mark:

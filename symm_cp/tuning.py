@@ -336,6 +336,6 @@ def _choice(group: Group, device: torch.device, question: Question, facts: Facts
 def relearn(group: Group) -> None:
     """Has the group read the files again at its next op. Call it on all ranks."""
     tuning = group.state(_TUNING, _Tuning)
-    if tuning.facts is not None:
-        tuning.reading, tuning.facts = tuning.reading + 1, None
+    # Under a new key, even if this rank has not read the last one: a peer may still read it.
+    tuning.reading, tuning.facts = tuning.reading + 1, None
     _publish(group)

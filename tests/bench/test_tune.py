@@ -16,6 +16,7 @@ from symm_cp import tuning
 from symm_cp.bench import tune
 from symm_cp.ops.attention import arrival as arrival_attention
 from tests.cuda.simulated import build, simulation
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 
@@ -40,7 +41,7 @@ def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
         return tune.run_rank(args, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_attention_is_tuned(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
     build()
     path = tmp_path / "tuned.json"

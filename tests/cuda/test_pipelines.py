@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from symm_cp import devices, memory
 from tests.cuda.simulated import simulation
+from tests.exhaustive import some
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
@@ -44,7 +45,7 @@ def gradients(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
         test_gradients.gather_gradients(group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_gradients_of_gathers(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gradients, {})
 

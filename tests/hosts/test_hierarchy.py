@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import env, hosts, liveness, memory
+from tests.exhaustive import some
 from tests.hosts.fabric import fabric
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
@@ -26,7 +27,9 @@ from tests.rank_process import say
 CPU = torch.device("cpu")
 wait = torch.ops._c10d_functional.wait_tensor
 #: Ranks, and how many of them are on a host.
-SPREADS = pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 2), (4, 1)])
+SPREADS = pytest.mark.parametrize(
+    ("world_size", "per_host"), some((3, 1), (4, 2), of=[(2, 1), (3, 1), (4, 2), (4, 1)])
+)
 
 
 #: What was found out about a group of the pool, which lives on: its ranks on so many a host.

@@ -31,11 +31,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from symm_cp.schedule.check import Deadlock, Report, Site, parts
 from symm_cp.schedule.patterns import Channel, IssueOrder, Variant
-from symm_cp.schedule.steps import Signal, Step, Wait
+from symm_cp.schedule.steps import Copy, Signal, Step, Wait
 
 _Flag: TypeAlias = tuple[Channel, str, int, int]  # channel, name, writer rank, receiver rank
 
@@ -53,11 +53,12 @@ class Call:
         return cls(variant.channel, variant.issue_orders(world_size, slots))
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     channel: Channel
     epoch: int
-    site: Site
+    call: int
+    at: int  # in the issue order
+    lane: str
     step: Step
 
 
@@ -91,7 +92,7 @@ def check_issue_order(calls: Sequence[Call]) -> Report:
                 if flag in waiting:
                     ready.append(waiting.pop(flag))
             queue.popleft()
-    stuck = tuple(_deadlock(queue[0], raised) for queue in queues if queue)
+    stuck = tuple(_deadlock(rank, queue[0], raised) for rank, queue in enumerate(queues) if queue)
     return Report(stuck, len(calls), world_size)
 
 
@@ -100,13 +101,15 @@ def _queue(calls: Sequence[Call], rank: int) -> Iterator[_Item]:
     for number, call in enumerate(calls):
         epoch = epochs[call.channel] = epochs.get(call.channel, 0) + 1
         for index, (lane, step) in enumerate(call.orders[rank]):
-            site = Site(rank, lane, number, index, str(step))
+            if isinstance(step, Copy):
+                continue  # depends on nothing but its place in the queue
             for part in parts(step, rank):
-                yield _Item(call.channel, epoch, site, part)
+                yield _Item(call.channel, epoch, number, index, lane, part)
 
 
-def _deadlock(item: _Item, raised: dict[_Flag, int]) -> Deadlock:
-    assert isinstance(item.step, Wait)
-    source, flag, rank = item.step.source, item.step.flag, item.site.rank
-    seen = raised.get((item.channel, flag, source, rank), 0)
-    return Deadlock(item.site, flag, source, item.epoch - item.step.lag, seen)
+def _deadlock(rank: int, item: _Item, raised: dict[_Flag, int]) -> Deadlock:
+    step = item.step
+    assert isinstance(step, Wait)
+    site = Site(rank, item.lane, item.call, item.at, str(step))
+    seen = raised.get((item.channel, step.flag, step.source, rank), 0)
+    return Deadlock(site, step.flag, step.source, item.epoch - step.lag, seen)

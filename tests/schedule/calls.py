@@ -28,9 +28,9 @@ class Workspace(NamedTuple):
 
 
 CHANNELS: tuple[Channel, ...] = ("sync", "async")
-#: Three slots are not used; they are legal, and the proofs hold for them.
+#: With the slots that runtimes use.
 WORKSPACES = [
-    *(Workspace(channel, "direct", slots) for channel in CHANNELS for slots in (2, 3)),
+    *(Workspace(channel, "direct", 2) for channel in CHANNELS),
     *(Workspace(channel, "staged", slots) for channel in CHANNELS for slots in (1, 2)),
 ]
 
@@ -46,5 +46,3 @@ class Place(NamedTuple):
 
 
 PLACES = [Place(variant, space) for space in WORKSPACES for variant in space.variants]
-#: Those with as few slots as runtimes have.
-FEWEST_SLOTS = [place for place in PLACES if place.workspace.slots < 3]

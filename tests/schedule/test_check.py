@@ -26,7 +26,7 @@ from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
     TWO_SHOT_ALL_REDUCE,
 )
-from tests.schedule.calls import FEWEST_SLOTS, Place
+from tests.schedule.calls import PLACES, Place
 
 INPUT, OUTPUT = Region(0, "input"), Region(0, "output")
 
@@ -191,7 +191,7 @@ def test_two_shot_without_the_slot_would_need_another_exchange(world_size: int) 
     assert kinds(check([[direct(rank) for rank in range(world_size)]])) == {Race}
 
 
-ONE_SLOT = [place for place in FEWEST_SLOTS if place.workspace.slots == 1]
+ONE_SLOT = [place for place in PLACES if place.workspace.slots == 1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -7,7 +7,7 @@ import pytest
 
 from symm_cp.schedule import Schedule, Signal, Wait, check
 from symm_cp.schedule.patterns import TWO_SHOT_ALL_REDUCE, Channel
-from tests.schedule.calls import CHANNELS, FEWEST_SLOTS, MIX, PLACES, WORKSPACES, Place, Workspace
+from tests.schedule.calls import CHANNELS, MIX, PLACES, WORKSPACES, Place, Workspace
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -36,7 +36,7 @@ def test_a_long_random_mix(workspace: Workspace) -> None:
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_each_call_exchanges_signals_between_all_pairs(place: Place) -> None:
     """The promise that makes two slots enough."""
     for world_size in range(1, 9):

@@ -11,7 +11,7 @@ import pytest
 
 from symm_cp.schedule import Compute, Schedule, Signal, Step, Wait, check
 from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL
-from tests.schedule.calls import FEWEST_SLOTS, MIX, Place
+from tests.schedule.calls import MIX, PLACES, Place
 
 
 def with_lane(
@@ -32,7 +32,7 @@ def synchronisation(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int]]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
     slots = place.workspace.slots
     call = place.variant.schedules(world_size, slots)

@@ -20,10 +20,9 @@ from symm_cp.schedule.patterns import (
     TWO_SHOT_ALL_REDUCE,
     Variant,
 )
-from tests.schedule.calls import FEWEST_SLOTS, Place
+from tests.schedule.calls import PLACES, Place
 
-DIRECT = [place for place in FEWEST_SLOTS if place.workspace.form == "direct"]
-STAGED = [place for place in FEWEST_SLOTS if place.workspace.form == "staged"]
+STAGED = [place for place in PLACES if place.workspace.form == "staged"]
 
 
 def steps_of(schedule: Schedule) -> list[Step]:
@@ -42,7 +41,7 @@ def kernels(schedule: Schedule) -> list[Compute]:
 
 
 def test_the_registry_lists_each_variant_once() -> None:
-    listed = [place.variant for place in FEWEST_SLOTS if place.workspace.slots == 2]
+    listed = [place.variant for place in PLACES if place.workspace.slots == 2]
     assert len({str(variant) for variant in listed}) == len(listed)
     assert {variant.name for variant in listed} == {pattern.name for pattern in PATTERNS}
     assert {name for name in dir(registry) if name.isupper()} == {
@@ -101,7 +100,7 @@ def test_variants_and_schedules_are_hashable_and_survive_pickling() -> None:
         schedule.lanes["copy"] = ()  # type: ignore[index]
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_places_out_of_range_are_refused(place: Place) -> None:
     variant, slots = place.variant, place.workspace.slots
     for build in (variant.schedule, variant.issue_order):
@@ -129,7 +128,7 @@ def test_peers_start_after_oneself_and_wrap() -> None:
     assert peers(0, 1) == ()
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_lanes_follow_from_the_issue_order(place: Place, world_size: int) -> None:
     slots, background = place.workspace.slots, place.workspace.channel == "async"
@@ -146,7 +145,7 @@ def test_lanes_follow_from_the_issue_order(place: Place, world_size: int) -> Non
         assert schedule.lanes.keys() <= lanes
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_one_rank_waits_for_no_peer(place: Place) -> None:
     (schedule,) = schedules(place, 1)
     synchronising = [step for step in steps_of(schedule) if isinstance(step, Signal | Wait)]
@@ -156,7 +155,7 @@ def test_one_rank_waits_for_no_peer(place: Place) -> None:
     assert "output" in written or place.variant.name == "TWO_SHOT_ALL_REDUCE"
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_waits_visit_peers_in_order(place: Place) -> None:
     """Shards come from the ranks ahead, partial sums of kernels from those behind, in turn."""
     for schedule in schedules(place, 5):
@@ -202,7 +201,7 @@ def test_pulls_are_handed_out_before_the_kernels_that_they_overlap() -> None:
             assert steps.index(Signal(0, f"pulled{turn}")) < consumed[turn]
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
     copy_writes = {"ready", "taken", "done"}
     for schedule in schedules(place, 5):
@@ -216,7 +215,7 @@ def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
 # Counts.
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_how_many_signals_a_call_costs(place: Place) -> None:
     variant = place.variant
     per_peer = 1
@@ -271,7 +270,7 @@ def test_kernels_touch_only_memory_of_their_rank(place: Place) -> None:
         assert not any(isinstance(step, Copy) for step in schedule.lanes.get("compute", ()))
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_reductions_read_in_rank_order(place: Place) -> None:
     """So results do not depend on timing."""
     for schedule in schedules(place, 5):

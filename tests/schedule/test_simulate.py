@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from symm_cp.schedule import Compute, Copy, Schedule, Signal, Step, Wait
 from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, ALL_GATHER_AND_POLL
 from symm_cp.schedule.simulate import DeadlockError, simulate
-from tests.schedule.calls import FEWEST_SLOTS, Place
+from tests.schedule.calls import PLACES, Place
 
 TIMES = st.floats(0.001, 10.0)
 DIRECT, STAGED = ALL_GATHER_AND_CONSUME.direct(), ALL_GATHER_AND_CONSUME.staged()
@@ -69,7 +69,7 @@ def test_calls_follow_one_another() -> None:
     assert simulate([schedules] * 4, costs(1.0, 0.5)).total == pytest.approx(4 * one)
 
 
-@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=str)
 def test_every_variant_ends(place: Place) -> None:
     for world_size in (1, 2, 3, 5, 8):
         schedules = place.variant.schedules(world_size, place.workspace.slots)

@@ -13,7 +13,6 @@ Source: torch's ``one_shot_all_reduce``.
 from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
-from symm_cp.schedule.patterns.reduce_scatter import publish_and_reduce
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 # Rank 0 of 3, direct. The kernel reads the slots of all ranks.
@@ -25,9 +24,8 @@ def _direct(draft: Draft, options: Options) -> None:
     source = draft.own("symmetric" if "in_place" in options else "input")
     buffer = "symmetric" if "in_place" in options else "slot"
     parts = tuple(Region(owner, buffer) for owner in range(draft.world_size))
-    publish_and_reduce(
-        draft, "compute", source, Compute("combine", draft.rank, parts, (draft.own("output"),))
-    )
+    combine = Compute("combine", draft.rank, parts, (draft.own("output"),))
+    draft.publish_and_reduce("compute", source, combine)
 
 
 # Rank 0 of 3, staged. The own shard is copied to "gathered", too.

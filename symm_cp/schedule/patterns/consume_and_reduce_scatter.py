@@ -16,7 +16,6 @@ Source: the backward pass of ring attention (Liu et al., 2023), through shared m
 from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
-from symm_cp.schedule.patterns.produce_and_reduce_scatter import partials_in_slots
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 
@@ -71,13 +70,14 @@ def _direct(draft: Draft, options: Options) -> None:
     if not ring:
         # Awaits what the peers computed for this rank.
         draft.compute(*draft.waits("partial"))
-        draft.compute(Compute("reduce", rank, partials_in_slots(draft), (output,)))
+        draft.compute(Compute("reduce", rank, draft.partials_in_slots(), (output,)))
 
 
-# Rank 0 of 3, staged, without ring. Partial sums are pulled when all shards have been.
+# Rank 0 of 3, staged, without ring. Sums are pulled after all shards; their waits are handed out
+# after all kernels and signals.
 #
-#   copy     copy>slot | signal 1, 2 | wait 1 | pull 1 | wait 2 | pull 2 | wait 2, 1 | pull sums
-#   compute                          | c 0             | c 1 | signal 1 | c 2 | signal 2 | reduce
+#   copy     publish | wait 1 | pull 1 | wait 2 | pull 2 |           wait 2, 1 | pull sums |
+#   compute                   | c 0             | c 1 | signal 1 | c 2 | signal 2          | reduce
 
 
 def _staged(draft: Draft, options: Options) -> None:
@@ -119,12 +119,14 @@ def _staged(draft: Draft, options: Options) -> None:
 
 
 # Rank 0 of 4, staged, with ring: room for two shards ("gathered" 0 and 1) and two partial sums.
+# Each "c" is followed by the signal of its partial sum; "get p" waits for the partial sum that rank
+# p made for this rank, and pulls it to "partials".
 #
-#   copy     ... | pull 1 | pull 2 |        | collect 3 | pull 3 |       | collect 2 |   | collect 1
-#   compute      | c 0             | c 1 | signal 1 | c 2 | signal 2 | add 3 | c 3 | ... | add 2, 1
+#   copy     publish | pull 1 |     | pull 2 |     | get 3 | pull 3 |       get 2 |       get 1
+#   compute                   | c 0 |        | c 1 |                | c 2 | add 3 | c 3 | add 2, 1
 #
-# "collect" waits for a partial sum and pulls it to "partials"; it is handed out after the kernel
-# and the signal of its turn, and before the pull that lies behind it in lane "copy".
+# Turn t makes a sum for the rank t+1 ahead and gets the one from t+1 behind, which is ready after
+# turn t there: so "get" is handed out after this rank's kernel and signal of that turn.
 
 
 def _staged_ring(draft: Draft) -> None:

@@ -68,7 +68,7 @@ from functools import cache
 from itertools import chain, combinations
 from typing import Literal, TypeAlias
 
-from symm_cp.schedule.steps import Copy, Region, Schedule, Signal, Step, Wait, check_place
+from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait, check_place
 
 Channel: TypeAlias = Literal["sync", "async"]
 FormName: TypeAlias = Literal["direct", "staged"]
@@ -126,6 +126,20 @@ class Draft:
         if source.buffer == "symmetric":
             return self.signals("ready")
         return [*self.claim_slot(), Copy(source, self.own("slot")), *self.signals("ready")]
+
+    def publish_and_reduce(self, lane: str, source: Region, kernel: Compute) -> None:
+        """Publishes ``source``, awaits the same of all peers, runs the kernel that reads it all."""
+        self.add(lane, *self.publish(source), *self.waits("ready"), kernel)
+        if source.buffer == "symmetric":
+            # The caller may overwrite its tensor once all peers have read it.
+            self.add(lane, *self.signals("done"), *self.waits("done"))
+
+    def partials_in_slots(self) -> tuple[Region, ...]:
+        """The partial sums for this rank, in rank order: the own in the output, others in slots."""
+        return tuple(
+            self.own("output") if source == self.rank else Region(source, "slot", self.rank)
+            for source in range(self.world_size)
+        )
 
     def begin_staged(self, source: Region) -> None:
         """Publishes from the copy lane; in place after the caller's stream has written."""

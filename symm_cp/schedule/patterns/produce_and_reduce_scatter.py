@@ -27,15 +27,7 @@ def _direct(draft: Draft, options: Options) -> None:
     draft.compute(Compute("produce", rank, (), (output,)))
     # Awaits chunk ``rank`` of every peer.
     draft.compute(*draft.waits("partial"))
-    draft.compute(Compute("reduce", rank, partials_in_slots(draft), (output,)))
-
-
-def partials_in_slots(draft: Draft) -> tuple[Region, ...]:
-    """The partial sums for this rank, in rank order: in the peers' slots, the own in the output."""
-    return tuple(
-        draft.own("output") if source == draft.rank else Region(source, "slot", draft.rank)
-        for source in range(draft.world_size)
-    )
+    draft.compute(Compute("reduce", rank, draft.partials_in_slots(), (output,)))
 
 
 # Rank 0 of 3, staged. In turn t rank r produces for r+t+1 and pulls from r-t-1, which produced for

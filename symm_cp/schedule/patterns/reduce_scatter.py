@@ -19,21 +19,12 @@ from symm_cp.schedule.steps import Compute, Copy, Region
 #   copy>slot | signal 1, 2 | wait 1, 2 | reduce
 
 
-def publish_and_reduce(draft: Draft, lane: str, source: Region, reduce: Compute) -> None:
-    """Publishes ``source``, awaits the same of all peers, and runs the kernel that reads it all."""
-    in_place = source.buffer == "symmetric"
-    draft.add(lane, *draft.publish(source), *draft.waits("ready"), reduce)
-    if in_place:
-        # The caller may overwrite its tensor when all peers have read it.
-        draft.add(lane, *draft.signals("done"), *draft.waits("done"))
-
-
 def _direct(draft: Draft, lane: str, options: Options) -> None:
     in_place = "in_place" in options
     buffer = "symmetric" if in_place else "slot"
     parts = tuple(Region(owner, buffer, draft.rank) for owner in range(draft.world_size))
     reduce = Compute("reduce", draft.rank, parts, (draft.own("output"),))
-    publish_and_reduce(draft, lane, draft.own("symmetric" if in_place else "input"), reduce)
+    draft.publish_and_reduce(lane, draft.own("symmetric" if in_place else "input"), reduce)
 
 
 def _direct_in_caller(draft: Draft, options: Options) -> None:

@@ -28,9 +28,10 @@ import symm_cp
 from benchmarks.harness import Case, main
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as arrival_attention_kernel
-from symm_cp.ops import arrival_attention, low_contention, matmul
+from symm_cp.ops.attention import arrival as arrival_attention
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.common import device_kernels
 from symm_cp.schedule.layout import sequential
-from symm_cp.schedule.tiles import Mask
 
 DEVICE = "cuda"
 # SYMM_CP_SUITE_SCALE divides every size, to try the suite out.
@@ -46,10 +47,10 @@ TILINGS = (
     Tiling(128, 128, 8, 3),
 )
 
-gather_matmul = matmul.CUDA_KERNELS["fused_all_gather_matmul"]
-matmul_scatter = matmul.CUDA_KERNELS["fused_matmul_reduce_scatter"]
-low_gather = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
-low_scatter = low_contention.CUDA_KERNELS["_low_contention_reduce_scatter"]
+gather_matmul = device_kernels["fused_all_gather_matmul"]
+matmul_scatter = device_kernels["fused_matmul_reduce_scatter"]
+low_gather = device_kernels["_low_contention_all_gather"]
+low_scatter = device_kernels["_low_contention_reduce_scatter"]
 wait = torch.ops._c10d_functional.wait_tensor
 
 
@@ -308,7 +309,7 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
         def arrival(
             q: Any = q, k: Any = k, v: Any = v, layout: Any = layout, s: Any = state
         ) -> Any:
-            return arrival_attention.attend(s, q, k, v, layout, Mask(), None, b"")
+            return arrival_attention.attend(s, q, k, v, AttentionSpec(layout), b"")
 
         def train(function: Callable[..., Any], tensors: list[Any], grad: Any = grad) -> None:
             torch.autograd.grad(function(*tensors), tensors, grad)

@@ -1,14 +1,15 @@
-"""Writes the figures of README.md from the files in benchmarks/results/.
+"""Writes the figures in README.md and benchmarks/README.md from the files in benchmarks/results/.
 
     python benchmarks/readme_figures.py
 
-Every file there names the command that made it, the machine and the date.
+Each of those files names the command that made it, the machine and the date.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,14 @@ from symm_cp.bench.measure import duration
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+FILES = (
+    "matmul",
+    "few_rows",
+    "attention",
+    *(f"predictions_{ranks}" for ranks in (2, 4, 8)),
+    "compile",
+    "collectives",
+)
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 Rows = dict[str, dict[str, Any]]
@@ -25,8 +34,16 @@ Rows = dict[str, dict[str, Any]]
 
 def load(name: str) -> tuple[dict[str, Any], Rows]:
     """A file of results, and its rows by case."""
-    found = json.loads((RESULTS / f"{name}.json").read_text())
-    return found, {row["case"]: row for row in found["rows"]}
+    results = json.loads((RESULTS / f"{name}.json").read_text())
+    return results, {row["case"]: row for row in results["rows"]}
+
+
+def machine() -> str:
+    """Where and when the results were measured: all of them on one machine, with one torch."""
+    results = [load(name)[0] for name in FILES]
+    ((cpu, torch),) = {(result["machine"], result["torch"]) for result in results}
+    dates = sorted({result["date"] for result in results})
+    return f"{cpu}, torch {torch}, {' to '.join(dates[:: max(1, len(dates) - 1)])}"
 
 
 def table(head: list[str], lines: list[list[str]]) -> list[str]:
@@ -41,6 +58,53 @@ def error(of: float) -> str:
     return f"{of:+.0%}".replace("-0%", "+0%")
 
 
+#: The rows of the table in README.md: text, file, case, the fused variant and the unfused one.
+HEAD = (
+    (
+        "all-gather-matmul, 4096 x 4096 a rank, bfloat16",
+        ("matmul", "all_gather_matmul bfloat16"),
+        ("fused, plain input", "unfused (gloo)"),
+    ),
+    (
+        "matmul-reduce-scatter, 4096 x 4096 a rank, bfloat16",
+        ("matmul", "matmul_reduce_scatter bfloat16"),
+        ("fused", "unfused (gloo)"),
+    ),
+    (
+        "attention over 4096 tokens, forward, bfloat16",
+        ("attention", "attention forward bfloat16, 4096 tokens"),
+        ("fused", "unfused (gloo)"),
+    ),
+    (
+        "compiled feed-forward block, forward and backward, float32",
+        ("compile", "block, forward and backward, float32"),
+        ("compiled, fused", "compiled, not fused (gloo)"),
+    ),
+    (
+        "all-gather of 1 MiB a rank (limit: memcpy of the result)",
+        ("collectives", "all_gather 1024 KiB a rank"),
+        ("plain input", "gloo"),
+    ),
+)
+
+
+def head() -> str:
+    """What stands between the marks in README.md."""
+    lines = []
+    for text, (file, case), variants in HEAD:
+        row = load(file)[1][case]
+        lines.append([text, *(ratio(row, variant) for variant in variants)])
+    return "\n".join(
+        [
+            f"Two ranks with one thread each, {machine()}.",
+            "Time divided by that of the *limit*, the compute alone"
+            " ([all figures](benchmarks/README.md)):",
+            "",
+            *table(["", "fused", "unfused (gloo)"], lines),
+        ]
+    )
+
+
 def matmul() -> list[str]:
     _, rows = load("matmul")
     fused = ("fused, symmetric input", "fused, plain input")
@@ -51,14 +115,14 @@ def matmul() -> list[str]:
         lines.append([f"all-gather-matmul, {dtype}", "1", *cells])
         row = rows[f"all_gather_matmul {dtype}, return_A"]
         cells = [ratio(row, name) for name in fused]
-        what = f"the same with `return_gathered`, {dtype} (limit: and a memcpy)"
-        lines.append([what, "1", *cells, ""])
+        label = f"the same with `return_gathered`, {dtype} (limit: and a memcpy)"
+        lines.append([label, "1", *cells, ""])
     for dtype in ("float32", "bfloat16"):
         row = rows[f"matmul_reduce_scatter {dtype}"]
         cells = [ratio(row, name) for name in ("fused", "unfused (gloo)")]
         lines.append([f"matmul-reduce-scatter, {dtype}", "1", "", *cells])
-    what = "`python benchmarks/matmul.py` (4096 x 4096 a rank, B 4096 x 1024)"
-    return table([what, "limit", *fused, "unfused (gloo)"], lines)
+    title = "`python benchmarks/matmul.py` (4096 x 4096 a rank, B 4096 x 1024)"
+    return table([title, "limit", *fused, "unfused (gloo)"], lines)
 
 
 def attention() -> list[str]:
@@ -77,8 +141,8 @@ def attention() -> list[str]:
         row = rows[f"attention {way} {dtype}, {tokens} tokens"]
         cells = [ratio(row, name) for name in names]
         lines.append([f"{way}, {tokens} tokens in all, {dtype}", "1", *cells])
-    what = "`python benchmarks/attention.py` (8 heads of 64; limit: keys are there already)"
-    return table([what, "limit", *names], lines)
+    title = "`python benchmarks/attention.py` (8 heads of 64; limit: keys already gathered)"
+    return table([title, "limit", *names], lines)
 
 
 def few_rows() -> list[str]:
@@ -87,8 +151,8 @@ def few_rows() -> list[str]:
     for name, row in rows.items():
         cells = [ratio(row, variant) for variant in ("shards", "whole", "chosen", "unfused (gloo)")]
         lines.append([name, "1", *cells])
-    what = "`python benchmarks/few_rows.py` (a layer of Llama-3 8B, 128 tokens a rank)"
-    return table([what, "limit", "by shards", "whole", "as chosen", "unfused (gloo)"], lines)
+    title = "`python benchmarks/few_rows.py` (a layer of Llama-3 8B, 128 tokens a rank)"
+    return table([title, "limit", "by shards", "whole", "as chosen", "unfused (gloo)"], lines)
 
 
 def predictions() -> list[str]:
@@ -100,17 +164,17 @@ def predictions() -> list[str]:
             for rows in files
         ]
         lines.append([name.removesuffix(", float32"), *cells])
-    what = "`python benchmarks/predictions.py` (measured; simulated is so much more or less)"
-    return table([what, "2 ranks", "4 ranks", "8 ranks"], lines)
+    title = "`python benchmarks/predictions.py` (measured time, and the simulator's error)"
+    return table([title, "2 ranks", "4 ranks", "8 ranks"], lines)
 
 
 def compiled() -> list[str]:
     _, rows = load("compile")
     (row,) = rows.values()
     names = list(row["ratio"])
-    what = "`python benchmarks/compile.py` (2048 x 2048 a rank, forward and backward)"
+    title = "`python benchmarks/compile.py` (2048 x 2048 a rank, forward and backward)"
     cells = ["1", *(ratio(row, name) for name in names[1:])]
-    return table([what, *names], [["feed-forward block, float32", *cells]])
+    return table([title, *names], [["feed-forward block, float32", *cells]])
 
 
 def collectives() -> list[str]:
@@ -121,24 +185,23 @@ def collectives() -> list[str]:
         for kib in (4, 1024, 16384):
             row = rows[f"{kind} {kib} KiB a rank"]
             size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
-            what = f"{kind.replace('_', '-')}, {size} a rank"
+            label = f"{kind.replace('_', '-')}, {size} a rank"
             cells = [duration(row["ms"][name] / 1e3) for name in ("memcpy", *names)]
-            lines.append([what, *cells])
+            lines.append([label, *cells])
     lines.append(
         ["barrier of a handle", "", duration(rows["barrier"]["ms"]["handle"] / 1e3), "", ""]
     )
-    what = "`python benchmarks/collectives.py`"
-    return table([what, "memcpy of the result", *names], lines)
+    title = "`python benchmarks/collectives.py`"
+    return table([title, "memcpy of the result", *names], lines)
 
 
-def section() -> str:
-    """What stands between the marks in README.md."""
-    head, _ = load("matmul")
+def figures() -> str:
+    """What stands between the marks in benchmarks/README.md."""
     lines = [
-        f"Two ranks with one thread each, on {head['machine']},",
-        f"torch {head['torch']}, {head['date']}. Each figure is a ratio of times taken in one run,",
-        "variants in turn, to the *limit*: the compute alone, on input that is there already. The",
-        "files in `benchmarks/results/` have the times, and the intervals that hold with 95%.",
+        f"Two ranks with one thread each, {machine()}.",
+        "Each figure is a ratio of times measured in one run, with the variants interleaved: the",
+        "time divided by that of the *limit*, which is the compute alone on input that is already",
+        "there. The files in [results](results) have the times and 95% confidence intervals.",
         "",
         *matmul(),
         *few_rows(),
@@ -150,14 +213,18 @@ def section() -> str:
     return "\n".join(lines)
 
 
-def replaced(readme: str) -> str:
-    """The README with the section put in."""
-    before, rest = readme.split(BEGIN)
+#: What each file has between the marks.
+BLOCKS: dict[str, Callable[[], str]] = {"README.md": head, "benchmarks/README.md": figures}
+
+
+def replaced(text: str, block: str) -> str:
+    """The text with the block put between the marks."""
+    before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return f"{before}{BEGIN}{section()}{END}{after}"
+    return f"{before}{BEGIN}{block}{END}{after}"
 
 
 if __name__ == "__main__":
-    path = ROOT / "README.md"
-    path.write_text(replaced(path.read_text()))
-    sys.stdout.write(section())
+    for name, block in BLOCKS.items():
+        (ROOT / name).write_text(replaced((ROOT / name).read_text(), block()))
+        sys.stdout.write(block())

@@ -11,11 +11,9 @@
 #include <optional>
 #include <string>
 
-namespace symm_cp {
+#include "wire.h"
 
-// The channels of a group (CHANNELS of memory.py).
-enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
-inline constexpr const char* kChannelNames[] = {"sync", "async"};
+namespace symm_cp {
 
 // A call as peers see it.
 struct CallSite {

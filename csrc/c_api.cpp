@@ -12,6 +12,7 @@
 #include "probe.h"
 #include "streams.h"
 #include "trace.h"
+#include "wire.h"
 
 namespace {
 
@@ -55,7 +56,11 @@ extern "C" {
 
 const char* symm_cp_error() { return last_error.c_str(); }
 
-int symm_cp_abi() { return 8; }
+// The contract as text, see wire.h.
+const char* symm_cp_wire() {
+  static const std::string text = wire_description();
+  return text.c_str();
+}
 
 // A group of which this process is rank `rank`. Not collective. `timeout_ms`: 0 for that of the
 // process group. `offset`: by how many bytes slots are moved, for tests. Null on failure.
@@ -204,8 +209,8 @@ int64_t symm_cp_driver(const char* path) {
 // `bases[r]` is where the workspace of rank r is mapped; `processes[r]` a pidfd of rank r, which is
 // closed with the streams, or -1. Null on failure.
 void* symm_cp_streams_open(const char* driver, char* const* bases, int world_size, int rank,
-                           const Layout* layout, int take_back, int events, const char* group,
-                           int64_t timeout_ms, const int* processes) {
+                           const WorkspaceLayout* layout, int take_back, int events,
+                           const char* group, int64_t timeout_ms, const int* processes) {
   void* result = nullptr;
   guarded([&]() -> int64_t {
     std::vector<Descriptor> owned;

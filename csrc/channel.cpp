@@ -27,11 +27,11 @@ void copy_bytes(char* to, const char* from, int64_t bytes) {
 
 int64_t element_bytes(DType dtype) {
   switch (dtype) {
-    case DType::kUInt8:
+    case DType::kUint8:
     case DType::kInt8: return 1;
     case DType::kInt16:
     case DType::kFloat16:
-    case DType::kBFloat16: return 2;
+    case DType::kBfloat16: return 2;
     case DType::kInt32:
     case DType::kFloat32: return 4;
     default: return 8;
@@ -40,7 +40,7 @@ int64_t element_bytes(DType dtype) {
 
 }  // namespace
 
-Channel::Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, Layout layout)
+Channel::Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, WorkspaceLayout layout)
     : group_(group),
       index_(index),
       mapping_(std::move(mapping)),
@@ -48,24 +48,20 @@ Channel::Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, Layo
       spins_(spin_rounds(mapping_->world_size())) {}
 
 Word* Channel::flag_word(int owner, int writer, int flag) const {
-  const int64_t line = int64_t{flag} * mapping_->world_size() + writer;
-  return at<Word>(mapping_->data()[owner], layout_.flags + line * kFlagBytes);
+  return at<Word>(mapping_->data()[owner],
+                  layout_.flags + flag_offset(flag, writer, mapping_->world_size()));
 }
 
 Record& Channel::record(int rank, uint32_t epoch) const {
-  const int64_t slot = epoch % layout_.slot_count;
-  return *at<Record>(mapping_->data()[rank], layout_.records + slot * kRecordBytes);
+  return *at<Record>(mapping_->data()[rank], layout_.record_offset(epoch));
 }
 
 Failure& Channel::failure(int rank, uint32_t epoch) const {
-  const int64_t first = layout_.records + layout_.slot_count * kRecordBytes;
-  const int64_t place = epoch % kFailures * static_cast<int64_t>(sizeof(Failure));
-  return *at<Failure>(mapping_->data()[rank], first + place);
+  return *at<Failure>(mapping_->data()[rank], layout_.failure_offset(epoch));
 }
 
 void* Channel::slot(int rank, uint32_t epoch) const {
-  const int64_t slot = epoch % layout_.slot_count;
-  return at<void>(mapping_->data()[rank], layout_.slots + slot * layout_.slot_bytes);
+  return at<void>(mapping_->data()[rank], layout_.slot_offset(epoch));
 }
 
 bool Channel::entered(int peer, uint32_t epoch) const {
@@ -156,8 +152,8 @@ void Channel::announce(Call& call, const void* shard) {
                  static_cast<const char*>(mapping->data()[mapping->rank()]);
   }
   own.place = call.place;
-  std::strncpy(own.what, call.what.c_str(), Record::kWhat - 1);
-  own.what[Record::kWhat - 1] = 0;
+  std::strncpy(own.call_name, call.what.c_str(), kMaxCallName);
+  own.call_name[kMaxCallName] = 0;
   own.failed.store(0, std::memory_order_relaxed);
   own.epoch.store(call.epoch, std::memory_order_release);
 }
@@ -179,7 +175,7 @@ void Channel::verify(int peer, const Call& call) {
   const Record& theirs = record(peer, call.epoch);
   if (theirs.epoch.load(std::memory_order_acquire) != call.epoch || theirs.failed.load() != 0)
     throw_failure(peer, call);
-  if (std::strncmp(theirs.what, call.what.c_str(), Record::kWhat - 1) == 0 &&
+  if (std::strncmp(theirs.call_name, call.what.c_str(), kMaxCallName) == 0 &&
       theirs.place == call.place)
     return;
   const auto place = [&](Place of) {
@@ -187,15 +183,15 @@ void Channel::verify(int peer, const Call& call) {
   };
   const std::string mine = "rank " + std::to_string(mapping_->rank()) + " calls " + call.what;
   throw PeerError("ranks disagree: " + mine + place(call.place) + ", rank " + std::to_string(peer) +
-                  " calls " + theirs.what + place(theirs.place));
+                  " calls " + theirs.call_name + place(theirs.place));
 }
 
 void Channel::meet(Call& call) {
-  call.place = Place::kMoves;
+  call.place = Place::kReplaced;
   announce(call, nullptr);
   const int rank = mapping_->rank(), size = mapping_->world_size();
-  for (int step = 1; step < size; ++step) signal((rank + step) % size, 0, call.epoch);
-  for (int step = 1; step < size; ++step) wait((rank + step) % size, 0, 0, call);
+  for (int step = 1; step < size; ++step) signal((rank + step) % size, kReadyFlag, call.epoch);
+  for (int step = 1; step < size; ++step) wait((rank + step) % size, kReadyFlag, 0, call);
 }
 
 void* Channel::shard_of(int peer, const Call& call) {
@@ -224,7 +220,7 @@ void* Channel::resolve(const Reference& reference, void* const* operands, const 
 
 void Channel::copy_rows(const Command& command, void* const* operands, const Call& call) {
   char* to = static_cast<char*>(resolve(command.to, operands, call));
-  const char* from = static_cast<const char*>(resolve(command.from, operands, call));
+  const char* from = static_cast<const char*>(resolve(command.source, operands, call));
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   for (int64_t row = 0; row < command.rows; ++row)
@@ -255,7 +251,7 @@ void Channel::run_one(const Command& c, const Reference* references, void* const
     case Kind::kWait: wait(c.peer, c.flag, c.lag, call); break;
     case Kind::kReduce: reduce_rows(c, references, operands, call); break;
     case Kind::kPublish:
-      announce(call, c.mean != 0 ? resolve(c.from, operands, call) : nullptr);
+      announce(call, c.mean != 0 ? resolve(c.source, operands, call) : nullptr);
       break;
     case Kind::kVerify:
       // What was read in place, or in slots, was whole unless its owner left the call meanwhile.

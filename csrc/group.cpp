@@ -8,23 +8,22 @@ namespace symm_cp {
 
 namespace {
 
-constexpr int64_t kPage = 4096;
 // How long the ranks may seem to use different memory: a rank that has just met the others for new
 // memory says so a moment later.
 constexpr std::chrono::seconds kSettle{1};
 
-int64_t pages(int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 std::string text(int64_t value) { return std::to_string(value); }
 
 thread_local bool engine = false;
 
 }  // namespace
 
-Layout layout_of(int world_size, int64_t slot_bytes) {
-  Layout layout{};
-  layout.flag_count = static_cast<int64_t>(std::size(kFlagNames));
-  layout.slot_count = 2;
-  layout.records = layout.flag_count * kFlagBytes * world_size;
+WorkspaceLayout layout_of(int world_size, int64_t slot_bytes) {
+  WorkspaceLayout layout{};
+  layout.flag_count = kFlags;
+  layout.slot_count = kSlots;
+  layout.records = flag_offset(kFlags, 0, world_size);
   layout.slots = pages(layout.records + layout.slot_count * kRecordBytes +
                        kFailures * static_cast<int64_t>(sizeof(Failure)));
   layout.slot_bytes = pages(slot_bytes);
@@ -57,8 +56,8 @@ bool Workspace::at_hand(int64_t slot_bytes) const {
 
 Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& what) {
   group_.check_owned(what);
-  Call call{number, static_cast<uint32_t>(number - base_), what.substr(0, Record::kWhat - 1),
-            Place::kPlain, group_.budget()};
+  Call call{number, static_cast<uint32_t>(number - base_), what.substr(0, kMaxCallName),
+            Place::kSlot, group_.budget()};
   group_.set_entered(index_, number);
   last_ = number;
   if (channel_ != nullptr) channel_->begin(call);
@@ -67,7 +66,7 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& wha
   if (channel_ != nullptr) channel_->meet(call);
   open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
   call.epoch = 1;
-  call.place = Place::kPlain;
+  call.place = Place::kSlot;
   return call;
 }
 
@@ -84,7 +83,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
                           looked = Clock::now();
                         }};
   const auto peers = group_.peers(meeting);
-  Layout layout = layout_of(group_.world_size(), slot_bytes);
+  WorkspaceLayout layout = layout_of(group_.world_size(), slot_bytes);
   layout.slots += group_.offset();
   layout.slot_bytes += group_.offset();
   const int64_t bytes = layout.slots + layout.slot_count * layout.slot_bytes;

@@ -64,13 +64,8 @@ class OutOfStep : public PeerError {
   using PeerError::PeerError;
 };
 
-// The last call that a workspace takes. A wait compares 32-bit numbers by their difference: a flag
-// that few ops raise would, 2^31 calls later, look as if it had been raised
-// (tests/model/protocol.pml, WRAP). The call after it announces that the workspace is replaced.
-inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
-
 // Where the parts of a workspace lie (memory.py explains and mirrors it).
-Layout layout_of(int world_size, int64_t slot_bytes);
+WorkspaceLayout layout_of(int world_size, int64_t slot_bytes);
 
 class Group {
  public:

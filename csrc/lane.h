@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "channel.h"
 #include "plan.h"
 
 namespace symm_cp {

@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "channel.h"
+#include "wire.h"
 
 namespace symm_cp {
 

@@ -76,7 +76,7 @@ void reduce(void* out, const void* const* sources, int count, int64_t elements, 
             bool mean) {
   const auto run = [&](auto* typed) { reduce_typed(typed, sources, count, elements, mean); };
   switch (dtype) {
-    case DType::kUInt8: return run(static_cast<uint8_t*>(out));
+    case DType::kUint8: return run(static_cast<uint8_t*>(out));
     case DType::kInt8: return run(static_cast<int8_t*>(out));
     case DType::kInt16: return run(static_cast<int16_t*>(out));
     case DType::kInt32: return run(static_cast<int32_t*>(out));
@@ -84,7 +84,7 @@ void reduce(void* out, const void* const* sources, int count, int64_t elements, 
     case DType::kFloat16: return run(static_cast<_Float16*>(out));
     case DType::kFloat32: return run(static_cast<float*>(out));
     case DType::kFloat64: return run(static_cast<double*>(out));
-    case DType::kBFloat16: return run(static_cast<BFloat16*>(out));
+    case DType::kBfloat16: return run(static_cast<BFloat16*>(out));
   }
   throw std::invalid_argument("reduce: unknown scalar type " +
                               std::to_string(static_cast<int>(dtype)));

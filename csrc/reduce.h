@@ -4,20 +4,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace symm_cp {
+#include "wire.h"
 
-// Numbered as torch numbers its scalar types.
-enum class DType : int32_t {
-  kUInt8 = 0,
-  kInt8 = 1,
-  kInt16 = 2,
-  kInt32 = 3,
-  kInt64 = 4,
-  kFloat16 = 5,
-  kFloat32 = 6,
-  kFloat64 = 7,
-  kBFloat16 = 15,
-};
+namespace symm_cp {
 
 // Adds in float32 for the 16-bit and 32-bit floating types, in float64 for float64, in the type
 // itself for integers (which wrap, and for which `mean` is refused by the caller). `out` may be

@@ -8,9 +8,9 @@ constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
 }  // namespace
 
-Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank, Layout layout,
-                 bool take_back, int events, std::string group, std::chrono::milliseconds timeout,
-                 std::vector<Descriptor> processes)
+Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
+                 WorkspaceLayout layout, bool take_back, int events, std::string group,
+                 std::chrono::milliseconds timeout, std::vector<Descriptor> processes)
     : api_(driver::load(driver)),
       bases_(std::move(bases)),
       rank_(rank),
@@ -23,13 +23,7 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank, 
   }
   const int ranks = static_cast<int>(bases_.size());
   if (take_back_ || timeout.count() <= 0 || ranks == 1) return;
-  Watched about{std::move(group),
-                rank_,
-                ranks,
-                static_cast<int>(layout_.flag_count),
-                flag(rank_, 0, 0),
-                timeout,
-                std::move(processes)};
+  Watched about{std::move(group), rank_, ranks, flag(rank_, 0, 0), timeout, std::move(processes)};
   waits_ = std::make_shared<Waits>(api_, std::move(about));
   Watch::instance().add(waits_);
 }
@@ -41,8 +35,8 @@ Streams::~Streams() {
 }
 
 driver::Address Streams::flag(int owner, int writer, int flag) const {
-  int64_t index = static_cast<int64_t>(flag) * static_cast<int64_t>(bases_.size()) + writer;
-  return reinterpret_cast<driver::Address>(bases_[owner] + layout_.flags + index * kFlagBytes);
+  const int64_t offset = flag_offset(flag, writer, static_cast<int>(bases_.size()));
+  return reinterpret_cast<driver::Address>(bases_[owner] + layout_.flags + offset);
 }
 
 driver::Address Streams::resolve(const Reference& reference, void* const* operands,
@@ -51,8 +45,7 @@ driver::Address Streams::resolve(const Reference& reference, void* const* operan
   if (reference.space == Space::kOperand) {
     base = static_cast<char*>(operands[reference.index]);
   } else {
-    int64_t slot = epoch % static_cast<uint64_t>(layout_.slot_count);
-    base = bases_[reference.index] + layout_.slots + slot * layout_.slot_bytes;
+    base = bases_[reference.index] + layout_.slot_offset(epoch);
   }
   return reinterpret_cast<driver::Address>(base + reference.offset);
 }
@@ -64,11 +57,10 @@ void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const 
 void Streams::give_up() {
   if (waits_ == nullptr) return;
   std::vector<driver::MemOp> marks;
-  const int last = static_cast<int>(layout_.flag_count) - 1;
   for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
     // What is not mapped here cannot be written; that peer has the time-out.
     if (peer != rank_ && bases_[peer] != nullptr)
-      marks.push_back({driver::kWriteValue32, flag(peer, rank_, last), 1, 0, 0, 0});
+      marks.push_back({driver::kWriteValue32, flag(peer, rank_, kGaveUpFlag), 1, 0, 0, 0});
   }
   waits_->give_up(std::move(marks));
 }
@@ -107,7 +99,7 @@ void Streams::flush_mem_ops(driver::Stream lane) {
 void Streams::add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
                        uint32_t epoch) {
   driver::Address to = resolve(command.to, operands, epoch);
-  driver::Address from = resolve(command.from, operands, epoch);
+  driver::Address from = resolve(command.source, operands, epoch);
   bool dense = command.rows == 1 ||
                (command.to_pitch == command.bytes && command.from_pitch == command.bytes);
   if (command.bytes * command.rows == 0) return;

@@ -6,39 +6,11 @@
 #include <string>
 #include <vector>
 
-#include "channel.h"
 #include "driver.h"
 #include "watch.h"
+#include "wire.h"
 
 namespace symm_cp {
-
-enum class StreamKind : int32_t {
-  kCopy = 0,
-  kSignal = 1,
-  kWait = 2,
-  kRecord = 3,     // an event on the lane
-  kWaitEvent = 4,  // the lane waits for an event
-  kArrived = 5,    // number `peer` of this rank's own flags `flag`, for a kernel that polls it
-};
-
-// Mirrored by native.py. Only the fields of its kind are read.
-struct StreamCommand {
-  StreamKind kind;
-  int32_t lane;
-  int32_t peer;   // signal: to; wait: from
-  int32_t flag;   // which flag of the pair of ranks
-  int32_t lag;    // wait: calls ago
-  int32_t event;  // record, wait for an event
-  int32_t alone;  // copy: it may not be in a batch with the one before, which it depends on
-  int32_t reserved;
-  Reference to;  // copy; kShard is no space here: peers' addresses are known
-  Reference from;
-  int64_t bytes;  // of a row
-  int64_t rows;
-  int64_t to_pitch;
-  int64_t from_pitch;
-};
-static_assert(sizeof(StreamCommand) == 96);
 
 class Streams {
  public:
@@ -47,7 +19,7 @@ class Streams {
   // otherwise it is the number of the call, and only grows. The calling thread has the context of
   // the device, here and in all other calls. With a `timeout` waits that are in vain end the
   // process (watch.h); `processes` are pidfds of the ranks. Those of a graph are not seen here.
-  Streams(const std::string& driver, std::vector<char*> bases, int rank, Layout layout,
+  Streams(const std::string& driver, std::vector<char*> bases, int rank, WorkspaceLayout layout,
           bool take_back, int events, std::string group, std::chrono::milliseconds timeout,
           std::vector<Descriptor> processes);
   ~Streams();
@@ -77,7 +49,7 @@ class Streams {
   const driver::Api& api_;
   std::vector<char*> bases_;
   int rank_;
-  Layout layout_;
+  WorkspaceLayout layout_;
   bool take_back_;
   std::vector<driver::Event> events_;
   std::shared_ptr<Waits> waits_;  // null when nobody looks at them

@@ -26,7 +26,7 @@ void Recorder::record(bool on) {
 void Recorder::add(const Command& command, int64_t start, int64_t end, uint32_t epoch,
                    const char* what) {
   TraceEvent event{command, start, end, epoch, in_engine ? 1 : 0, {}};
-  std::strncpy(event.what, what, TraceEvent::kWhat - 1);
+  std::strncpy(event.call_name, what, sizeof(event.call_name) - 1);
   std::lock_guard<std::mutex> lock(mutex_);
   events_.push_back(event);
 }

@@ -5,21 +5,9 @@
 #include <mutex>
 #include <vector>
 
-#include "channel.h"
+#include "wire.h"
 
 namespace symm_cp {
-
-// Mirrored by native.py. Times are of the monotonic clock, which all processes of a host share.
-struct TraceEvent {
-  static constexpr size_t kWhat = 40;
-  Command command;
-  int64_t start;  // nanoseconds
-  int64_t end;
-  uint32_t epoch;
-  int32_t engine;  // 1: on the copy engine; 0: in a calling thread
-  char what[kWhat];
-};
-static_assert(sizeof(TraceEvent) == 160);
 
 class Recorder {
  public:

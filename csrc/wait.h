@@ -16,11 +16,9 @@
 #include <ctime>
 
 #include "python.h"
+#include "wire.h"
 
 namespace symm_cp {
-
-using Word = std::atomic<uint32_t>;
-static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
 
 using Clock = std::chrono::steady_clock;
 

@@ -7,7 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "channel.h"
+#include "wire.h"
 
 namespace symm_cp {
 
@@ -29,7 +29,7 @@ Waits::Waits(const driver::Api& api, Watched about)
       about_(std::move(about)),
       lost_(about_.world_size),
       gave_up_(about_.world_size),
-      pairs_(static_cast<size_t>(about_.flag_count) * about_.world_size),
+      pairs_(size_t{kDeviceFlags} * about_.world_size),
       names_(kNames) {
   waits_.reserve(kWaits);
   api_.expect(api_.context_get(&context_), "cuCtxGetCurrent");
@@ -119,10 +119,10 @@ bool Waits::take_in() {
 
 void Waits::begin_reading() {
   // A rank that is lost now has raised all the flags that it ever will.
-  const size_t last = pairs_.size() - about_.world_size;
+  const size_t gave_up = size_t{kGaveUpFlag} * about_.world_size;
   for (int peer = 0; peer < about_.world_size; ++peer) {
     lost_[peer] = dead(peer);
-    gave_up_[peer] = pairs_[last + peer].seen != 0;
+    gave_up_[peer] = pairs_[gave_up + peer].seen != 0;
   }
   const size_t bytes = pairs_.size() * kLine * sizeof(uint32_t);
   reading_ = api_.copy_to_host(read_, about_.flags, bytes, stream_) == 0;

@@ -22,7 +22,6 @@ struct Watched {
   std::string group;
   int rank;
   int world_size;
-  int flag_count;  // flag f of writer w: line f * world_size + w; the last one: w has given up
   driver::Address flags;
   std::chrono::milliseconds timeout;
   std::vector<Descriptor> processes;  // pidfds of the ranks; invalid where there is none

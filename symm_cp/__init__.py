@@ -25,10 +25,10 @@ from symm_cp.context_parallel import (
     context_parallel_unshard,
     shard_batch,
 )
-from symm_cp.device import reserve
+from symm_cp.devices import reserve
 from symm_cp.memory import get_workspace
 from symm_cp.ops.attention import set_rotate_method
-from symm_cp.ops.gather_kv import all_gather_kv
+from symm_cp.ops.attention.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.override import override_cuda_ops
@@ -67,14 +67,17 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from symm_cp import inductor, nvshmem
+    from symm_cp import inductor
     from symm_cp.context_parallel import ContextParallel
+    from symm_cp.devices import nvshmem
 
 
 def __getattr__(name: str) -> object:
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
-    if name in ("inductor", "nvshmem"):
-        return _import_module(f"symm_cp.{name}")
+    if name == "inductor":
+        return _import_module("symm_cp.inductor")
+    if name == "nvshmem":
+        return _import_module("symm_cp.devices.nvshmem")
     if name == "ContextParallel":
         return _import_module("symm_cp.context_parallel").ContextParallel
     raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")

@@ -1,14 +1,14 @@
-"""Where the buffers of kernels begin: at multiples of 64 bytes, so that bits depend on no address.
+"""Aligns the buffers of kernels to 64 bytes, so that no result depends on an address.
 
-Matmul libraries may add in another order when an operand begins elsewhere or has another leading
-dimension: MKL does on AMD processors (the last bits of a tenth of small float32 products change
-when an operand moves by a few elements), cuBLAS chooses kernels by alignment. torch allocates at
-multiples of 64 bytes. So everything that stands for a rank's shard does, too: slots, their parts,
-staging memory and scratch. Where a shard lies elsewhere (a view of the caller's, a chunk of a
-gathered tensor whose rows are odd), kernels get a copy.
+Matmul libraries may sum in a different order when an operand's alignment or leading dimension
+changes: MKL does on AMD processors (the last bits of a tenth of small float32 products change when
+an operand moves by a few elements), and cuBLAS chooses kernels by alignment. torch allocates at
+multiples of 64 bytes. So every buffer that holds a rank's shard begins at one: slots, their parts,
+staging memory and scratch. Where a shard is not aligned (a view of the caller's, a chunk of a
+gathered tensor with odd rows), kernels get a copy.
 
 `SYMM_CP_DEBUG_OFFSETS` moves these buffers to other multiples of 64 bytes, so that tests notice
-what depends on more than that.
+results that depend on more than that.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ import torch
 
 from symm_cp import env
 
-#: Where buffers begin, in bytes: a cache line, and as torch's own allocations on CPU do.
+#: The alignment of buffers in bytes: a cache line, and that of torch's allocations on CPU.
 ALIGN = 64
 
-# Debug offsets: multiples of this (tests set it to 8 to see that they would notice), up to a page.
+# Debug offsets are multiples of this, up to a page; tests set it to 8 to see that they would fail.
 _unit = ALIGN
 _OFFSETS = 64
 _scratches = itertools.count()
 
 
 def padded(nbytes: int) -> int:
-    """Returns a number of bytes, rounded up to where the next buffer may begin."""
+    """Returns a number of bytes, rounded up to the alignment."""
     return -(-nbytes // ALIGN) * ALIGN
 
 
 def part_offsets(nbytes: Sequence[int]) -> tuple[int, ...]:
-    """Returns where each part of a buffer begins; the last entry is the room that they take."""
+    """Returns the offset of each part of a buffer; the last entry is the size of the buffer."""
     return (0, *itertools.accumulate(padded(size) for size in nbytes))
 
 
 def debug_offset(*key: object) -> int:
     """Returns the bytes by which a buffer is moved: 0, or with `SYMM_CP_DEBUG_OFFSETS` a hash.
 
-    It is the same on all ranks for the same key.
+    The same key gives the same offset on all ranks.
     """
     seed = env.debug_offsets()
     if seed is None:
@@ -60,7 +60,7 @@ def scratch(like: torch.Tensor, nbytes: int) -> torch.Tensor:
 
 
 def scratch_rows(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Returns `count` empty tensors like one in scratch memory, each contiguous and aligned."""
+    """Returns `count` empty tensors in scratch memory, stacked, each contiguous and aligned."""
     pitch = padded(like.numel() * like.element_size())
     numbers = scratch(like, count * pitch).view(like.dtype)
     strides = (pitch // like.element_size(), *contiguous_strides(like.shape))
@@ -77,10 +77,10 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a shard as kernels take it: contiguous and aligned; a copy only where it is not.
+    """Returns a contiguous and aligned tensor of the same values: a copy if it has to be.
 
-    Dimensions of length 1 get the strides of a new tensor: matmuls tell from them which operand
-    is transposed.
+    Dimensions of length 1 get the strides of a new tensor: matmuls derive from strides which
+    operand is transposed.
     """
     if tensor.data_ptr() % ALIGN != 0 or not tensor.is_contiguous():
         memory = scratch(tensor, tensor.numel() * tensor.element_size())

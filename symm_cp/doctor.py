@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, env, native, nvshmem, trusted
-from symm_cp.device import Device
+from symm_cp import __version__, devices, env, native, trusted
+from symm_cp.devices import nvshmem
+from symm_cp.devices.cuda import CudaDevice
 
-_KEYS = ("CPU", "CUDA", "Meta", "Autograd")
+_KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def _cpu() -> Finding:
 def _driver() -> Finding:
     """Checks whether the driver has what the CUDA runtime of this package requires."""
     try:
-        level = native.load().symm_cp_driver(Device.driver.encode())
+        level = native.load().symm_cp_driver(CudaDevice.driver.encode())
     except native.BuildError as error:
         advice = "first make the native part work, see above"
         return Finding("backends", "CUDA driver", "missing", str(error).splitlines()[0], advice)

@@ -1,22 +1,19 @@
 """Groups that span hosts: who shares memory with whom.
 
-Two ranks are on one host when they run under one boot of one kernel and in one network namespace,
-in which the sockets are that symmetric memory is passed over. Host names say nothing: containers
-and copied images repeat them. GPUs that cannot map each other's memory (no peer access) count as on
-several hosts.
+Two ranks are on one host when they run under the same boot of a kernel and in the same network
+namespace: symmetric memory is passed over sockets of that namespace. Host names are not compared,
+because containers and copied images repeat them. GPUs that cannot map each other's memory (no peer
+access) count as on different hosts.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
 import warnings
-import weakref
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,17 +21,8 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import env
-from symm_cp.memory import Group, on_first_use, resolve, timeout_of
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def identity() -> str:
-    """Returns what is the same for processes that can share memory, and else differs."""
-    chosen = env.host()
-    if chosen is not None:
-        return chosen
-    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/net')}"
+from symm_cp.liveness import host_identity, read, share, timeout_of
+from symm_cp.memory import Group, StateKey, on_first_use, resolve
 
 
 @dataclass(frozen=True)
@@ -61,43 +49,51 @@ class Place:
     unreachable: tuple[str, ...] = ()
 
 
+#: How a group is spread over hosts, by type of device; None: all ranks are on one.
+SPREADS: StateKey[dict[str, Hosts | None]] = StateKey("hosts")
+
+
 def _place(device: torch.device) -> Place:
-    if device.type != "cuda":
-        return Place(identity())
-    own = torch.cuda.current_device() if device.index is None else device.index
-    gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if device.type == "cpu":
+        return Place(host_identity())
+    gpus = torch.get_device_module(device)
+    own = gpus.current_device() if device.index is None else device.index
+    ids = [str(gpus.get_device_properties(index).uuid) for index in range(gpus.device_count())]
     unreachable = tuple(
         gpu
-        for peer, gpu in enumerate(gpus)
-        if peer != own and not torch.cuda.can_device_access_peer(own, peer)
+        for peer, gpu in enumerate(ids)
+        if peer != own and not gpus.can_device_access_peer(own, peer)
     )
-    return Place(identity(), gpus[own], unreachable)
+    return Place(host_identity(), ids[own], unreachable)
 
 
 def _islands(ranks: Sequence[int], places: Sequence[Place]) -> list[tuple[int, ...]]:
-    """The ranks of a host in parts that reach each other; each alone where there are none such."""
+    """Splits the ranks of a host into parts whose GPUs all reach each other.
 
-    def reaches(one: int, other: int) -> bool:
-        return places[other].gpu not in places[one].unreachable
+    Each rank is a part of its own where the GPUs do not form such parts.
+    """
 
-    around = {
+    def reaches(rank: int, peer: int) -> bool:
+        return places[peer].gpu not in places[rank].unreachable
+
+    reachable = {
         rank: tuple(peer for peer in ranks if reaches(rank, peer) and reaches(peer, rank))
         for rank in ranks
     }
-    if all(around[peer] == around[rank] for rank in ranks for peer in around[rank]):
-        return list(dict.fromkeys(around.values()))
+    if all(reachable[peer] == reachable[rank] for rank in ranks for peer in reachable[rank]):
+        return list(dict.fromkeys(reachable.values()))
     return [(rank,) for rank in ranks]
 
 
 def spread(places: Sequence[Place]) -> tuple[tuple[int, ...], ...]:
-    """Returns the ranks that share memory, in parts, given the place of each rank."""
+    """Returns the parts of a group whose ranks share memory, given the place of each rank."""
     hosts: dict[str, list[int]] = {}
     for rank, place in enumerate(places):
         hosts.setdefault(place.host, []).append(rank)
-    found = [island for ranks in hosts.values() for island in _islands(ranks, places)]
-    if len(found) > len(hosts) and len({len(island) for island in found}) > 1:
+    islands = [island for ranks in hosts.values() for island in _islands(ranks, places)]
+    if len(islands) > len(hosts) and len({len(island) for island in islands}) > 1:
         return tuple((rank,) for rank in range(len(places)))
-    return tuple(found)
+    return tuple(islands)
 
 
 def hosts_of(group: Group, device: torch.device) -> Hosts | None:
@@ -109,34 +105,46 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
     """
     if group.world_size == 1:
         return None
-    if device.type not in group.hosts:
-        group.hosts[device.type] = _find(group, device)
-    found: Hosts | None = group.hosts[device.type]
-    return found
+    spreads, kind = group.state(SPREADS, dict), device.type
+    if kind not in spreads:
+        spreads[kind] = _find(group, device)
+    return spreads[kind]
+
+
+def no_common_memory(op: str, group: Group, device: torch.device) -> NotImplementedError:
+    """The error of an op on peers' memory in a group that spans hosts."""
+    hosts = hosts_of(group, device)
+    count = len(hosts.ranks) if hosts is not None else 1
+    return NotImplementedError(
+        f"{op}: the ranks of group {group.name!r} are on {count} hosts, which share no memory: use "
+        "the collectives of torch.distributed"
+    )
+
+
+def on_this_host(group: Group, kind: str) -> Group:
+    """Returns the part of a group on this host, as far as known for a kind of device.
+
+    Never waits. The whole group before the first call of `hosts_of`.
+    """
+    known = (group.find(SPREADS) or {}).get(kind)
+    return group if known is None else known.local
 
 
 def _publish(group: Group) -> None:
-    """Says where this rank is, for ranks that ask for CPU tensors. Not collective.
+    """Writes to the store where this rank's CPU tensors are. Not collective.
 
-    Once for the process, under its number in the world: ranks that meet in one group must not wait
-    for each other because they first used different ones.
+    Under the process's rank in the world, whatever the group: ranks must not wait for each other
+    because they used different groups first.
     """
-    if group.world_size == 1 or group.name in _published:
+    if group.world_size == 1:
         return
     world, _ = _keys_of_world(group)
     if world is not None:
-        world.set(_key(dist.get_rank()), _text(torch.device("cpu")))
+        world.set(_key(dist.get_rank()), _place_as_text(torch.device("cpu")))
     else:
-        group.store().set(f"symm_cp/host/cpu/{group.rank}", _text(torch.device("cpu")))
-    _published.add(group.name)
-    weakref.finalize(
-        _resolve_process_group(group.name),  # type: ignore[arg-type]
-        _published.discard,
-        group.name,
-    ).atexit = False
+        group.store().set(f"symm_cp/host/cpu/{group.rank}", _place_as_text(torch.device("cpu")))
 
 
-_published: set[str] = set()
 on_first_use.append(_publish)
 
 
@@ -144,14 +152,20 @@ def _key(world_rank: int) -> str:
     return f"symm_cp/host/{world_rank}"
 
 
-def _text(device: torch.device) -> str:
+def _place_as_text(device: torch.device) -> str:
     return json.dumps(astuple(_place(device)))
 
 
-def _keys_of_world(group: Group) -> tuple[dist.Store | None, list[str]]:
-    """Where the processes of a group say where they are; no store for groups out of the world.
+def _place_of_text(text: str) -> Place:
+    host, gpu, unreachable = json.loads(text)
+    return Place(host, gpu, tuple(unreachable))
 
-    Nor where the user chose what tells hosts apart: that may differ from group to group.
+
+def _keys_of_world(group: Group) -> tuple[dist.Store | None, list[str]]:
+    """The store and keys under which a group's processes publish their places.
+
+    No store for groups whose ranks are not in the world, nor when the user names the hosts: a rank
+    may then be on different hosts for different groups.
     """
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     world = dist.distributed_c10d._world
@@ -167,30 +181,29 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     store, keys = _keys_of_world(group) if kind == "cpu" else (None, [])
     if store is not None:
         _publish(group)
-        about = group.read(store, keys)
+        texts = read(group, store, keys)
     else:
-        about = group.share(f"host/{kind}", _text(device))
-    found = [json.loads(text) for text in about]
-    places = [Place(host, gpu, tuple(unreachable)) for host, gpu, unreachable in found]
+        texts = share(group, f"host/{kind}", _place_as_text(device))
+    places = [_place_of_text(text) for text in texts]
     ranks = spread(places)
     if len(ranks) == 1:
         return None
-    if len({len(there) for there in ranks}) > 1:
+    if len({len(on_host) for on_host in ranks}) > 1:
         raise NotImplementedError(
             f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}; "
             "every host must hold the same number of ranks"
         )
     if group.rank == 0 and len(ranks) > len({place.host for place in places}):
         warnings.warn(
-            f"symm_cp: no GPU of group {group.name!r} reaches the memory of all others: between "
-            f"ranks {', '.join(str(list(r)) for r in ranks)} goes what goes between hosts, by the "
-            "process group's own operations",
+            f"symm_cp: no GPU of group {group.name!r} reaches the memory of all others: ranks "
+            f"{', '.join(str(list(r)) for r in ranks)} exchange data as if on different hosts, "
+            "with the process group's own operations",
             stacklevel=2,
         )
-    host = next(index for index, there in enumerate(ranks) if group.rank in there)
+    host = next(index for index, on_host in enumerate(ranks) if group.rank in on_host)
     place = ranks[host].index(group.rank)
-    # In no keys of the store that an earlier group of that name may have left.
-    tokens = group.share(f"local/{kind}", secrets.token_hex(8))
+    # A fresh prefix: an earlier group of that name may have left keys in the store.
+    tokens = share(group, f"local/{kind}", secrets.token_hex(8))
     prefix = f"symm_cp/local/{tokens[ranks[host][0]]}"
     store = dist.PrefixStore(prefix, group.store())
     name = f"{group.name}, {kind}, host {host}"
@@ -201,16 +214,17 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
 def _local_group(
     process_group: dist.ProcessGroup, store: dist.Store, name: str, place: int, size: int
 ) -> dist.ProcessGroup:
-    """A group of those ranks of another that are on this host: for symmetric memory.
+    """Makes a group of the ranks of a group that are on this host, for symmetric memory.
 
-    `new_group` would ask ranks that are no members to take part, or depend on which other groups
-    each of the members is in.
+    `new_group` would need ranks that are not members to take part, or would depend on which other
+    groups each of the members is in.
     """
     local, cpu = dist.ProcessGroup(store, place, size), torch.device("cpu")
-    # A group has its name and its time-out from a backend. The loopback device is enough.
+    # A group gets its name and its time-out from a backend. The loopback device is enough.
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    # Longer than that of the links: a rank that has lost one says so to those that wait for it.
+    # Longer than that of the links between hosts: a rank that loses one tells the ranks that wait
+    # for it on this host.
     options._timeout = timeout_of(process_group) * 1.5
     backend = dist.ProcessGroupGloo(store, place, size, options)
     local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
@@ -219,27 +233,3 @@ def _local_group(
         _unregister_process_group(name)  # of an earlier group of that name
     _register_process_group(name, local)
     return local
-
-
-def watched_processes(group: Group) -> list[int]:
-    """Returns a descriptor of each rank's process that tells when it ends, or -1; own them.
-
-    Collective at the first call for a group. -1 is for this process, and for those that this one
-    cannot name: on other hosts, or in other name spaces of processes.
-    """
-    if group.processes is None:
-        space = f"{identity()} {os.readlink('/proc/self/ns/pid')}"
-        found = group.share("process", f"{os.getpid()} {space}")
-        known = [text.split(" ", 1) for text in found]
-        group.processes = [int(pid) if where == space else -1 for pid, where in known]
-        group.processes[group.rank] = -1
-    return [_descriptor(pid) for pid in group.processes]
-
-
-def _descriptor(pid: int) -> int:
-    if pid < 0:
-        return -1
-    try:
-        return os.pidfd_open(pid)
-    except OSError:  # a kernel without them; that a process is gone shows at the next time-out
-        return -1

@@ -1,74 +1,60 @@
 """Groups and their workspaces: the only place that knows how bytes are laid out.
 
-A group has up to two workspaces, each a *channel* with calls of its own: `"sync"` for ops that run
+A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
 in the calling thread, `"async"` for those that a copy engine carries out, so that both kinds may be
-in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; what
-a rank refuses to do is a call as well. The calls of a workspace are numbered from 1, too (the
+in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
+call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
-    4096 * ceil((4 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
+    4096 * ceil((5 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
-writer), records (what each of the two calls under way is), why the last calls failed that did,
-then the two slots. The slot is as large as the largest call so far; a larger one replaces the
+writer), records (what each of the two calls under way is), the reasons of the last failed calls,
+then the two slots. The slot is as large as the largest call so far; a larger call replaces the
 workspace, which is collective but happens inside an op that is collective anyway, on sizes that
-all ranks know. So does the call after `LAST_EPOCH`. Nothing is collective when memory is returned.
+all ranks know. So does the call after `wire.LAST_EPOCH`. Nothing is collective when memory is
+returned.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import math
 import os
 import threading
-import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from . import env, native
+from . import env, native, wire
 from .alignment import debug_offset
 from .modes import ordinary_tensors
 
-#: The names of the flags; a flag's number is its place here (mirrored in csrc/channel.cpp).
-FLAGS = ("ready", "reduced", "taken", "done")
-#: The channels of a group.
-CHANNELS = ("sync", "async")
-
-#: A flag has a cache line of its own.
-FLAG_BYTES = 64
-
-#: The calls of a workspace. A wait compares 32-bit numbers by their difference: a flag that few ops
-#: raise would, 2^31 calls later, look as if it had been raised (tests/model/protocol.pml, WRAP).
-LAST_EPOCH = (1 << 31) - 2
-
-_SLOTS = 2
-_RECORD_BYTES = 192
-_FAILURES_BYTES = 8 * 256
-_PAGE = 4096
 _MAX_VIEWS = 1024
-_MAX_PLANS = 512
 
+T = TypeVar("T")
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | str"
 
 
 def pages(nbytes: int) -> int:
     """Returns a number of bytes, rounded up to whole pages."""
-    return math.ceil(nbytes / _PAGE) * _PAGE
+    return math.ceil(nbytes / wire.PAGE_BYTES) * wire.PAGE_BYTES
 
 
 def workspace_bytes(world_size: int, slot_bytes: int) -> int:
     """Returns the bytes that a workspace takes on each rank (the formula above)."""
-    header = len(FLAGS) * FLAG_BYTES * world_size + _SLOTS * _RECORD_BYTES + _FAILURES_BYTES
-    return pages(header) + _SLOTS * pages(slot_bytes)
+    flags = wire.flag_offset(len(wire.FLAGS), 0, world_size)
+    failures = wire.FAILURES * ctypes.sizeof(wire.Failure)
+    header = flags + wire.SLOTS * wire.RECORD_BYTES + failures
+    return pages(header) + wire.SLOTS * pages(slot_bytes)
 
 
 def group_name(group: GroupLike) -> str:
@@ -104,31 +90,31 @@ def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.T
 
 
 class Calls:
-    """The calls of a workspace, one after the other, and the room that they have."""
+    """The calls of a workspace, one after the other, and the size of their slots."""
 
     slot_bytes: int
     epoch = 0
 
     def next_epoch(self) -> int:
-        """Begins a call: every rank does so in the same order."""
+        """Begins a call; every rank begins its calls in the same order."""
         self.epoch += 1
         return self.epoch
 
     def serves(self, slot_bytes: int) -> bool:
-        """Whether a call with a slot of so many bytes can be made."""
-        return self.slot_bytes >= slot_bytes and self.epoch < LAST_EPOCH
+        """Whether a call with a slot of `slot_bytes` can be made."""
+        return self.slot_bytes >= slot_bytes and self.epoch < wire.LAST_EPOCH
 
 
 class Workspace:
     """Symmetric memory of one channel of a group, with two slots that its calls take in turn.
 
-    Made by the first call, and replaced by larger memory when a call needs it (csrc/group.h).
-    Not for several threads at once: `Group.lock` serialises them.
+    The first call allocates the memory, and a call that needs more replaces it (csrc/group.h). Not
+    thread-safe: `Group.lock` serialises calls.
     """
 
     def __init__(self, group: Group, channel: str) -> None:
         self.handle = group.handle
-        self._index = CHANNELS.index(channel)
+        self._index = wire.CHANNELS.index(channel)
         self._library = native.load()
         self._views: dict[tuple[int, tuple[int, ...], torch.dtype], torch.Tensor] = {}
 
@@ -146,22 +132,22 @@ class Workspace:
 
     @property
     def epoch(self) -> int:
-        """The last call that began, of those that the present memory has seen."""
+        """The number of the last call that began in the present memory."""
         epoch: int = self._library.symm_cp_epoch(self.handle, self._index)
         return epoch
 
     def skip(self, calls: int) -> None:
-        """Passes over so many calls as if they had been made. Collective. For tests."""
+        """Skips a number of calls as if they had been made. Collective. For tests."""
         self._library.symm_cp_skip(self.handle, self._index, calls)
 
     def renew(self) -> None:
-        """Lets go of the memory: the next call makes new one. Collective. For tests."""
+        """Releases the memory; the next call allocates it anew. Collective. For tests."""
         self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
 
     def began(self, epoch: int) -> None:
-        """Notes which call is under way."""
+        """Tells the workspace that a call has begun."""
         if epoch == 1:
-            self._views.clear()  # of the memory before
+            self._views.clear()  # they were of the memory that this one has replaced
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -187,18 +173,34 @@ class Workspace:
         return address
 
 
-class PeerLostError(RuntimeError):
-    """A rank died, or said nothing in time, before the group had memory in common."""
+E = TypeVar("E", bound=BaseException)
 
 
-def reported(error: Exception) -> Exception:
-    """Marks an error of which the peers have heard, and returns it."""
-    error._symm_cp_reported = True  # type: ignore[attr-defined]
+def reported(error: E) -> E:
+    """Marks an error as already reported to the peers, and returns it."""
+    with contextlib.suppress(AttributeError):  # a type whose objects take no attributes
+        error._symm_cp_reported = True  # type: ignore[attr-defined]
     return error
 
 
+def is_reported(error: BaseException) -> bool:
+    """Whether an error was already reported to the peers."""
+    return getattr(error, "_symm_cp_reported", False)
+
+
+@dataclass(frozen=True, eq=False)
+class StateKey(Generic[T]):
+    """Names what one module keeps with each group; that module owns the key.
+
+    `close` is called with the state when it is dropped, or when the process group is gone.
+    """
+
+    name: str
+    close: Callable[[T], object] | None = None
+
+
 class Group:
-    """The workspaces of one process group."""
+    """One process group: its workspaces for CPU tensors, and what other modules keep with it."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.name = str(process_group.group_name)
@@ -217,27 +219,30 @@ class Group:
         )
         if not self.handle:
             raise RuntimeError(native.error())
-        # Freed with this object, not before: work in flight holds it. Not at exit, when torch's
-        # own memory may be gone already and the kernel frees everything anyway.
+        # Freed with this object, not before: work in flight uses it. Not at exit: torch's own
+        # memory may be gone by then, and the kernel frees everything anyway.
         weakref.finalize(self, self._library.symm_cp_group_close, self.handle).atexit = False
-        #: What ops keep from call to call, by a key of theirs.
-        self.plans: dict[Hashable, Any] = {}
-        self._workspaces = {channel: Workspace(self, channel) for channel in CHANNELS}
-        #: Kept for device.py: workspaces by device and channel, and those that graphs still use.
-        self.device_workspaces: dict[Hashable, Any] = {}
-        self.retained: list[Any] = []
-        #: Kept for nvshmem.py: what moves bytes instead of torch's symmetric memory, and how many
-        #: workspaces the group had there.
-        self.engine: Any = None
-        self.engine_workspaces = 0
-        #: Kept for tuning.py: what the ranks choose by.
-        self.tuning: Any = None
-        #: Kept for hosts.py: how the group is spread over hosts, by kind of device.
-        self.hosts: dict[str, Any] = {}
-        #: Kept for hosts.py, too: the numbers of the ranks' processes.
-        self.processes: list[int] | None = None
-        #: Kept for runtime/agreement.py: how many calls the ranks have compared.
-        self.compared_calls = 0
+        self._workspaces = {channel: Workspace(self, channel) for channel in wire.CHANNELS}
+        self._states: dict[StateKey[Any], Any] = {}
+
+    def state(self, key: StateKey[T], make: Callable[[], T]) -> T:
+        """Returns what is kept under a key; made at the first call. Not collective."""
+        state: T | None = self._states.get(key)
+        return self._states.setdefault(key, make()) if state is None else state
+
+    def find(self, key: StateKey[T]) -> T | None:
+        """Returns what is kept under a key, or None."""
+        return self._states.get(key)
+
+    def put(self, key: StateKey[T], state: T) -> None:
+        """Keeps something under a key, instead of what was there; that is not closed."""
+        self._states[key] = state
+
+    def drop(self, key: StateKey[T]) -> None:
+        """Closes and forgets what is kept under a key, if anything."""
+        state = self._states.pop(key, None)
+        if state is not None and key.close is not None:
+            key.close(state)
 
     def own_lock(self) -> threading.RLock:  # type: ignore[valid-type]
         """Returns the lock of the group's calls.
@@ -258,144 +263,65 @@ class Group:
         """Returns the group's key-value store."""
         return _get_process_group_store(_resolve_process_group(self.name))  # type: ignore[arg-type]
 
-    def wait_limit(self) -> datetime.timedelta:
-        """Returns how long ops wait for a peer: `SYMM_CP_TIMEOUT_MS`, or the group's time-out."""
-        if env.timeout_ms():
-            return datetime.timedelta(milliseconds=env.timeout_ms())
-        return timeout_of(_resolve_process_group(self.name))  # type: ignore[arg-type]
-
-    def share(self, key: str, text: str) -> list[str]:
-        """Returns what each rank says under a key of the store. Collective.
-
-        Raises `RuntimeError` when a rank dies first, or says nothing within the time-out.
-        """
-        store = self.store()
-        keys = [f"symm_cp/{key}/{rank}" for rank in range(self.world_size)]
-        store.set(keys[self.rank], text)
-        return self.read(store, keys)
-
-    def read(self, store: dist.Store, keys: Sequence[str]) -> list[str]:
-        """Returns what the store has under a key for each rank, when all have written it.
-
-        Raises `RuntimeError` when a rank dies first, or says nothing within the time-out.
-        """
-        limit = self.wait_limit()
-        deadline = time.monotonic() + limit.total_seconds()
-        with self._links() as lost:
-            for rank, key in enumerate(keys):
-                pause = 0.0005
-                while not store.check([key]):
-                    late = time.monotonic() > deadline
-                    if (late or lost(rank)) and not store.check([key]):
-                        why = (
-                            f"said nothing within {limit.total_seconds():g} s"
-                            if late
-                            else "died or left before its first call"
-                        )
-                        raise PeerLostError(
-                            f"rank {rank} of group {self.name!r} {why} (rank {self.rank} waited "
-                            f"for {key!r})"
-                        )
-                    time.sleep(pause)
-                    pause = min(2 * pause, 0.02)
-        return [store.get(key).decode() for key in keys]
-
-    @contextmanager
-    def _links(self) -> Iterator[Callable[[int], bool]]:
-        """Tells whether the link to a rank is broken; looks only when it is asked."""
-        links: list[int] = []
-
-        def lost(rank: int) -> bool:
-            if rank == self.rank:
-                return False
-            if not links:
-                links.append(self._library.symm_cp_probe_links(self.name.encode()))
-            return bool(links[0] and self._library.symm_cp_link_lost(links[0], rank))
-
-        try:
-            yield lost
-        finally:
-            if links and links[0]:
-                self._library.symm_cp_links_close(links[0])
-
     def workspace(self, channel: str) -> Workspace:
-        """Returns the workspace of a channel, as it is now."""
+        """Returns the workspace of a channel."""
         return self._workspaces[channel]
 
-    def reserve(self, slot_bytes: int, channels: Sequence[str] = CHANNELS) -> None:
+    def reserve(self, slot_bytes: int, channels: Sequence[str] = wire.CHANNELS) -> None:
         """Sizes workspaces for calls of up to `slot_bytes`. Collective where they have to grow."""
         with self.own_lock():
             for channel in channels:
-                index = CHANNELS.index(channel)
+                index = wire.CHANNELS.index(channel)
                 if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
                     raise reported(RuntimeError(native.error()))
 
     @contextmanager
-    def call(self, slot_bytes: int, what: bytes) -> Iterator[tuple[Workspace, int]]:
-        """Begins a call of the channel `"sync"`: gives its workspace and epoch.
+    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Workspace, int]]:
+        """Begins a call of the channel `"sync"`; yields its workspace and epoch.
 
-        An exception inside ends the call on this rank: for the peers it is then a call that failed,
-        and those that wait for it raise, with the reason. The next call goes on with the same
-        workspace.
+        An exception inside the `with` block ends the call on this rank: peers that wait for it
+        raise an error with the reason. The next call uses the same workspace.
         """
         with self.own_lock():
             workspace = self._workspaces["sync"]
-            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, what)
+            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, call_name)
             if epoch < 0:
                 raise reported(RuntimeError(native.error()))
             workspace.began(epoch)
             try:
                 yield workspace, epoch
             except BaseException as error:
-                self._library.symm_cp_fail(self.handle, _cause(self, what, error))
-                with contextlib.suppress(AttributeError):  # a type without attributes
-                    error._symm_cp_reported = True  # type: ignore[attr-defined]
+                self._library.symm_cp_fail(self.handle, _reason(self, call_name, error))
+                reported(error)
                 raise
 
     def refuse(self, channel: str, error: BaseException) -> None:
         """Tells the peers that this rank does not make the call that they may be making now.
 
-        Does nothing when they have heard of the error already. Never waits.
+        Does nothing when the error was already reported to them. Never waits.
         """
-        if getattr(error, "_symm_cp_reported", False) or self.world_size == 1:
+        if is_reported(error) or self.world_size == 1:
             return
         with self.own_lock():
             self._library.symm_cp_refuse(
-                self.handle, CHANNELS.index(channel), _cause(self, b"", error)
+                self.handle, wire.CHANNELS.index(channel), _reason(self, b"", error)
             )
 
-    def remember(self, key: Hashable, plan: Any) -> Any:
-        """Keeps a plan for later calls, and few enough of them."""
-        if len(self.plans) >= _MAX_PLANS:
-            self.plans.clear()
-        self.plans[key] = plan
-        return plan
-
     def close(self) -> None:
-        """Lets go of everything; runs when the process group is gone."""
-        self.device_workspaces.clear()
-        self.retained.clear()
-        self.hosts.clear()
+        """Drops all states, the latest first; runs when the process group is gone."""
+        for key in reversed(list(self._states)):
+            self.drop(key)
         self._library.symm_cp_release_groups()
 
 
-def _cause(group: Group, what: bytes, error: BaseException) -> bytes:
+def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
     """What peers are told of an error on this rank."""
-    op = f"{what.decode()}: " if what else ""
+    op = f"{call_name.decode()}: " if call_name else ""
     return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
 
 
-def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
-    """Returns how long a group waits for a peer."""
-    for device in process_group._device_types:
-        options = getattr(process_group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout
-    return dist.default_pg_timeout
-
-
-#: What is done when a group is first used; not collective. What peers may ask of this rank is said
-#: then, whichever op comes first.
+#: Called when a group is first used, whichever op comes first; not collective. They publish in the
+#: group's store what peers may ask of this rank.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
@@ -409,7 +335,7 @@ def _forget(name: str, group: Group) -> None:
 
 
 def unknown_group(name: str) -> ValueError:
-    """The error for a name that no process group has."""
+    """Returns the error for a name that no process group has."""
     return ValueError(f"group: there is no process group named {name!r}")
 
 
@@ -424,17 +350,16 @@ def resolve(group: GroupLike) -> Group:
         process_group = _resolve_process_group(name)  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
         raise unknown_group(name) from error
-    # Names are used again after a group was destroyed, so the object decides.
+    # Another group may have had the same name before, so the objects are compared.
     if known is not None and known[0]() is process_group:
         return known[1]
-    native.load()
-    made = Group(process_group)
-    if process_group in dist.distributed_c10d._world.pg_map:  # not a part of one, of hosts.py
-        for act in on_first_use:
-            act(made)
-    _groups[name] = (weakref.ref(process_group), made)
-    weakref.finalize(process_group, _forget, name, made).atexit = False
-    return made
+    new_group = Group(process_group)
+    if process_group in dist.distributed_c10d._world.pg_map:  # not the part of a group on a host
+        for publish in on_first_use:
+            publish(new_group)
+    _groups[name] = (weakref.ref(process_group), new_group)
+    weakref.finalize(process_group, _forget, name, new_group).atexit = False
+    return new_group
 
 
 def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Workspace:
@@ -443,16 +368,15 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
     Collective when the workspace has to grow: call it with the same size on every rank. It is
     released with the group. Raises `ValueError` for an unknown channel or a negative size.
     """
-    if channel not in CHANNELS:
-        raise ValueError(f"get_workspace: {channel=} must be one of {CHANNELS}")
+    if channel not in wire.CHANNELS:
+        raise ValueError(f"get_workspace: {channel=} must be one of {wire.CHANNELS}")
     if nbytes < 0:
         raise ValueError(f"get_workspace: {nbytes=} must not be negative")
-    state = resolve(group)
-    state.reserve(nbytes, (channel,))
-    return state.workspace(channel)
+    resolved = resolve(group)
+    resolved.reserve(nbytes, (channel,))
+    return resolved.workspace(channel)
 
 
 def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:
     """Tells whether a tensor lies in symmetric memory that was rendezvoused with the group."""
-    library = native.load()
-    return bool(library.symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))
+    return bool(native.load().symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))

@@ -1,8 +1,7 @@
-"""Making tensors that outlive a call, whatever modes the caller is in.
+"""Makes tensors that are kept for later calls, independent of the caller's modes.
 
-A view or a mask that is kept for later calls must be an ordinary tensor. Made under the caller's
-modes it could be an inference tensor, which later training may not write to, a fake one, or one on
-another default device.
+A view or a mask that is kept must be an ordinary tensor. Made under the caller's modes it could be
+an inference tensor, which training must not write to, a fake one, or one on another default device.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Inside, new tensors are ordinary ones that need no gradient.
+    """Makes ordinary tensors without gradients inside the `with` block.
 
-    Switches off inference mode, recording of gradients, `TorchFunctionMode`s (`torch.device` and
+    Disables inference mode, autograd, `TorchFunctionMode`s (`torch.device` and
     `set_default_device` among them), `TorchDispatchMode`s (`FakeTensorMode` among them).
     """
     with (

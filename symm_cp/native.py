@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import difflib
 import hashlib
 import os
 import platform
@@ -26,9 +27,8 @@ from pathlib import Path
 
 import torch
 
-from . import env, trusted
+from . import env, trusted, wire
 
-_ABI = 8  # symm_cp_abi() of csrc/c_api.cpp
 # The sources that include torch's headers, with their level of optimisation: -O1 halves the time
 # where there is no arithmetic. The others compile in a second each.
 _TORCH_SOURCES = {
@@ -240,85 +240,11 @@ def build(verbose: bool = False) -> Path:
     return target
 
 
-class Reference(ctypes.Structure):
-    """Mirrors `Reference` of csrc/channel.h."""
-
-    _fields_ = [("space", ctypes.c_int32), ("index", ctypes.c_int32), ("offset", ctypes.c_int64)]
-
-
-class Command(ctypes.Structure):
-    """Mirrors `Command` of csrc/channel.h."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-        ("flag", ctypes.c_int32),
-        ("lag", ctypes.c_int32),
-        ("to", Reference),
-        ("source", Reference),
-        ("bytes", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("to_pitch", ctypes.c_int64),
-        ("from_pitch", ctypes.c_int64),
-        ("dtype", ctypes.c_int32),
-        ("mean", ctypes.c_int32),
-        ("first_source", ctypes.c_int32),
-        ("sources", ctypes.c_int32),
-    ]
-
-
-class TraceEvent(ctypes.Structure):
-    """Mirrors `TraceEvent` of csrc/trace.h."""
-
-    _fields_ = [
-        ("command", Command),
-        ("start", ctypes.c_int64),
-        ("end", ctypes.c_int64),
-        ("epoch", ctypes.c_uint32),
-        ("engine", ctypes.c_int32),
-        ("what", ctypes.c_char * 40),
-    ]
-
-
-class StreamCommand(ctypes.Structure):
-    """Mirrors `StreamCommand` of csrc/streams.h."""
-
-    _fields_ = [
-        ("kind", ctypes.c_int32),
-        ("lane", ctypes.c_int32),
-        ("peer", ctypes.c_int32),
-        ("flag", ctypes.c_int32),
-        ("lag", ctypes.c_int32),
-        ("event", ctypes.c_int32),
-        ("alone", ctypes.c_int32),
-        ("reserved", ctypes.c_int32),
-        ("to", Reference),
-        ("source", Reference),
-        ("bytes", ctypes.c_int64),
-        ("rows", ctypes.c_int64),
-        ("to_pitch", ctypes.c_int64),
-        ("from_pitch", ctypes.c_int64),
-    ]
-
-
-class Layout(ctypes.Structure):
-    """Mirrors `Layout` of csrc/channel.h; memory.py fills it."""
-
-    _fields_ = [
-        ("flags", ctypes.c_int64),
-        ("flag_count", ctypes.c_int64),
-        ("records", ctypes.c_int64),
-        ("slots", ctypes.c_int64),
-        ("slot_bytes", ctypes.c_int64),
-        ("slot_count", ctypes.c_int64),
-    ]
-
-
 _VOID, _INT, _LONG, _TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
-_EPOCH = ctypes.c_uint32
+_EPOCH, _LAYOUT = ctypes.c_uint32, ctypes.POINTER(wire.WorkspaceLayout)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (_TEXT, []),
-    "symm_cp_abi": (_INT, []),
+    "symm_cp_wire": (_TEXT, []),
     "symm_cp_group_open": (_VOID, [_TEXT, _INT, _INT, _LONG, _LONG]),
     "symm_cp_group_close": (None, [_VOID]),
     "symm_cp_release_groups": (None, []),
@@ -342,15 +268,15 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_prefault": (None, [_VOID, _LONG]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),
-    "symm_cp_recorded": (ctypes.POINTER(TraceEvent), [ctypes.POINTER(_LONG)]),
-    "symm_cp_recorded_free": (None, [ctypes.POINTER(TraceEvent)]),
+    "symm_cp_recorded": (ctypes.POINTER(wire.TraceEvent), [ctypes.POINTER(_LONG)]),
+    "symm_cp_recorded_free": (None, [ctypes.POINTER(wire.TraceEvent)]),
     "symm_cp_probe_begin": (None, [ctypes.c_uint64, _LONG, _LONG]),
     "symm_cp_probe_end": (_LONG, []),
     "symm_cp_probe_step": (None, []),
     "symm_cp_driver": (_LONG, [_TEXT]),
     "symm_cp_streams_open": (
         _VOID,
-        [_TEXT, _VOID, _INT, _INT, ctypes.POINTER(Layout), _INT, _INT, _TEXT, _LONG, _VOID],
+        [_TEXT, _VOID, _INT, _INT, _LAYOUT, _INT, _INT, _TEXT, _LONG, _VOID],
     ),
     "symm_cp_streams_close": (None, [_VOID]),
     "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT, _TEXT]),
@@ -360,7 +286,17 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
 }
 
 
-_OTHER_VERSION = "csrc/ and native.py are of different versions: install symm_cp again"
+_OTHER_VERSION = "csrc/ and symm_cp/ are of different versions: install symm_cp again"
+
+
+def _compare(library: str) -> None:
+    """Raises `BuildError` with the difference when the library has another contract."""
+    package = wire.description()
+    if library != package:
+        lines = difflib.unified_diff(
+            library.splitlines(), package.splitlines(), "csrc/wire.h", "symm_cp/wire.py", "", "", 0
+        )
+        raise BuildError("\n".join([_OTHER_VERSION, *lines]))
 
 
 @cache
@@ -387,11 +323,10 @@ def load() -> ctypes.CDLL:
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
-            raise BuildError(_OTHER_VERSION)
+            raise BuildError(f"{_OTHER_VERSION} (the library has no function {name})")
         function.restype = result
         function.argtypes = arguments
-    if library.symm_cp_abi() != _ABI:
-        raise BuildError(_OTHER_VERSION)
+    _compare(library.symm_cp_wire().decode())
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     return library

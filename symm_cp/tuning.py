@@ -1,27 +1,25 @@
-"""Which way an op takes, where there are two.
+"""Chooses the way in which an op runs, where there are two.
 
-A fused matmul goes shard by shard, or it is one matmul of the whole.
+A fused matmul runs shard by shard (`shards`) or as one matmul (`whole`).
 
-`shards` multiplies each rank's shard as it comes: communication hides behind the matmuls, but each
-of the W matmuls reads the weight again. `whole` brings the shards together first (a
-matmul-reduce-scatter: scatters last) and multiplies once: better when there are few rows for a
-large weight. Both are simulated on the machine that `symm-cp calibrate` has described, else on a
-typical one, and the faster is taken; what `symm-cp tune` has measured comes before the simulation;
-and `SYMM_CP_WAY`, or `forced`, before both.
+`shards` multiplies each rank's shard when it arrives: communication hides behind the matmuls, but
+each of the W matmuls reads the weight again. `whole` gathers first (a matmul-reduce-scatter:
+scatters last) and multiplies once, which is better for few rows and a large weight. In order of
+precedence: `SYMM_CP_WAY` or `forced`; what `symm-cp tune` has measured; the faster one in a
+simulation of the machine that `symm-cp calibrate` has described, or of a typical one.
 
-Attention on CUDA is a `pipeline` of kernels, one for each shard as it comes, or one kernel that
-polls for their `arrival`. Nothing predicts the speed of that kernel: it is taken where `symm-cp
-tune` found it to be faster, and where `SYMM_CP_ATTENTION`, or `forced`, says so. Ranks that share a
-GPU take it only when forced: it keeps multiprocessors from the rank that it waits for.
+Attention on CUDA is a `pipeline` of kernels, one for each shard when it arrives, or one kernel that
+polls for the `arrival` of all shards. The speed of that kernel is not predicted: it is chosen where
+`symm-cp tune` found it to be faster, or by `SYMM_CP_ATTENTION` or `forced`. Ranks that share a GPU
+use it only when forced: it keeps multiprocessors from the rank that it waits for.
 
-All ranks of a group take one way: they go by the files that the group's first rank has read.
+All ranks of a group choose identically, from the files that the group's first rank has read.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,10 +29,10 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import env, trusted
-from symm_cp.memory import Group, on_first_use
-from symm_cp.schedule import builders, staged
+from symm_cp.liveness import read, share
+from symm_cp.memory import Group, StateKey, on_first_use
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
-from symm_cp.schedule.steps import Schedule
+from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
@@ -47,7 +45,7 @@ Product: TypeAlias = "tuple[int, int, int]"
 
 @dataclass(frozen=True)
 class Choice:
-    """A way, why it was taken (forced, measured, simulated), and predicted seconds by way."""
+    """The chosen way, its source (forced, measured, simulated), and predicted seconds by way."""
 
     way: str
     source: str
@@ -62,10 +60,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Question:
-    """What an op has to do: `products` for one rank's shard, on `dtype`.
+    """The work of a call: `products` for one rank's shard, in `dtype`.
 
-    A rank gives `shard` bytes to each peer to be read, or makes partial sums of `partial` bytes;
-    `accumulated` are bytes of results that each shard's product is added to.
+    Each peer reads `shard` bytes of a rank, or a rank computes partial sums of `partial` bytes for
+    each peer; `accumulated` is the size of the results to which each shard's product is added.
     """
 
     op: str
@@ -82,19 +80,19 @@ class Question:
         return f"{self.op} {str(self.dtype)[6:]} {shapes}"
 
     def seconds(self, machine: Machine, ranks: int, *, device: str = "cpu") -> dict[str, float]:
-        """Returns what each way should take."""
+        """Returns the predicted seconds of each way."""
         one, all_at_once = (self._kernels(machine, times) for times in (1, ranks))
-        gather, scatter = _BUILDERS[device]
         if self.partial:
+            produce = PRODUCE_AND_REDUCE_SCATTER
+            scatter = produce.direct() if device == "cpu" else produce.staged()
             copy = machine.copy(self.partial)
             by_shards = Work(self.op, scatter, lambda _: one, partial=self.partial)
             whole = Work(self.op, scatter, lambda _: copy, partial=self.partial)
         else:
-            by_shards = Work(self.op, gather, lambda _: one, shard=self.shard)
-            options = {"gather": True} if device == "cpu" else {"keep": True}
-            whole = Work(
-                self.op, gather, _nothing, self.shard, fresh=ranks * self.shard, options=options
-            )
+            consume = ALL_GATHER_AND_CONSUME
+            gather = consume.direct if device == "cpu" else consume.staged
+            by_shards = Work(self.op, gather(), lambda _: one, shard=self.shard)
+            whole = Work(self.op, gather(keep=True), _nothing, self.shard, fresh=ranks * self.shard)
         return {
             "shards": by_shards.predict(machine, ranks).total,
             "whole": whole.predict(machine, ranks).total + all_at_once,
@@ -108,51 +106,45 @@ class Question:
             weight = inner * columns * item * (shards if self.accumulated else 1)
             total += machine.matmul(2.0 * shards * rows * inner * columns, dtype, weight)
         if self.accumulated and shards == 1:
-            # The result is read again to be added to. In 16 bits, moreover, every product is
-            # rounded aside, then added to a float32 sum, in all five times the bytes of the
-            # result (a copy has two), and the sum's memory is new in each call.
+            # Adding to the result reads it again. In 16 bits, each product is moreover rounded to
+            # a buffer, then added to a float32 sum: five times the bytes of the result in all (a
+            # copy moves two), and the sum's memory is new in each call.
             total += machine.copy(self.accumulated * (2.5 if item == 2 else 0.5))
             total += machine.fresh(self.accumulated) if item == 2 else 0.0
         return total
-
-
-_BUILDERS: dict[str, tuple[Callable[..., Schedule], Callable[..., Schedule]]] = {
-    "cpu": (builders.all_gather_and_consume, builders.produce_and_reduce_scatter),
-    "cuda": (staged.gather_and_consume, staged.produce_and_scatter),
-}
 
 
 def _nothing(machine: Machine) -> float:
     return 0.0
 
 
-class _Facts:
-    """What the ranks of a group go by."""
+class Facts:
+    """What the ranks of a group choose by."""
 
     def __init__(self, reading: int, machine: str, tuned: str) -> None:
         self.reading = reading
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
         self.tuned = parse_tuned(tuned, "what symm-cp tune has written")
         self.choices: dict[Question, Choice] = {}
-        #: Whether each rank has a GPU of its own; None: not looked at yet.
+        #: Whether each rank has a GPU of its own; None: not known yet.
         self.apart: bool | None = None
 
 
-# By the ways that there are.
+# By the ways to choose from.
 _forced: dict[tuple[str, ...], str] = {}
 _listening: dict[str, Choice] | None = None
 
 
 @contextmanager
 def forced(way: str | None) -> Iterator[None]:
-    """Takes one way in all ops inside that have it, on all ranks alike; None: as usual.
+    """Forces one way for all ops in the `with` block that have it; None: no way is forced.
 
-    Raises `ValueError` for a way that there is none of.
+    Use it on all ranks. Raises `ValueError` for an unknown way.
     """
     global _forced
     kinds = [ways for ways in (WAYS, ATTENTION_WAYS) if way in ways]
     if way is not None and not kinds:
-        raise ValueError(f"forced: {way=} must be one of {WAYS + ATTENTION_WAYS}")
+        raise ValueError(f"forced: unknown {way=}; must be one of {WAYS + ATTENTION_WAYS}")
     before = _forced
     _forced = {} if way is None else {**_forced, kinds[0]: way}
     try:
@@ -161,29 +153,37 @@ def forced(way: str | None) -> Iterator[None]:
         _forced = before
 
 
+def forced_ways() -> dict[tuple[str, ...], str]:
+    """Returns the forced ways, by the ways to choose from."""
+    return dict(_forced)
+
+
 def machine_path(ranks: int) -> Path:
-    """Returns where the description of this machine is kept, for so many ranks."""
+    """Returns the path of the description of this machine, for a number of ranks."""
     return env.build_dir() / f"machine_{ranks}.toml"
 
 
 def tuned_path(ranks: int) -> Path:
-    """Returns where `symm-cp tune` keeps what it has measured, for so many ranks."""
+    """Returns the path of what `symm-cp tune` has measured, for a number of ranks."""
     return env.build_dir() / f"tuned_{ranks}.json"
 
 
 def parse_tuned(text: str, name: str) -> dict[str, str]:
-    """Returns the ways by what ops have to do, from a file of that name; raises `ValueError`."""
+    """Returns the fastest way by `Question.key`, from the text of file `name`.
+
+    Raises `ValueError` for a damaged file.
+    """
     try:
-        found = json.loads(text or "{}")
+        ways = json.loads(text or "{}")
     except ValueError as error:
         raise ValueError(f"{name}: {error}: delete it, or run symm-cp tune again") from error
-    if not isinstance(found, dict):
+    if not isinstance(ways, dict):
         raise ValueError(f"{name}: it must be a JSON object: delete it, or run symm-cp tune again")
-    return found
+    return ways
 
 
-def _read(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
-    """Returns what is in a file, or why it is not read; nothing of either where there is none."""
+def read_file(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
+    """Returns the text of a file, and why it is not used; both are empty where there is none."""
     try:
         return trusted.read(path(ranks)).decode(), ""
     except (FileNotFoundError, NotADirectoryError, env.NoHomeError):
@@ -192,21 +192,39 @@ def _read(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
         return "", f"symm_cp: not used: {error}"
 
 
-def _facts(group: Group) -> _Facts:
-    """Collective at the first call for a group."""
-    known = group.tuning
-    if isinstance(known, _Facts):
-        return known
-    reading = known or 0
-    texts = json.loads(group.read(group.store(), [_key(reading)])[0])
-    facts = group.tuning = _Facts(reading, *texts)
-    for reason in _left_out.pop(group, []):
-        warnings.warn(reason, stacklevel=2)  # last: it may be an error, on this rank alone
-    return facts
+@dataclass
+class _Tuning:
+    """A rank's view of the files that its group chooses by."""
+
+    #: How often the files were read again.
+    reading: int = 0
+    facts: Facts | None = None
+    #: Why rank 0 does not use files, until it has warned.
+    unused: list[str] = field(default_factory=list)
 
 
-# Why rank 0 left files out, until it has said so.
-_left_out: weakref.WeakKeyDictionary[Group, list[str]] = weakref.WeakKeyDictionary()
+_TUNING = StateKey[_Tuning]("tuning")
+
+
+def facts_read(group: Group) -> bool:
+    """Whether this rank has read what its group chooses by."""
+    return group.state(_TUNING, _Tuning).facts is not None
+
+
+def facts_of(group: Group) -> Facts:
+    """Returns what a group's ranks choose by. Collective at the first call for a group.
+
+    Warns on rank 0 about files that it does not use.
+    """
+    tuning = group.state(_TUNING, _Tuning)
+    if tuning.facts is None:
+        texts = json.loads(read(group, group.store(), [_key(tuning.reading)])[0])
+        tuning.facts = Facts(tuning.reading, *texts)
+        reasons, tuning.unused = tuning.unused, []
+        for reason in reasons:
+            # Last: warnings may be errors, on this rank alone.
+            warnings.warn(reason, stacklevel=2)
+    return tuning.facts
 
 
 def _key(reading: int) -> str:
@@ -214,37 +232,43 @@ def _key(reading: int) -> str:
 
 
 def _publish(group: Group) -> None:
-    """Rank 0 says what the ranks choose by. Not collective."""
+    """Rank 0 writes the files that the ranks choose by to the store. Not collective."""
     if group.rank != 0:
         return
-    found = [_read(path, group.world_size) for path in (machine_path, tuned_path)]
-    group.store().set(_key(group.tuning or 0), json.dumps([text for text, _ in found]))
-    _left_out[group] = [reason for _, reason in found if reason]
+    tuning = group.state(_TUNING, _Tuning)
+    files = [read_file(path, group.world_size) for path in (machine_path, tuned_path)]
+    group.store().set(_key(tuning.reading), json.dumps([text for text, _ in files]))
+    tuning.unused = [reason for _, reason in files if reason]
 
 
 on_first_use.append(_publish)
 
 
-def _of_device(device: torch.device, measured: Machine) -> Machine:
+def _device_name(device: torch.device) -> str:
+    name: str = torch.get_device_module(device).get_device_name(device)
+    return name
+
+
+def _machine_of(device: torch.device, measured: Machine) -> Machine:
     if device.type == "cpu":
         return measured
-    name = torch.cuda.get_device_name(device).lower()
+    name = _device_name(device).lower()
     return next((m for known, m in MACHINES.items() if known in name), MACHINES["h100"])
 
 
 def choose(group: Group, device: torch.device, question: Question) -> str:
-    """Returns the way to take, "shards" or "whole". Collective at the first call for a group."""
+    """Returns "shards" or "whole". Collective at the first call for a group."""
     if group.world_size == 1:
         return "shards"
     way = _forced.get(WAYS) or env.way()
-    choice = Choice(way, "forced") if way is not None else _known(group, device, question)
+    choice = Choice(way, "forced") if way is not None else _cached(group, device, question)
     if _listening is not None:
         _listening[_on(device, question.key)] = choice
     return choice.way
 
 
 def choose_attention(group: Group, device: torch.device, key: str) -> str:
-    """Returns "pipeline" or "arrival" for attention on a GPU; `key` names what is to be done.
+    """Returns "pipeline" or "arrival" for attention on a GPU; `key` names the work.
 
     Collective at the first call for a group.
     """
@@ -256,31 +280,31 @@ def choose_attention(group: Group, device: torch.device, key: str) -> str:
 
 
 def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:
-    facts = _facts(group)
-    found = facts.tuned.get(_on(device, key))
-    if found not in ATTENTION_WAYS:
+    facts = facts_of(group)
+    way = facts.tuned.get(_on(device, key))
+    if way not in ATTENTION_WAYS:
         return Choice(ATTENTION_WAYS[0], "not measured")
-    if found == "arrival" and not _apart(group, device, facts):
+    if way == "arrival" and not _apart(group, device, facts):
         return Choice(ATTENTION_WAYS[0], "ranks share a GPU")
-    return Choice(found, "measured")
+    return Choice(way, "measured")
 
 
-def _apart(group: Group, device: torch.device, facts: _Facts) -> bool:
+def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
     """Whether each rank of a group has a GPU of its own. Collective at the first call."""
     if facts.apart is None:
-        own = str(torch.cuda.get_device_properties(device).uuid)
-        facts.apart = len(set(group.share(f"gpu/{facts.reading}", own))) == group.world_size
+        own = str(torch.get_device_module(device).get_device_properties(device).uuid)
+        facts.apart = len(set(share(group, f"gpu/{facts.reading}", own))) == group.world_size
     return facts.apart
 
 
 def _on(device: torch.device, key: str) -> str:
-    """What a question is called in the file of what was measured."""
-    return key if device.type == "cpu" else f"{torch.cuda.get_device_name(device)}: {key}"
+    """The key of a question in the file of what was measured."""
+    return key if device.type == "cpu" else f"{_device_name(device)}: {key}"
 
 
 @contextmanager
 def listening() -> Iterator[dict[str, Choice]]:
-    """Gives what is chosen inside, by what the ops had to do; on all threads of this process."""
+    """Yields the choices made in the `with` block, by `Question.key`, in all threads."""
     global _listening
     before, _listening = _listening, {}
     try:
@@ -289,19 +313,19 @@ def listening() -> Iterator[dict[str, Choice]]:
         _listening = before
 
 
-def _known(group: Group, device: torch.device, question: Question) -> Choice:
-    facts = _facts(group)
-    known = facts.choices.get(question)
-    if known is None:
+def _cached(group: Group, device: torch.device, question: Question) -> Choice:
+    facts = facts_of(group)
+    choice = facts.choices.get(question)
+    if choice is None:
         if len(facts.choices) >= _MAX_CHOICES:
             facts.choices.clear()
-        known = facts.choices[question] = _choice(group, device, question, facts)
-    return known
+        choice = facts.choices[question] = _choice(group, device, question, facts)
+    return choice
 
 
-def _choice(group: Group, device: torch.device, question: Question, facts: _Facts) -> Choice:
+def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:
     predicted = question.seconds(
-        _of_device(device, facts.machine), group.world_size, device=device.type
+        _machine_of(device, facts.machine), group.world_size, device=device.type
     )
     measured = facts.tuned.get(_on(device, question.key))
     if measured in WAYS:
@@ -310,7 +334,8 @@ def _choice(group: Group, device: torch.device, question: Question, facts: _Fact
 
 
 def relearn(group: Group) -> None:
-    """Lets the group read the files again at its next op. Call it on all ranks alike."""
-    if isinstance(group.tuning, _Facts):
-        group.tuning = group.tuning.reading + 1
+    """Has the group read the files again at its next op. Call it on all ranks."""
+    tuning = group.state(_TUNING, _Tuning)
+    # Under a new key, even if this rank has not read the last one: a peer may still read it.
+    tuning.reading, tuning.facts = tuning.reading + 1, None
     _publish(group)

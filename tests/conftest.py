@@ -1,4 +1,4 @@
-"""Fixtures of all tests: the pool of rank processes, seeds, and the `gpu` marker."""
+"""Fixtures and options of all tests: the pool of ranks, seeds, devices, and ``--all``."""
 
 from __future__ import annotations
 
@@ -11,29 +11,42 @@ import numpy as np
 import pytest
 import torch
 
-from tests import device
 from tests.pool import SEED_VARIABLE, Ranks
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
 SESSION_SEED = int(os.environ.get(SEED_VARIABLE) or int.from_bytes(os.urandom(4), "little"))
 
 
-# What runs with --device cuda or simulated; the rest is about the CPU's own backend, or about no
-# device at all.
-_ON_DEVICES = (
-    "ops/test_random",
-    "ops/test_gradients",
-    "ops/test_attention.py",
-    "ops/test_gather_kv",
-)
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=device.CHOICES, default="cpu", help=device.__doc__)
+    parser.addoption("--all", action="store_true", help="run the tests marked exhaustive, too")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    os.environ[device.VARIABLE] = config.getoption("--device")
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Repeats a test with ranks on each device that its marker names."""
+    marker = metafunc.definition.get_closest_marker("devices")
+    if marker is None or "ranks" not in metafunc.fixturenames:
+        return
+    also_on_cpu = "cpu" in marker.args
+    marks = {
+        "cpu": (),
+        "simulated": pytest.mark.exhaustive if also_on_cpu else (),
+        "cuda": pytest.mark.gpu,
+    }
+    names = [pytest.param(name, marks=marks[name]) for name in marker.args]
+    metafunc.parametrize("device_name", names, indirect=True)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
 
 
 @pytest.fixture(scope="session")
@@ -42,6 +55,17 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(SESSION_SEED)
     yield pool
     pool.close()
+
+
+@pytest.fixture(autouse=True)
+def device_name(request: pytest.FixtureRequest) -> str:
+    """Where the ops of the test run; parametrized by the marker `devices`."""
+    name: str = getattr(request, "param", "cpu")
+    if "ranks" in request.fixturenames:
+        pool = request.getfixturevalue("ranks")
+        if isinstance(pool, Ranks):  # it may be a number of ranks, too
+            pool.device = name
+    return name
 
 
 @pytest.fixture(autouse=True)
@@ -59,17 +83,3 @@ def pytest_report_header() -> str:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
         terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={SESSION_SEED}")
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if device.chosen() != "cpu":
-        here = [item for item in items if any(part in item.nodeid for part in _ON_DEVICES)]
-        here += [item for item in items if item.get_closest_marker("gpu")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in here])
-        items[:] = here
-    if torch.cuda.is_available():
-        return
-    skip = pytest.mark.skip(reason="needs a CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(skip)

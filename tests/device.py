@@ -1,59 +1,64 @@
-"""Where the ranks of the tests compute: `pytest --device cpu|simulated|cuda`.
+"""Where the ops of a test run, which its marker ``devices`` says: ``@devices("cpu", "cuda")``.
 
-cpu        (the default) as a user without a GPU does
+cpu        (without a marker) as a user without a GPU does
 simulated  CPU tensors through the CUDA runtime, over the stand-in of tests/cuda/driver.cpp
-cuda       on GPUs, which several ranks may share
+cuda       on GPUs, which several ranks may share; marked ``gpu``, and skipped where there is none
+
+A test is repeated on each device that its marker names. What also runs on the CPU is repeated on
+the simulator with ``pytest --all`` only. The pool puts the device in use on every rank; a function
+that makes tensors by a generator asks `name` for where they are.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 
+import pytest
 import torch
 
 import symm_cp
 
-CHOICES = ("cpu", "simulated", "cuda")
-VARIABLE = "SYMM_CP_TEST_DEVICE"
+NAMES = ("cpu", "simulated", "cuda")
+devices = pytest.mark.devices
+
+_in_use = "cpu"
 
 
 def chosen() -> str:
-    """What `--device` says, in the ranks too."""
-    return os.environ.get(VARIABLE, "cpu")
+    """The device in use on this rank, one of `NAMES`."""
+    return _in_use
 
 
 def name() -> str:
-    """The device of tensors that a test places itself."""
-    return "cuda" if chosen() == "cuda" else "cpu"
-
-
-def backend() -> str:
-    """The process group's: gloo moves tensors of either device."""
-    return "cpu:gloo,cuda:gloo" if chosen() == "cuda" else "gloo"
+    """torch's name for it: the device of tensors that a test places itself."""
+    return "cuda" if _in_use == "cuda" else "cpu"
 
 
 @contextlib.contextmanager
-def gpu(rank: int) -> Iterator[torch.device]:
-    """Inside, a rank's ops and new tensors are on its GPU, which others may share."""
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    with device, symm_cp.override_cuda_ops():
-        yield device
-        torch.cuda.synchronize()
+def in_use(device: str, rank: int) -> Iterator[None]:
+    """Inside, the ops of a rank run on this device, and new tensors are there."""
+    global _in_use
+    before, _in_use = _in_use, device
+    try:
+        with _ops_on(device, rank):
+            yield
+    finally:
+        _in_use = before
 
 
 @contextlib.contextmanager
-def in_use(rank: int) -> Iterator[None]:
-    """Inside, ops run on the chosen device, and new tensors are there."""
-    if chosen() == "simulated":
+def _ops_on(device: str, rank: int) -> Iterator[None]:
+    if device == "simulated":
         from tests.cuda.simulated import simulation
 
         with simulation():
             yield
-    elif chosen() == "cuda":
-        with gpu(rank):
+    elif device == "cuda":
+        gpu = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(gpu)
+        with gpu, symm_cp.override_cuda_ops():
             yield
+            torch.cuda.synchronize()
     else:
         yield

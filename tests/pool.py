@@ -1,32 +1,48 @@
-"""Rank processes that live for the whole test session, and run functions of the tests.
+"""The one way in which tests start ranks.
 
-Starting a process that imports torch takes seconds, so four are started once, in parallel, and
-reused: ``ranks.run(world_size, function, *args)`` calls ``function(group, *args)`` on ranks 0 to
-``world_size - 1`` and returns their results. A failure or a hang costs the pool its processes
-(their groups may be out of step); the next run starts new ones.
+``ranks.run(world_size, function, *args)`` calls ``function(group, *args)`` on every rank, in
+processes that live for the whole session, and returns the results in rank order. A failure or a
+hang costs the pool its processes (their groups may be out of step); the next run starts new ones.
 
-The parent half is here; `tests/rank_process.py` is what a child executes.
+``with ranks.own(world_size, function, *args) as running:`` does so in new processes that run just
+this: there may be more of them than in the pool, they may be killed, stopped, or run in network
+namespaces. ``running.hear(rank)`` returns what the function sends by ``rank_process.say(value)``,
+and ``running.outcomes()`` what became of each rank.
+
+Functions must be at the top level of their modules; arguments and results are pickled. Generators
+(torch, numpy, random) start from one seed on all ranks, which follows from the session's seed, the
+test's name and the number of the call.
+
+All processes are forked from one that has imported torch and symm_cp (`tests/rank_template.py`), so
+that a new rank costs a fraction of a second. What a rank executes is `tests/rank_process.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
+import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
+from unittest import mock
 
+import torch
 import torch.distributed as dist
+
+from tests import rank_process
+from tests.cuda import simulated
 
 SIZE = 4
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
@@ -36,6 +52,8 @@ DUMP_LIMIT = 2.0
 GROUP_TIMEOUT = datetime.timedelta(seconds=60)  # shorter than a run's: its errors say more
 
 _ROOT = Path(__file__).resolve().parent.parent
+_FORKED = multiprocessing.get_context("forkserver")
+_FORKED.set_forkserver_preload(["tests.rank_template", "pytest", "hypothesis"])
 
 
 class RankError(AssertionError):
@@ -53,45 +71,260 @@ class RankTimeout(RankError):
     """Some ranks did not end in time; the message says where each of them was."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a rank runs: a network namespace, if any, and variables of its environment."""
+
+    namespace: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a rank that ran a function in a process of its own."""
+
+    result: Any = None
+    failure: str = ""  # what the function raised, or that it did not end
+    died_at: float | None = None  # by time.monotonic(), if it ended without a result
+    signal: int = 0  # that ended it
+    output: str = ""  # what it wrote to stdout and stderr
+
+
 @dataclass
 class _Process:
-    popen: subprocess.Popen[bytes]
+    handle: ForkServerProcess
     pipe: Connection
-    log: IO[bytes]
+    log: Path
     read: int = 0  # bytes of the log that belong to earlier runs
+    said: list[Any] = field(default_factory=list)
 
-    # The process has the file's position in common with us: we never move it.
     def new_output(self) -> str:
-        size = os.fstat(self.log.fileno()).st_size
-        output = os.pread(self.log.fileno(), size - self.read, self.read)
-        return output.decode(errors="replace")
+        with self.log.open("rb") as log:
+            log.seek(self.read)
+            return log.read().decode(errors="replace")
 
-    def mark(self) -> None:
-        self.read = os.fstat(self.log.fileno()).st_size
+    def send(self, message: bytes) -> None:
+        with contextlib.suppress(ConnectionError):  # that it has ended is seen where one waits
+            self.pipe.send_bytes(message)
 
 
 @dataclass
-class _Run:
-    """What has come back so far from the ranks of one run."""
+class _Replies:
+    """What has come back so far from some ranks that run a function."""
 
-    world_size: int
+    ranks: Collection[int]
     results: dict[int, Any] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
+    died_at: dict[int, float] = field(default_factory=dict)
 
     def pending(self) -> list[int]:
         done = self.results.keys() | self.failures.keys()
-        return [rank for rank in range(self.world_size) if rank not in done]
+        return [rank for rank in self.ranks if rank not in done]
+
+
+class Team:
+    """Rank processes that were started together, and find each other by a store of their own."""
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        places: Sequence[Place] = (),
+        timeout: datetime.timedelta = GROUP_TIMEOUT,
+        pooled: bool = False,
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
+        # The pool's is hosted here and not by rank 0, so that it listens before the first rank
+        # looks for it. Ranks in namespaces of their own have no address in common with us.
+        self._store = (
+            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            if pooled
+            else None
+        )
+        self._processes: list[_Process] = []
+        simulated.build()  # once, instead of by each rank
+        _start_template()
+        for rank in range(size):
+            place = places[rank] if places else Place()
+            log = Path(self._folder.name, f"rank {rank}")
+            log.touch()
+            member = rank_process.Member(
+                rank=rank,
+                world_size=size,
+                store=self._store.port if self._store else f"{self._folder.name}/store",
+                backend="cpu:gloo,cuda:gloo" if torch.cuda.is_available() else "gloo",
+                timeout=timeout,
+                log=str(log),
+                environment={**_environment(), **place.environment},
+                namespace=place.namespace,
+                subgroups=pooled,
+            )
+            self._processes.append(_fork(member, log))
+
+    def alive(self) -> bool:
+        """Tells whether no process has ended."""
+        return all(process.handle.is_alive() for process in self._processes)
+
+    def pids(self) -> list[int]:
+        """Returns the process ids, in rank order."""
+        return [process.handle.pid or 0 for process in self._processes]
+
+    def begin(self, call: rank_process.Call, *, last: bool = False) -> None:
+        """Has ranks 0..world_size-1 run a function; `last`: and end."""
+        for process in self._processes[: call.world_size]:
+            process.read = process.log.stat().st_size
+            process.send(pickle.dumps(call))
+            if last:
+                process.send(b"")
+
+    def collect(
+        self, ranks: Collection[int], timeout: float, grace: float | None = GRACE
+    ) -> _Replies:
+        """Waits for replies; once a rank has failed, only for `grace` seconds more."""
+        replies = _Replies(ranks)
+        deadline = time.monotonic() + timeout
+        while pending := replies.pending():
+            if replies.failures and grace is not None:
+                deadline = min(deadline, time.monotonic() + grace)
+            pipes = {self._processes[rank].pipe: rank for rank in pending}
+            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for pipe in ready:
+                self._receive(replies, pipes[pipe])  # type: ignore[index]
+        return replies
+
+    def _receive(self, replies: _Replies, rank: int) -> None:
+        process = self._processes[rank]
+        try:
+            kind, value = pickle.loads(process.pipe.recv_bytes())
+        except (EOFError, ConnectionError):
+            replies.died_at[rank] = time.monotonic()
+            process.handle.join()
+            replies.failures[rank] = f"the process ended with code {process.handle.exitcode}"
+            return
+        if kind == "said":
+            process.said.append(value)
+        else:
+            (replies.results if kind == "result" else replies.failures)[rank] = value
+
+    def error(self, what: str, replies: _Replies, timeout: float, seed: int) -> RankError:
+        """What to raise when not all ranks have sent a result."""
+        pending = replies.pending()
+        stuck = self._where(pending)
+        reports = {rank: f"was still here:\n{stuck[rank]}" for rank in pending}
+        for rank, report in replies.failures.items():
+            output = self.output(rank).strip()
+            reports[rank] = f"{report}\n(output)\n{output}" if output else report
+        if replies.failures:
+            return RankError(f"{what}: failed on ranks {sorted(replies.failures)}", reports, seed)
+        return RankTimeout(f"{what}: ranks {pending} did not end within {timeout} s", reports, seed)
+
+    def output(self, rank: int) -> str:
+        """Returns what a rank wrote since the function began."""
+        return self._processes[rank].new_output()
+
+    def _where(self, pending: Sequence[int]) -> dict[int, str]:
+        """Has the ranks dump the stacks of all their threads, and returns their output."""
+        for rank in pending:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pids()[rank], signal.SIGUSR1)
+        deadline = time.monotonic() + DUMP_LIMIT
+        marker = "most recent call first"
+        while time.monotonic() < deadline:
+            if all(marker in self.output(rank) for rank in pending):
+                break
+            time.sleep(0.05)
+        time.sleep(0.1)  # the dump is written line by line
+        return {rank: self.output(rank) for rank in pending}
+
+    def hear(self, rank: int, timeout: float) -> Any:
+        """Returns the next value that a rank says; fails when it ends or says nothing in time."""
+        process = self._processes[rank]
+        deadline = time.monotonic() + timeout
+        while not process.said:
+            left = max(0.0, deadline - time.monotonic())
+            assert process.pipe.poll(left), f"rank {rank} said nothing for {timeout} s"
+            replies = _Replies([rank])
+            self._receive(replies, rank)
+            assert not replies.failures, f"rank {rank} failed:\n{replies.failures[rank]}"
+            assert process.said, f"rank {rank} has ended"
+        return process.said.pop(0)
+
+    def kill(self, *ranks: int) -> None:
+        """Sends SIGKILL, and returns when these processes have ended."""
+        for rank in ranks:
+            self._processes[rank].handle.kill()
+        for rank in ranks:
+            self._processes[rank].handle.join()
+
+    def exit_code(self, rank: int) -> int:
+        """Returns the exit code of a process, once it has ended; the negative of a signal."""
+        self._processes[rank].handle.join()
+        code = self._processes[rank].handle.exitcode
+        assert code is not None
+        return code
+
+    def close(self) -> None:
+        """Ends the processes."""
+        for process in self._processes:
+            process.pipe.close()  # an idle one ends by itself; the others are killed
+        self.kill(*range(len(self._processes)))
+        self._processes = []
+        self._store = None
+        self._folder.cleanup()
+
+
+class Running:
+    """Ranks that run one function in processes of their own."""
+
+    def __init__(self, team: Team, world_size: int) -> None:
+        self._team, self._world_size = team, world_size
+
+    def hear(self, rank: int, timeout: float = 60.0) -> Any:
+        """Returns the next value that a rank says; fails when it ends or says nothing in time."""
+        return self._team.hear(rank, timeout)
+
+    def hear_all(self, timeout: float = 60.0) -> list[Any]:
+        """Returns the next value of every rank."""
+        return [self._team.hear(rank, timeout) for rank in range(self._world_size)]
+
+    def kill(self, *ranks: int) -> None:
+        """Sends SIGKILL, and returns when these ranks have ended."""
+        self._team.kill(*ranks)
+
+    def outcomes(self, timeout: float = 30.0, *, apart_from: Collection[int] = ()) -> list[Outcome]:
+        """What became of every rank; some may be left out, which were stopped.
+
+        Those that do not end in time, and those that were left out, are killed.
+        """
+        everyone = range(self._world_size)
+        replies = self._team.collect(set(everyone) - set(apart_from), timeout, grace=None)
+        for rank in replies.pending():
+            replies.failures[rank] = f"rank {rank} did not end within {timeout} s"
+            self._team.kill(rank)
+        self._team.kill(*apart_from)
+        return [
+            Outcome(
+                replies.results.get(rank),
+                replies.failures.get(rank, ""),
+                replies.died_at.get(rank),
+                max(0, -self._team.exit_code(rank)),
+                self._team.output(rank),
+            )
+            for rank in everyone
+        ]
 
 
 class Ranks:
-    """A pool of `size` rank processes, started when first needed."""
+    """A pool of `size` rank processes, started when first needed, and others besides."""
 
     def __init__(self, session_seed: int, size: int = SIZE) -> None:
         self.session_seed = session_seed
         self.size = size
+        self.device = "cpu"  # where the ops of the next calls run: see tests/device.py
+        self._pool: Team | None = None
         self._runs = 0
-        self._processes: list[_Process] = []
-        self._store: dist.TCPStore | None = None
         self._test = ""
         self._calls = 0
 
@@ -104,134 +337,110 @@ class Ranks:
         seed: int | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results.
-
-        The function must be at the top level of its module; arguments and results are pickled.
-        Every rank's generators (torch, numpy, random) start from the same seed: by default one
-        that follows from the session's seed, the test's name and the number of the call.
-        """
+        """Calls ``function(group, *args, **kwargs)`` on ranks 0..world_size-1; returns results."""
         __tracebackhide__ = True  # pytest shows the ranks' tracebacks, not this frame
         if not 1 <= world_size <= self.size:
             raise ValueError(f"{world_size=} is not in 1 to {self.size}")
-        seed = self._next_seed() if seed is None else seed
-        self._runs += 1
+        call = self._call(world_size, seed, function, args, kwargs)
         self.start()
-        call = pickle.dumps((function, args, kwargs))
-        for process in self._processes[:world_size]:
-            process.mark()
-            process.pipe.send_bytes(pickle.dumps((world_size, seed, self._runs, sys.path, call)))
+        assert self._pool is not None
+        self._pool.begin(call)
+        replies = self._pool.collect(range(world_size), timeout)
+        if len(replies.results) == world_size:
+            return [replies.results[rank] for rank in range(world_size)]
         name = f"{function.__module__}.{function.__qualname__}, {world_size} ranks"
-        run = self._collect(world_size, timeout)
-        if not run.failures and not run.pending():
-            return [run.results[rank] for rank in range(world_size)]
-        error = self._error(name, run, timeout)
+        error = self._pool.error(name, replies, timeout, self.session_seed)
         self.close()
         raise error
 
+    @contextlib.contextmanager
+    def own(
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        places: Sequence[Place] = (),
+        group_timeout: datetime.timedelta = GROUP_TIMEOUT,
+    ) -> Iterator[Running]:
+        """Inside, ``function(group, *args)`` runs in new processes; those left are killed.
+
+        `places` says where each rank runs; without it all are on this host.
+        """
+        call = self._call(world_size, None, function, args, {})
+        team = Team(world_size, places=places, timeout=group_timeout)
+        try:
+            self._await(team, world_size)
+            team.begin(call, last=True)
+            yield Running(team, world_size)
+        finally:
+            team.close()
+
     def start(self) -> None:
-        """Starts the processes unless they run."""
-        if self._processes and all(p.popen.poll() is None for p in self._processes):
+        """Starts the pool's processes unless they run."""
+        if self._pool is not None and self._pool.alive():
             return
         self.close()
-        # Hosted here and not by rank 0, so that it listens before the first rank looks for it.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self._processes = [_spawn(rank, self.size, self._store.port) for rank in range(self.size)]
-        run = self._collect(self.size, START_LIMIT)
-        if run.failures or run.pending():
-            error = self._error("the rank processes did not start", run, START_LIMIT)
+        self._pool = Team(self.size, pooled=True)
+        try:
+            self._await(self._pool, self.size)
+        except RankError:
             self.close()
-            raise error
+            raise
 
     def close(self) -> None:
-        """Ends the processes."""
-        for process in self._processes:
-            process.pipe.close()  # an idle child ends by itself; the others are killed
-            process.popen.kill()
-        for process in self._processes:
-            process.popen.wait()
-            process.log.close()
-        self._processes = []
-        self._store = None
+        """Ends the pool's processes."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = None
 
     def pids(self) -> list[int]:
-        """Returns the process ids, in rank order."""
-        return [process.popen.pid for process in self._processes]
+        """Returns the process ids of the pool, in rank order."""
+        return self._pool.pids() if self._pool is not None else []
 
-    def _next_seed(self) -> int:
+    def _await(self, team: Team, size: int) -> None:
+        ready = team.collect(range(size), START_LIMIT)
+        if len(ready.results) < size:
+            what = "the rank processes did not start"
+            raise team.error(what, ready, START_LIMIT, self.session_seed)
+
+    def _call(
+        self,
+        world_size: int,
+        seed: int | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> rank_process.Call:
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
         self._calls = self._calls + 1 if test == self._test else 0
         self._test = test
-        return zlib.crc32(f"{self.session_seed} {test} {self._calls}".encode())
-
-    def _collect(self, world_size: int, timeout: float) -> _Run:
-        run = _Run(world_size)
-        deadline = time.monotonic() + timeout
-        while pending := run.pending():
-            if run.failures:
-                deadline = min(deadline, time.monotonic() + GRACE)
-            pipes = {self._processes[rank].pipe: rank for rank in pending}
-            ready = wait(list(pipes), max(0.0, deadline - time.monotonic()))
-            if not ready:
-                break
-            for pipe in ready:
-                self._receive(run, pipes[pipe])  # type: ignore[index]
-        return run
-
-    def _receive(self, run: _Run, rank: int) -> None:
-        process = self._processes[rank]
-        try:
-            kind, value = pickle.loads(process.pipe.recv_bytes())
-        except (EOFError, ConnectionError):
-            run.failures[rank] = f"the process ended with code {process.popen.wait()}"
-            return
-        (run.results if kind == "result" else run.failures)[rank] = value
-
-    def _error(self, what: str, run: _Run, timeout: float) -> RankError:
-        pending = run.pending()
-        stuck = self._where(pending)
-        reports = {**run.failures, **{rank: f"was still here:\n{stuck[rank]}" for rank in pending}}
-        for rank in run.failures:
-            if output := self._processes[rank].new_output().strip():
-                reports[rank] += f"\n(output)\n{output}"
-        if run.failures:
-            return RankError(
-                f"{what}: failed on ranks {sorted(run.failures)}", reports, self.session_seed
-            )
-        message = f"{what}: ranks {pending} did not end within {timeout} s"
-        return RankTimeout(message, reports, self.session_seed)
-
-    def _where(self, pending: Sequence[int]) -> dict[int, str]:
-        """Has the ranks dump the stacks of all their threads, and returns their output."""
-        for rank in pending:
-            with contextlib.suppress(ProcessLookupError):
-                self._processes[rank].popen.send_signal(signal.SIGUSR1)
-        deadline = time.monotonic() + DUMP_LIMIT
-        marker = "most recent call first"
-        while time.monotonic() < deadline:
-            outputs = {rank: self._processes[rank].new_output() for rank in pending}
-            if all(marker in output for output in outputs.values()):
-                break
-            time.sleep(0.05)
-        time.sleep(0.1)  # the dump is written line by line
-        return {rank: self._processes[rank].new_output() for rank in pending}
+        self._runs += 1
+        if seed is None:
+            seed = zlib.crc32(f"{self.session_seed} {test} {self._calls}".encode())
+        pickled = pickle.dumps((function, args, kwargs))
+        return rank_process.Call(world_size, seed, self._runs, self.device, list(sys.path), pickled)
 
 
-def _spawn(rank: int, size: int, port: int) -> _Process:
-    parent_end, child_end = Pipe()
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the pool
+def _environment() -> dict[str, str]:
     # One thread a rank: the tests run on small machines, and sums come out in one order.
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")  # ranks share GPUs
     environment.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # for deterministic algorithms
-    command = [sys.executable, "-u", "-m", "tests.rank_process"]
-    popen = subprocess.Popen(
-        [*command, str(rank), str(size), str(port), str(child_end.fileno()), str(os.getpid())],
-        pass_fds=[child_end.fileno()],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        cwd=_ROOT,
-        env=environment,
-    )
-    child_end.close()
-    return _Process(popen, parent_end, log)
+    return environment
+
+
+def _start_template() -> None:
+    """Starts the process that ranks are forked from, unless it runs."""
+    environment = _environment()
+    # Python 3.11's does not take our sys.path over.
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), environment.get("PYTHONPATH", "")])
+    with mock.patch.dict(os.environ, environment):
+        forkserver.ensure_running()
+
+
+def _fork(member: rank_process.Member, log: Path) -> _Process:
+    ours, theirs = Pipe()
+    with theirs:
+        handle = _FORKED.Process(target=rank_process.main, args=(theirs, member), daemon=True)
+        handle.start()
+    return _Process(handle, ours, log)

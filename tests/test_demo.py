@@ -16,6 +16,7 @@ from symm_cp.cli import main
 from symm_cp.demo import arguments as demo_arguments
 from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, UNFUSED, Result
 from symm_cp.demo.data import batches
+from tests.exhaustive import exhaustive
 
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
 
@@ -45,6 +46,7 @@ def test_losses_agree(
     assert report["losses"]["fused"][0] == pytest.approx(5.5, abs=0.3)  # log(256), untrained
 
 
+@exhaustive
 def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     """With `strict`: a collective that stays unfused is an error."""
     split = ["--ranks", "2", "--cp", "2", "--layers", "1"]
@@ -52,6 +54,7 @@ def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     assert "losses agree" in capfd.readouterr().out
 
 
+@exhaustive
 def test_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
-from symm_cp import memory
+from symm_cp import memory, wire
 from symm_cp.runtime.probe import probing
 from tests.faults import soak
 from tests.faults.ops import ALL, results
@@ -29,7 +29,7 @@ def footprint() -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("world_size", "slot", "expected"),
-    [(1, 0, 4096), (2, 1, 3 * 4096), (2, 4096, 3 * 4096), (2, 4097, 5 * 4096), (64, 8, 7 * 4096)],
+    [(1, 0, 4096), (2, 1, 3 * 4096), (2, 4096, 3 * 4096), (2, 4097, 5 * 4096), (64, 8, 8 * 4096)],
 )
 def test_the_formula(world_size: int, slot: int, expected: int) -> None:
     assert memory.workspace_bytes(world_size, slot) == expected
@@ -48,11 +48,11 @@ def sizes(group: dist.ProcessGroup) -> None:
     symm_cp.all_gather_matmul(torch.ones(200, 64), w, group=own)
     assert workspace.nbytes == memory.workspace_bytes(own.size(), 200 * 64 * 4)
     symm_cp.reserve(own, 1 << 20)
-    reserved = [symm_cp.get_workspace(own, 0, channel=c).nbytes for c in memory.CHANNELS]
+    reserved = [symm_cp.get_workspace(own, 0, channel=c).nbytes for c in wire.CHANNELS]
     for _ in range(3):
         symm_cp.all_gather_matmul(torch.ones(4096, 64), w, group=own)
         symm_cp.low_contention_all_gather(torch.ones(4096, 64), group=own).sum()
-    assert [state.workspace(c).nbytes for c in memory.CHANNELS] == reserved  # nothing had to grow
+    assert [state.workspace(c).nbytes for c in wire.CHANNELS] == reserved  # nothing had to grow
     dist.destroy_process_group(own)
 
 
@@ -82,11 +82,11 @@ def outlives_its_epochs(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     expected = results(own, list(ALL), 0)
     state = memory.resolve(own)
-    spaces = [state.workspace(channel) for channel in memory.CHANNELS]
+    spaces = [state.workspace(channel) for channel in wire.CHANNELS]
     dist.barrier(own)
     for space in spaces:
-        space.skip(memory.LAST_EPOCH - 3 - space.epoch)
-        assert space.epoch == memory.LAST_EPOCH - 3
+        space.skip(wire.LAST_EPOCH - 3 - space.epoch)
+        assert space.epoch == wire.LAST_EPOCH - 3
     for _ in range(3):
         with probing(seed=group.rank(), delay_us=200):
             found = results(own, list(ALL), 0)
@@ -151,6 +151,36 @@ def goes_with_the_group(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_released_with_the_group(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, goes_with_the_group)
+
+
+LISTS = memory.StateKey[list[int]]("lists of a test", close=list.clear)
+
+
+def states(group: dist.ProcessGroup) -> None:
+    own = dist.new_group(list(range(group.size())))
+    state = memory.resolve(own)
+    assert state.find(LISTS) is None
+    kept = state.state(LISTS, lambda: [1, 2])
+    assert state.state(LISTS, list) is kept
+    assert memory.resolve(group).find(LISTS) is None
+    # Keys are told apart by what they are, not by their names.
+    assert state.find(memory.StateKey[list[int]]("lists of a test")) is None
+    state.drop(LISTS)
+    assert kept == []
+    assert state.find(LISTS) is None
+    last = state.state(LISTS, lambda: [3])
+    state.put(LISTS, [4])
+    assert last == [3]
+    last = state.state(LISTS, list)
+    del state
+    dist.destroy_process_group(own)
+    del own
+    gc.collect()
+    assert last == []
+
+
+def test_states_are_closed_with_the_group(ranks: Ranks) -> None:
+    ranks.run(2, states)
 
 
 def names(group: dist.ProcessGroup) -> None:

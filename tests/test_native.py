@@ -15,12 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from enum import IntEnum
 from pathlib import Path
 
 import pytest
 import torch
 
-from symm_cp import native
+from symm_cp import native, wire
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
@@ -74,7 +75,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 # The package is imported with the library that is there; the stand-in's comes after.
 _BUILD_LATER = """
 import os, sys
-from symm_cp import native
+from symm_cp import native, wire
 os.environ.update({environment!r})
 print("ready", flush=True)
 sys.stdin.readline()
@@ -361,6 +362,49 @@ def test_a_library_without_its_hash_is_built_again(compiler: Compiler) -> None:
     os.close(native._open_verified(library))
 
 
+class _Renamed(ctypes.Structure):
+    _fields_ = [("place", ctypes.c_int32), *wire.Reference._fields_[1:]]
+
+
+class _Narrow(ctypes.Structure):
+    _fields_ = [*wire.Reference._fields_[:2], ("offset", ctypes.c_int32)]
+
+
+_Reordered = IntEnum("_Reordered", ["OPERAND", "SHARD", "SLOT"], start=0)
+
+
+def _put(entry: type, other: type) -> tuple[str, object]:
+    """Where an entry of wire.py stands, and the same with another one under its name."""
+    other.__name__ = entry.__name__
+    name = "ENUMS" if issubclass(entry, IntEnum) else "STRUCTS"
+    return name, tuple(other if each is entry else each for each in getattr(wire, name))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        (("LAST_EPOCH", 7), "-LAST_EPOCH 2147483646\n+LAST_EPOCH 7"),
+        (("CHANNELS", ("sync",)), "-CHANNELS sync, async\n+CHANNELS sync"),
+        (("FLAGS", wire.FLAGS[1:]), "-FLAGS 5\n+FLAGS 4"),
+        (("DEVICE_FLAGS", wire.DEVICE_FLAGS[1:]), "+DEVICE_FLAGS partial, "),
+        (("flag_offset", lambda flag, writer, size: 0), "+FLAG_OF_WRITER 0"),
+        (_put(wire.Reference, _Renamed), "+Reference 16 bytes: place@0+4"),
+        (_put(wire.Reference, _Narrow), "+Reference 12 bytes: "),
+        (
+            _put(wire.Space, _Reordered),
+            "+Space kOperand, kShard, kSlot",
+        ),
+    ],
+)
+def test_both_sides_of_the_contract_are_compared(
+    change: tuple[str, object], shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, *change)
+    with pytest.raises(native.BuildError, match="of different versions: install") as caught:
+        native.load.__wrapped__()
+    assert shown in str(caught.value)
+
+
 def change_source(folder: Path) -> None:
     with (folder / "reduce.cpp").open("a") as file:
         file.write("// changed\n")
@@ -411,7 +455,7 @@ import torch
 import torch.distributed as dist
 import symm_cp
 print("imported")
-from symm_cp import native
+from symm_cp import native, wire
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 for use in (
     native.load,
@@ -450,16 +494,3 @@ def test_without_a_compiler(chosen: str | None, tmp_path: Path) -> None:
         assert "symm-cp build" in text
         assert (chosen or "clang++") in text
     assert not (tmp_path / "built").exists()
-
-
-def test_structures_have_the_sizes_of_the_native_side() -> None:
-    source = "".join(path.read_text() for path in (ROOT / "csrc").glob("*.h"))
-    sizes = dict(re.findall(r"static_assert\(sizeof\((\w+)\) == (\d+)\)", source))
-    mirrored = {
-        name: ctypes.sizeof(kind)
-        for name, kind in vars(native).items()
-        if isinstance(kind, type) and issubclass(kind, ctypes.Structure)
-    }
-    checked = {name: int(size) for name, size in sizes.items() if name in mirrored}
-    assert checked
-    assert checked == {name: mirrored[name] for name in checked}

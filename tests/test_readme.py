@@ -1,4 +1,4 @@
-"""What README.md promises: its example runs, its tables and links are true."""
+"""What the READMEs promise: examples run, tables and links are true, the main one stays short."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 
 import symm_cp
@@ -15,26 +18,57 @@ from benchmarks import readme_figures
 from symm_cp import env
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "symm_cp"
 README = (ROOT / "README.md").read_text()
+PAGES = (
+    ROOT / "README.md",
+    *(page for folder in ("benchmarks", "tests") for page in (ROOT / folder).glob("README.md")),
+    *PACKAGE.rglob("README.md"),
+)
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+def blocks(language: str, text: str = README) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
 def rows(text: str, pattern: str) -> set[str]:
     return {line.strip() for line in text.splitlines() if re.match(pattern, line.strip())}
 
 
-def test_the_example_that_needs_gpus_names_what_there_is() -> None:
-    *_, example = blocks("python")
-    calls = re.findall(r"symm_cp\.nvshmem\.(\w+)\(", example)
+def floors() -> list[tuple[int, str]]:
+    """The rooms in the order of README's table, each with its floor."""
+    found: list[tuple[int, str]] = []
+    for floor, cell in re.findall(r"^\| (\d) \| ([^|]+)\|", README, re.MULTILINE):
+        found += [(int(floor), place) for place in re.findall(r"`([^`]+)`", cell)]
+    return found
+
+
+def layers() -> list[set[str]]:
+    """The modules of each layer of the import-linter contract, the lowest layer first."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    (contract,) = (
+        contract
+        for contract in settings["tool"]["importlinter"]["contracts"]
+        if contract["type"] == "layers" and contract.get("containers") == ["symm_cp"]
+    )
+    return [set(re.findall(r"\w+", layer)) for layer in reversed(contract["layers"])]
+
+
+def test_readme_is_short() -> None:
+    lines = README.splitlines()
+    assert len(lines) <= 180
+    assert [line for line in lines if len(line) > 110] == []
+
+
+def test_the_example_that_needs_gpus_uses_existing_functions() -> None:
+    examples = blocks("python", (PACKAGE / "devices" / "README.md").read_text())
+    calls = [name for text in examples for name in re.findall(r"symm_cp\.nvshmem\.(\w+)\(", text)]
     assert calls == ["init", "enable"]
     assert all(callable(getattr(symm_cp.nvshmem, name)) for name in calls)
 
 
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
-    code, long_sequences, compiled, _ = blocks("python")
+    code, long_sequences, compiled = blocks("python")
     setting = """
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
@@ -74,10 +108,13 @@ from torch.distributed._functional_collectives import (
 
 
 def test_environment_variables_are_those_of_the_code() -> None:
-    documented = rows(README, r"\| `(SYMM_CP_|CXX)")
-    assert documented == rows(env.__doc__ or "", r"\| `")
+    """README.md links to the table in env.py."""
+    assert "(symm_cp/env.py)" in README
+    documented = rows(env.__doc__ or "", r"\| `")
     read = set(re.findall(r"environ[^\n]*?\"(SYMM_CP_\w+|CXX)\"", Path(env.__file__).read_text()))
     assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
+    mentioned = {name for page in PAGES for name in re.findall(r"SYMM_CP_\w+", page.read_text())}
+    assert mentioned <= {*read, "SYMM_CP_TEST_SEED"}
 
 
 def test_named_ops_and_entry_points_exist() -> None:
@@ -92,20 +129,66 @@ def test_named_ops_and_entry_points_exist() -> None:
         assert hasattr(torch.ops.symm_mem, name), name
 
 
-def test_links_and_places_exist() -> None:
-    for target in re.findall(r"\]\((?!http)([^)#]+)\)", README):
-        assert (ROOT / target).exists(), target
-    for row in re.findall(r"^\| \d \| ([^|]+)\|", README, re.MULTILINE):
-        for place in re.findall(r"`([^`]+)`", row):
-            assert (ROOT / place).exists(), place
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_and_paths_exist(page: Path) -> None:
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!http)([^)#]+)[^)]*\)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"\b(?:benchmarks|csrc|symm_cp|tests)/[\w./]*\w", text):
+        # The result of a run on GPUs, which nobody has made yet.
+        assert (ROOT / path).exists() or path == "benchmarks/results/cuda_suite.json", path
+
+
+def test_the_floors_list_every_room() -> None:
+    places = [place for _, place in floors()]
+    assert places[0] == "csrc/"
+    rooms = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in PACKAGE.iterdir()
+        if (path.suffix == ".py" and not path.stem.startswith("__"))
+        or (path / "__init__.py").exists()
+    }
+    assert sorted(places[1:]) == sorted(rooms)
+
+
+def test_the_floors_are_those_that_import_linter_holds() -> None:
+    """Each room of the table comes after all rooms that it may import."""
+    order = [(floor, place.removesuffix("/").removesuffix(".py")) for floor, place in floors()[1:]]
+    assert [floor for floor, _ in order] == sorted(floor for floor, _ in order)
+    rooms = [room for _, room in order]
+    assert set(rooms) == set().union(*layers())
+    lower: set[str] = set()
+    for layer in layers():
+        for room in layer:
+            later = lower & set(rooms[rooms.index(room) :])
+            assert not later, f"{room} may import {later}, which the table lists after it"
+        lower |= layer
+
+
+def names_of_the_walk() -> Iterator[str]:
+    (walk,) = re.findall(r"\*\*A walk: .*?(?=\n## )", README, re.DOTALL)
+    assert len(walk.splitlines()) <= 25
+    yield from re.findall(r"`([^`]+)`", walk)
+
+
+def test_the_walk_names_what_exists() -> None:
+    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").iterdir()]
+    text = "\n".join(path.read_text() for path in sources)
+    for name in names_of_the_walk():
+        if "/" in name or name.endswith(".py"):
+            assert (ROOT / name).exists() or (PACKAGE / name).exists(), name
+        for word in re.findall(r"[A-Za-z]\w{3,}", re.sub(r"\S*/\S*|\w+\.py", "", name)):
+            assert re.search(rf"\b{word}\b", text), name
 
 
 def test_ci_runs_the_documented_command() -> None:
     command = "pip install torch==2.13.0 -e '.[test]' && pytest"
-    assert f"\n{command}\n" in "".join(blocks("sh"))
-    assert f"\n{command}\n" in (ROOT / ".ci" / "run").read_text()
+    assert f"\n{command}\n" in "\n".join(blocks("sh"))
+    assert f"\n{command}" in (ROOT / ".ci" / "run").read_text()
 
 
-def test_figures_are_those_of_the_results() -> None:
+@pytest.mark.parametrize("page", readme_figures.BLOCKS)
+def test_figures_are_those_of_the_results(page: str) -> None:
     """`python benchmarks/readme_figures.py` writes them."""
-    assert readme_figures.replaced(README) == README
+    text = (ROOT / page).read_text()
+    assert readme_figures.replaced(text, readme_figures.BLOCKS[page]()) == text

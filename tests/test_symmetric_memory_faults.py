@@ -17,10 +17,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 import symm_cp  # noqa: F401 - registers the CPU backend
-from tests.launch import launch
 from tests.pool import Ranks
+from tests.rank_process import say
 
-Say = Callable[[object], None]
 LIMIT_MS = 300
 
 
@@ -185,7 +184,7 @@ def test_freeing_is_not_collective(ranks: Ranks) -> None:
     ranks.run(2, no_collective_in_freeing)
 
 
-def hold_memory(group: dist.ProcessGroup, say: Say, size: int) -> None:
+def hold_memory(group: dist.ProcessGroup, size: int) -> None:
     tensor, handle = make(group, size)
     tensor.fill_(1)
     maps = Path("/proc/self/maps").read_text()
@@ -204,21 +203,19 @@ def inodes_in_use() -> set[str]:
     return found
 
 
-def test_killing_all_leaves_nothing() -> None:
+def test_killing_all_leaves_nothing(ranks: Ranks) -> None:
     named_before = set(os.listdir("/dev/shm"))
-    with launch(3, hold_memory, 1 << 20) as ranks:
-        inodes = set(" ".join(ranks.hear_all()).split())
+    with ranks.own(3, hold_memory, 1 << 20) as running:
+        inodes = set(" ".join(running.hear_all()).split())
         assert len(inodes) == 9  # data, control and board of each rank
         assert inodes <= inodes_in_use()
-        ranks.kill(0, 1, 2)
-        for process in ranks.processes:
-            process.wait()
+        running.kill(0, 1, 2)
         assert not inodes & inodes_in_use()
     left = {name for name in set(os.listdir("/dev/shm")) - named_before if "symm" in name}
     assert not left
 
 
-def one_leaves(group: dist.ProcessGroup, say: Say) -> None:
+def one_leaves(group: dist.ProcessGroup) -> None:
     tensor, handle = make(group)
     tensor.fill_(group.rank())
     handle.barrier()
@@ -230,16 +227,16 @@ def one_leaves(group: dist.ProcessGroup, say: Say) -> None:
     try:
         handle.wait_signal(0)
     except RuntimeError as error:
-        say(error)
+        say(str(error))
 
 
-def test_a_rank_that_ends_orderly() -> None:
-    with launch(2, one_leaves) as ranks:
-        ranks.hear_all()
-        assert "rank 0 died" in ranks.hear(1)
+def test_a_rank_that_ends_orderly(ranks: Ranks) -> None:
+    with ranks.own(2, one_leaves) as running:
+        running.hear_all()
+        assert "rank 0 died" in running.hear(1)
 
 
-def world_again(group: dist.ProcessGroup, say: Say, port: int) -> None:
+def world_again(group: dist.ProcessGroup, port: int) -> None:
     """The same group name, again and again."""
     old = make(group)
     for count in range(3):
@@ -260,10 +257,10 @@ def world_again(group: dist.ProcessGroup, say: Say, port: int) -> None:
     handle.wait_signal((rank + 1) % world_size)
 
 
-def test_the_world_is_made_again() -> None:
+def test_the_world_is_made_again(ranks: Ranks) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with launch(3, world_again, store.port) as ranks:
-        assert ranks.hear_all() == ["done"] * 3
+    with ranks.own(3, world_again, store.port) as running:
+        assert running.hear_all() == ["done"] * 3
 
 
 def test_large_blocks_ask_for_huge_pages() -> None:
@@ -274,7 +271,7 @@ def test_large_blocks_ask_for_huge_pages() -> None:
     assert ("hg" in block.split()) == kernel_has_them
 
 
-def many_ranks(group: dist.ProcessGroup, say: Say, rounds: int) -> None:
+def many_ranks(group: dist.ProcessGroup, rounds: int) -> None:
     tensor, handle = make(group, 2)
     peers = [handle.get_buffer(peer, (2,), torch.float32) for peer in range(group.size())]
     for count in range(rounds):
@@ -285,9 +282,9 @@ def many_ranks(group: dist.ProcessGroup, say: Say, rounds: int) -> None:
     handle.wait_signal((group.rank() + 1) % group.size(), timeout_ms=60_000)
 
 
-def test_more_ranks_than_processors() -> None:
-    with launch(5, many_ranks, 200) as ranks:
-        assert ranks.hear_all(timeout=120) == ["done"] * 5
+def test_more_ranks_than_processors(ranks: Ranks) -> None:
+    with ranks.own(5, many_ranks, 200) as running:
+        assert running.hear_all(timeout=120) == ["done"] * 5
 
 
 def test_rendezvous_before_init_names_the_group() -> None:

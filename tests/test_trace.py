@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.schedule import builders
+from symm_cp.schedule import patterns
 from symm_cp.schedule.simulate import Event
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
 from tests.pool import Ranks
@@ -49,11 +49,11 @@ def matmuls(group: dist.ProcessGroup) -> None:
     ops: list[tuple[Callable[[], object], Schedule]] = [
         (
             lambda: symm_cp.all_gather_matmul(a, b, group=group),
-            builders.all_gather_and_consume(rank, W),
+            patterns.ALL_GATHER_AND_CONSUME.direct().schedule(rank, W),
         ),
         (
             lambda: symm_cp.matmul_reduce_scatter(wide, b, group=group),
-            builders.produce_and_reduce_scatter(rank, W),
+            patterns.PRODUCE_AND_REDUCE_SCATTER.direct().schedule(rank, W),
         ),
     ]
     with tuning.forced("shards"):
@@ -90,7 +90,7 @@ def engine(group: dist.ProcessGroup) -> None:
     assert len(published) == 2 * (group.size() - 1)
     assert {event.lane for event in events} <= {"compute", "copy"}
     steps = [told(event.step) for event in sorted(events, key=lambda e: (e.call, e.start))]
-    schedule = builders.all_gather(group.rank(), group.size())
+    schedule = patterns.BACKGROUND_ALL_GATHER.direct().schedule(group.rank(), group.size())
     assert steps == [told(step) for step in schedule.lanes["copy"]] * 2
 
 
@@ -128,7 +128,7 @@ def test_a_file_of_all_ranks(ranks: Ranks, world_size: int, tmp_path: Path) -> N
 def one_at_a_time(group: dist.ProcessGroup) -> None:
     a, b = torch.ones(2, 3), torch.ones(3, 2)
     with symm_cp.trace() as recording:
-        with pytest.raises(RuntimeError, match="under way"), symm_cp.trace():
+        with pytest.raises(RuntimeError, match="recording already"), symm_cp.trace():
             pass
         symm_cp.all_gather_matmul(a, b, group=group)
     assert any(isinstance(event.step, Compute) for event in recording.timeline.events)

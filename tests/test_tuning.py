@@ -1,4 +1,4 @@
-"""Which way matmuls take: by simulation, by what was measured, or as they are told."""
+"""The choice between ways: forced, measured or simulated."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_results_that_are_added_to_are_read_again() -> None:
 
 
 def test_a_closed_form() -> None:
-    """On memory as fast as one likes, the ways differ by the weight, read W times or once."""
+    """With infinitely fast memory, the ways differ by the weight, read W times or once."""
     machine = TYPICAL_CPU.__class__("m", 1e9, 0, 1e30, 1e30, matmul_reached=1.0, kernel_seconds=0.0)
     weighed = {
         "weight.float32": Curve((1.0, 1e9), (1e-9, 1.0)),
         "matmul.float32": Curve((1.0,), (1e-9,)),
     }
     machine = machine.__class__(**{**vars(machine), "signal_seconds": 0.0, "curves": weighed})
-    found = gather(10, 1000, 250).seconds(machine, 4)
-    assert found["shards"] == pytest.approx(4 * (5e6 * 1e-9 + 1e-3))
-    assert found["whole"] == pytest.approx(4 * 5e6 * 1e-9 + 1e-3)
+    seconds = gather(10, 1000, 250).seconds(machine, 4)
+    assert seconds["shards"] == pytest.approx(4 * (5e6 * 1e-9 + 1e-3))
+    assert seconds["whole"] == pytest.approx(4 * 5e6 * 1e-9 + 1e-3)
 
 
 def chosen(group: dist.ProcessGroup) -> dict[str, tuning.Choice]:
@@ -84,7 +84,7 @@ KEY = "all_gather_matmul float32 2x8x3"
 
 
 def files(group: dist.ProcessGroup, folder: str) -> None:
-    """The first rank's files count, whatever the others have."""
+    """All ranks use the first rank's files, whatever their own contain."""
     state, rank, W = memory.resolve(group), group.rank(), group.size()
     cache = os.environ.get("XDG_CACHE_HOME"), os.environ.get("SYMM_CP_BUILD_DIR")
     os.environ["SYMM_CP_BUILD_DIR"] = os.path.join(folder, str(rank))
@@ -132,26 +132,26 @@ def test_files_that_another_user_could_change_are_not_read(
 ) -> None:
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
     path = getattr(tuning, name)
-    assert tuning._read(path, 2) == ("", "")
+    assert tuning.read_file(path, 2) == ("", "")
     path(2).write_text("text")
     path(2).chmod(0o644)
-    assert tuning._read(path, 2) == ("text", "")
+    assert tuning.read_file(path, 2) == ("text", "")
     path(2).chmod(0o666)
-    text, reason = tuning._read(path, 2)
+    text, reason = tuning.read_file(path, 2)
     assert text == ""
     assert "not used: " in reason
     assert f"{path(2)}: others can write it" in reason
     path(2).chmod(0o644)
     path(2).write_bytes(b"\xff")
-    assert tuning._read(path, 2)[1] != ""
+    assert tuning.read_file(path, 2)[1] != ""
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", "")
     monkeypatch.setenv("HOME", "")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert tuning._read(path, 2) == ("", "")
+    assert tuning.read_file(path, 2) == ("", "")
 
 
 def distrusts(group: dist.ProcessGroup, folder: str) -> None:
-    """The rank that reads says once what it does not use; nobody waits for it meanwhile."""
+    """The rank that reads warns once about files that it does not use; the others do not wait."""
     state = memory.resolve(group)
     path = Path(folder, "tuned.json")
     if group.rank() == 0:
@@ -165,13 +165,13 @@ def distrusts(group: dist.ProcessGroup, folder: str) -> None:
         tuning.relearn(state)
         if group.rank() == 0:
             with pytest.raises(UserWarning, match=r"not used: .*tuned\.json: others can write it"):
-                tuning._facts(state)
-        assert tuning._facts(state).tuned == {}
+                tuning.facts_of(state)
+        assert tuning.facts_of(state).tuned == {}
     dist.barrier(group)
     tuning.relearn(state)
 
 
-def test_a_file_that_is_not_used_is_said(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_file_that_is_not_used_is_warned_about(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(2, distrusts, str(tmp_path))
 
 
@@ -181,7 +181,7 @@ def test_a_damaged_file_of_choices(text: str) -> None:
         tuning.parse_tuned(text, "some file")
 
 
-def told(group: dist.ProcessGroup) -> None:
+def forced(group: dist.ProcessGroup) -> None:
     state = memory.resolve(group)
     tuning.relearn(state)
     dist.barrier(group)
@@ -197,7 +197,7 @@ def told(group: dist.ProcessGroup) -> None:
                 assert chosen(group) == {KEY: tuning.Choice(tuning.WAYS[0], "forced")}
         finally:
             del os.environ["SYMM_CP_WAY"]
-    assert state.tuning is None or isinstance(state.tuning, int)  # no file was read
+    assert not tuning.facts_read(state)
     os.environ["SYMM_CP_WAY"] = "sideways"
     try:
         with pytest.raises(ValueError, match="SYMM_CP_WAY='sideways' must be"):
@@ -210,7 +210,7 @@ def told(group: dist.ProcessGroup) -> None:
 
 
 def test_a_way_can_be_forced(ranks: Ranks) -> None:
-    ranks.run(2, told)
+    ranks.run(2, forced)
 
 
 def disagree(group: dist.ProcessGroup) -> None:
@@ -223,20 +223,20 @@ def disagree(group: dist.ProcessGroup) -> None:
     run(group)
 
 
-def test_ranks_that_go_different_ways_are_told(ranks: Ranks) -> None:
+def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:
     ranks.run(2, disagree)
 
 
 def attention(group: dist.ProcessGroup, folder: str) -> None:
-    """One kernel that polls is for where it was faster, and each rank has a GPU of its own."""
+    """The kernel that polls is chosen where it was faster, if each rank has a GPU of its own."""
     state, rank, W = memory.resolve(group), group.rank(), group.size()
     gpu, key = torch.device("cuda", 0), "all_gather_attention bfloat16 1x2x1x8x8x64 full 1 chunks"
     patch = unittest.mock.patch
     tuned = tuning.tuned_path
 
     def choice(measured: str | None, *, shared: bool = False) -> tuple[str, str]:
-        found = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
-        Path(folder, f"{rank}.json").write_text(json.dumps(found if rank == 0 else {}))
+        ways = {} if measured is None else {f"GPU X: {key}": measured, key: "nothing"}
+        Path(folder, f"{rank}.json").write_text(json.dumps(ways if rank == 0 else {}))
         dist.barrier(group)
         tuning.relearn(state)
         about = types.SimpleNamespace(uuid="one" if shared else f"number {rank}")
@@ -260,7 +260,7 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
             assert choice("arrival", shared=True) == ("pipeline", "ranks share a GPU")
         with tuning.forced("arrival"), tuning.forced("whole"):
             assert choice("pipeline", shared=True) == ("arrival", "forced")
-            assert tuning._forced == {tuning.ATTENTION_WAYS: "arrival", tuning.WAYS: "whole"}
+            assert tuning.forced_ways() == {tuning.ATTENTION_WAYS: "arrival", tuning.WAYS: "whole"}
             with tuning.forced(None):
                 assert choice("pipeline") == ("pipeline", "measured")
         with patch.dict(os.environ, {"SYMM_CP_ATTENTION": "arrival"}):

@@ -22,10 +22,16 @@ from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.demo import arguments as demo_arguments
 from symm_cp.demo import variants
-from symm_cp.ops import low_contention, matmul
-from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
-from symm_cp.schedule import builders, staged
+from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
 from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_CONSUME,
+    BACKGROUND_ALL_GATHER,
+    BACKGROUND_REDUCE_SCATTER,
+    PRODUCE_AND_REDUCE_SCATTER,
+    Pattern,
+    Variant,
+)
 from symm_cp.schedule.work import Work
 
 IN_PLACE, TORCH = "fused, in place", "torch"
@@ -72,10 +78,10 @@ class Setting:
             options["synchronize"] = torch.cuda.synchronize
         return Case(f"{name}, {str(self.dtype)[6:]}", variants, **options)
 
-    def op(self, name: str, module: Any) -> Callable[..., Any]:
+    def op(self, name: str) -> Callable[..., Any]:
         """Returns our kernel of one of torch's ops."""
         if self.cuda:
-            return module.CUDA_KERNELS[name]
+            return device_kernels[name]
         return getattr(torch.ops.symm_mem, name).default
 
 
@@ -104,7 +110,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
     """Returns the all-gather-matmul of `rows` x `inner` of each rank with `inner` x `columns`."""
     x, weight = setting.normal(rows, inner), setting.normal(inner, columns)
     shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
-    fused = setting.op("fused_all_gather_matmul", matmul)
+    fused = setting.op("fused_all_gather_matmul")
 
     def run(shard: torch.Tensor) -> torch.Tensor:
         return fused(shard, [weight], 0, setting.name, return_A=False)[1][0]
@@ -128,7 +134,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
     item = x.element_size()
     work = Work(
         "all_gather_matmul",
-        staged.gather_and_consume if setting.cuda else builders.all_gather_and_consume,
+        _variant(setting, ALL_GATHER_AND_CONSUME),
         _matmul(setting, rows, inner, columns),
         shard=rows * inner * item,
         fresh=setting.ranks * rows * columns * item,
@@ -141,7 +147,7 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
 def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job:
     """Returns the matmul-reduce-scatter of W * `rows` x `inner` with `inner` x `columns`."""
     x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
-    fused = setting.op("fused_matmul_reduce_scatter", matmul)
+    fused = setting.op("fused_matmul_reduce_scatter")
     full = x @ weight
 
     def run() -> torch.Tensor:
@@ -160,7 +166,7 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
     item = x.element_size()
     work = Work(
         "matmul_reduce_scatter",
-        staged.produce_and_scatter if setting.cuda else builders.produce_and_reduce_scatter,
+        _variant(setting, PRODUCE_AND_REDUCE_SCATTER),
         _matmul(setting, rows, inner, columns),
         partial=rows * columns * item,
         fresh=rows * columns * item,
@@ -172,6 +178,10 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
         check=lambda: _close(setting, run(), unfused_reduce_scatter(full, "sum", 0, setting.name)),
     )
     return Job(case, work, lambda: torch.mm(x[:rows], weight, out=out))
+
+
+def _variant(setting: Setting, pattern: Pattern) -> Variant:
+    return pattern.staged() if setting.cuda else pattern.direct()
 
 
 def _matmul(setting: Setting, rows: int, inner: int, columns: int) -> Callable[[Machine], float]:
@@ -199,7 +209,7 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
     dtype = str(setting.dtype)[6:]
     work = Work(
         "all_gather_attention",
-        staged.gather_and_consume if setting.cuda else builders.all_gather_and_consume,
+        _variant(setting, ALL_GATHER_AND_CONSUME),
         lambda machine: machine.attention(4.0 * heads * tokens * tokens * head_dim, dtype),
         shard=2 * kv_heads * tokens * head_dim * item,
         fresh=2 * heads * tokens * head_dim * item,
@@ -265,7 +275,7 @@ def attention_backward(
 def all_gather(setting: Setting, nbytes: int) -> Job:
     """Returns the low-contention all-gather of `nbytes` of each rank."""
     wait = torch.ops._c10d_functional.wait_tensor.default
-    gather = setting.op("_low_contention_all_gather", low_contention)
+    gather = setting.op("_low_contention_all_gather")
     x = setting.normal(max(1, nbytes // setting.dtype.itemsize))
     shared, full = setting.symmetric(x), unfused_all_gather(x, 0, setting.name)
 
@@ -277,7 +287,8 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
             if not torch.equal(run(shard), full):
                 raise AssertionError("the gathered tensor differs from the shards")
 
-    work = Work("all_gather", builders.all_gather, _nothing, nbytes, fresh=setting.ranks * nbytes)
+    variant = BACKGROUND_ALL_GATHER.direct()
+    work = Work("all_gather", variant, _nothing, nbytes, fresh=setting.ranks * nbytes)
     case = setting.case(
         f"all-gather, {size(nbytes)} a rank",
         {
@@ -295,7 +306,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
 def reduce_scatter(setting: Setting, nbytes: int) -> Job:
     """Returns the low-contention reduce-scatter whose result on each rank has `nbytes`."""
     wait = torch.ops._c10d_functional.wait_tensor.default
-    scatter = setting.op("_low_contention_reduce_scatter", low_contention)
+    scatter = setting.op("_low_contention_reduce_scatter")
     x = setting.normal(setting.ranks * max(1, nbytes // setting.dtype.itemsize))
     shared = setting.symmetric(x)
 
@@ -307,9 +318,8 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
         for full in (x, shared):
             _close(setting, run(full), want)
 
-    work = Work(
-        "reduce_scatter", builders.reduce_scatter, _nothing, setting.ranks * nbytes, nbytes, nbytes
-    )
+    variant = BACKGROUND_REDUCE_SCATTER.direct()
+    work = Work("reduce_scatter", variant, _nothing, setting.ranks * nbytes, nbytes, nbytes)
     case = setting.case(
         f"reduce-scatter, {size(nbytes)} a rank",
         {

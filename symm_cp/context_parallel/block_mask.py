@@ -13,7 +13,7 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, noop_mask
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
-from symm_cp.ops.flex_mask import (
+from symm_cp.ops.attention.flex.mask import (
     AREA,
     EMPTY,
     FULL,

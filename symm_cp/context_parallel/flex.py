@@ -13,16 +13,16 @@ from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
 from symm_cp.memory import resolve
-from symm_cp.ops.flex_attention import flex_all_gather_attention
-from symm_cp.ops.flex_captures import captures_tensors
-from symm_cp.ops.flex_mask import Modifier, whole_mask
-from symm_cp.ops.gather_kv import all_gather_kv
+from symm_cp.ops.attention.flex.captures import captures_tensors
+from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.ops.attention.gather_kv import all_gather_kv
 
 if TYPE_CHECKING:
     from symm_cp.context_parallel.region import Region
 
 _OP = "flex_attention"
-#: Where transformers defines its masks.
+#: The module in which transformers defines its masks.
 TRANSFORMERS = "transformers.masking_utils"
 
 
@@ -35,7 +35,7 @@ def attend_masked(
     scale: float | None,
     enable_gqa: bool,
 ) -> torch.Tensor:
-    """`F.scaled_dot_product_attention` with a mask, which must be that of the whole sequence."""
+    """`F.scaled_dot_product_attention` with a mask of the whole sequence."""
     queries, keys = _spread(region, query, key)
     lengths = (queries.seq_length, keys.seq_length)
     if attn_mask.dim() > 4 or tuple(attn_mask.shape[-2:]) != lengths:
@@ -46,8 +46,8 @@ def attend_masked(
         )
     if attn_mask.requires_grad:
         raise NotImplementedError(
-            "scaled_dot_product_attention: the gradient of attn_mask within context_parallel: use "
-            "flex_attention with a score_mod"
+            "scaled_dot_product_attention: attn_mask has requires_grad=True within "
+            "context_parallel, which is not supported: use flex_attention with a score_mod"
         )
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if not in_tiles(query.device):
@@ -62,13 +62,13 @@ def attend_masked(
             scale=scale,
             enable_gqa=enable_gqa,
         )
-    batch, heads = (size - 1 for size in mask.shape[:2])  # an index of 0 stands for all
+    batch, heads = (size - 1 for size in mask.shape[:2])  # a size of 1 applies to all
 
-    def entry(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+    def mask_entry(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
         return mask[b.clamp(max=batch), h.clamp(max=heads), q_idx, kv_idx]
 
-    def shifted(score: torch.Tensor, *indices: Any) -> torch.Tensor:
-        return score + entry(*indices)
+    def biased(score: torch.Tensor, *indices: Any) -> torch.Tensor:
+        return score + mask_entry(*indices)
 
     is_bool = attn_mask.dtype == torch.bool
     out, _ = flex_all_gather_attention(
@@ -78,8 +78,8 @@ def attend_masked(
         group=resolve(region.group),
         layout=queries.layout,
         kv_layout=keys.layout,
-        mask_mod=entry if is_bool else None,
-        score_mod=None if is_bool else shifted,
+        mask_mod=mask_entry if is_bool else None,
+        score_mod=None if is_bool else biased,
         scale=scale,
         enable_gqa=enable_gqa,
     )
@@ -87,7 +87,7 @@ def attend_masked(
 
 
 def in_tiles(device: torch.device) -> bool:
-    """Whether keys are taken in as they come; elsewhere torch's own kernels get all of them."""
+    """Tells whether keys are consumed as they arrive; otherwise torch's kernels get all of them."""
     return device.type == "cpu"
 
 
@@ -110,11 +110,11 @@ def _gathered(
 def _spread(
     region: Region, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[LoadBalancer, LoadBalancer]:
-    """How queries and keys are spread; keys of another length (cross-attention) evenly."""
+    """How queries and keys are spread; keys of another length (cross-attention) are evenly."""
     if is_dtensor(query):
         raise NotImplementedError(
-            "DTensors with masks of their own within context_parallel: give this rank's parts, "
-            "as to_local() has them"
+            "DTensors with a mask or score_mod are not supported within context_parallel: pass "
+            "this rank's parts (to_local())"
         )
     queries = region.layout(query.shape[2])
     if key.shape[2] == query.shape[2]:
@@ -123,9 +123,9 @@ def _spread(
 
 
 def _by_position(mask_mod: Modifier) -> bool:
-    """Tells whether a mask depends on positions alone, also if it was made for a shorter sequence.
+    """Tells whether a mask depends on positions alone, so that it holds for any sequence length.
 
-    So it is with masks of transformers that look nothing up, such as causal ones and windows.
+    Masks of transformers without lookup tables do, such as causal masks and windows.
     """
     return getattr(mask_mod, "__module__", None) == TRANSFORMERS and not captures_tensors(mask_mod)
 
@@ -149,59 +149,60 @@ def attend(
     """`flex_attention` on this rank's parts of the sequence; `original` is torch's function.
 
     `score_mod` and `block_mask` are those of the whole sequence. Masks that transformers makes for
-    this rank's part are taken for those of the whole where they depend on positions alone.
+    this rank's part are used for the whole where they depend on positions alone.
     """
     if any(option is not None for option in unknown.values()):
         raise NotImplementedError(f"{_OP}: {sorted(unknown)} within context_parallel")
-    balancer, keys = _spread(region, query, key)
+    queries, keys = _spread(region, query, key)
     # A mask that was cut before remembers what it was cut from.
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
     block_mask, mask_mod = whole_mask(
         block_mask,
         local=(query.shape[2], key.shape[2]),
-        whole=(balancer.seq_length, keys.seq_length),
+        whole=(queries.seq_length, keys.seq_length),
         by_position=block_mask is not None and _by_position(block_mask.mask_mod),
     )
-    group = resolve(region.group)
-    if in_tiles(query.device):
-        out, lse = flex_all_gather_attention(
-            query,
-            key,
-            value,
-            group=group,
-            layout=balancer.layout,
-            kv_layout=keys.layout,
-            mask_mod=mask_mod,
-            score_mod=score_mod,
-            block_mask=block_mask,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
-        if return_aux is not None:
-            if return_aux.max_scores:
-                raise NotImplementedError(f"{_OP}: max_scores within context_parallel")
-            return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-        return (out, lse) if return_lse else out
-    full_key, full_value = _gathered(region, keys, key, value)
-    if block_mask is None and mask_mod is not None:
-        block_mask = create_block_mask(
-            mask_mod, None, None, balancer.seq_length, keys.seq_length, device=query.device
-        )
-    if block_mask is not None:
-        block_mask = local_block_mask(block_mask, balancer, group.rank, kv_load_balancer=keys)
-    if score_mod is not None:
-        score_mod = local_score_mod(
-            score_mod, balancer, group.rank, kv_load_balancer=keys, device=query.device
-        )
-    return original(
+    if not in_tiles(query.device):
+        full_key, full_value = _gathered(region, keys, key, value)
+        options = (scale, enable_gqa, return_lse, kernel_options)
+        modifiers = _local_modifiers(region, queries, keys, score_mod, mask_mod, block_mask, query)
+        return original(query, full_key, full_value, *modifiers, *options, return_aux=return_aux)
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError(f"{_OP}: max_scores within context_parallel")
+    out, lse = flex_all_gather_attention(
         query,
-        full_key,
-        full_value,
-        score_mod,
-        block_mask,
-        scale,
-        enable_gqa,
-        return_lse,
-        kernel_options,
-        return_aux=return_aux,
+        key,
+        value,
+        group=resolve(region.group),
+        layout=queries.layout,
+        kv_layout=keys.layout,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        block_mask=block_mask,
+        scale=scale,
+        enable_gqa=enable_gqa,
     )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out
+
+
+def _local_modifiers(
+    region: Region,
+    queries: LoadBalancer,
+    keys: LoadBalancer,
+    score_mod: Modifier | None,
+    mask_mod: Modifier | None,
+    block_mask: BlockMask | None,
+    query: torch.Tensor,
+) -> tuple[Modifier | None, BlockMask | None]:
+    """Returns the `score_mod` and the block mask of this rank's queries against all keys."""
+    rank, device = resolve(region.group).rank, query.device
+    if block_mask is None and mask_mod is not None:
+        lengths = (queries.seq_length, keys.seq_length)
+        block_mask = create_block_mask(mask_mod, None, None, *lengths, device=device)
+    if block_mask is not None:
+        block_mask = local_block_mask(block_mask, queries, rank, kv_load_balancer=keys)
+    if score_mod is not None:
+        score_mod = local_score_mod(score_mod, queries, rank, kv_load_balancer=keys, device=device)
+    return score_mod, block_mask

@@ -2,7 +2,7 @@
 
 Dynamo knows how to take the functions of torch's `flex_attention` into a graph: each as a graph of
 its own, and what it captures as inputs. `graph_flex_attention` borrows that; called with them, it
-becomes the op of ops/flex_graph.py.
+becomes the op of ops/attention/flex/graph.py.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.fx import GraphModule
 
 from symm_cp.context_parallel.flex import TRANSFORMERS
 from symm_cp.context_parallel.flex_hook import attend_compiled
-from symm_cp.ops.flex_graph import keep_modifiers
+from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 
 _NAME = "symm_cp_flex_attention"
 

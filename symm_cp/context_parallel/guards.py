@@ -1,12 +1,12 @@
-"""Guards of a region: refuse modules whose attention it would get wrong, notice unfused attention.
+"""Guards of a region: refuse modules whose attention would be wrong, notice unfused attention.
 
 A model decides from the length that it sees whether it needs a mask. Within a region it sees this
 rank's part of the sequence, and may drop a sliding window that the whole sequence needs. The region
-gets only the resulting call, `is_causal=True`, so it has to look at the modules that run in it.
+gets only the resulting call, `is_causal=True`, so it has to inspect the modules that run in it.
 
-While any region is active a global forward pre-hook shows each module to the `Watch` of the
-innermost region of its thread, which judges the module's configuration and attributes. A forward
-hook, which unlike the other one gets keyword arguments, looks at the positions of a model. Within
+While any region is active, a global forward pre-hook shows each module to the `Watch` of the
+innermost region of its thread, which checks the module's configuration and attributes. A forward
+hook, which unlike the pre-hook gets keyword arguments, checks the positions of a model. Within
 `torch.compile` both run when the model is traced. On one rank nothing is spread or refused.
 """
 
@@ -16,6 +16,7 @@ import functools
 import inspect
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from symm_cp.context_parallel.model_limits import (
     limits_of,
     uses_transformers,
 )
+from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import resolve
 from symm_cp.ops.common import attention_runs
 
@@ -57,13 +59,13 @@ class Watch:
 
     @property
     def fused(self) -> bool:
-        """Whether a function that a region sees was called, or an op has run since."""
+        """Whether a function that the region sees was called, or an attention op has run."""
         if torch.compiler.is_compiling():
             return self.called
         return self.called or attention_runs.count != self.runs_before
 
     def saw(self, module: nn.Module, *, compiling: bool = False) -> None:
-        """Notes that a module runs. Raises `NotImplementedError` if its result would be wrong."""
+        """Records that a module runs; raises `NotImplementedError` if its result would be wrong."""
         if self.world_size == 1 or module in self.judged:
             return
         self.judged.add(module)
@@ -83,19 +85,19 @@ class Watch:
             if not limit.fits(self.load_balancer.lengths):
                 raise limit.error(module, self.load_balancer.seq_length)
         elif compiling and limit.harmless_up_to is not None:
-            # The graph may be used for other lengths, without another look at the module.
+            # The graph may be used for other lengths without this check.
             raise limit.error(module)
         else:
             self.pending.append((module, limit))
 
     def check_lengths(self, lengths: list[int]) -> None:
-        """Raises for a module that was seen and does not allow a sequence spread like this."""
+        """Raises if a module that ran does not support a sequence spread like this."""
         for module, limit in self.pending:
             if not limit.fits(lengths):
                 raise limit.error(module, sum(lengths))
 
     def check_fused(self, on_unfused: str, where: str = "context_parallel") -> None:
-        """Raises `RuntimeError`, or warns, when modules ran and no attention was fused."""
+        """Raises `RuntimeError`, or warns, if modules ran and no attention was fused."""
         ran = self.first_module
         if where == "context_parallel":
             ran = ran or _local.compiled
@@ -116,10 +118,8 @@ class Watch:
 
 # --- the watches of a thread -------------------------------------------------------------------
 
+# `_local.compiled` records that compiled modules ran: the graph sets it, not the hook.
 _local = threading.local()
-
-
-# `_local.compiled` tells that compiled modules ran: the graph sets it, not the hook.
 
 
 def _watches() -> list[Watch]:
@@ -130,13 +130,13 @@ def _watches() -> list[Watch]:
 
 
 def current() -> Watch | None:
-    """The watch of the innermost region of this thread."""
+    """Returns the watch of the innermost region of this thread."""
     stack = _watches()
     return stack[-1] if stack else None
 
 
 def enter(watch: Watch) -> None:
-    """Starts to watch the modules that this thread runs."""
+    """Starts watching the modules that this thread runs."""
     _hooks.acquire()
     watch.runs_before = attention_runs.count
     outer = current()
@@ -147,14 +147,14 @@ def enter(watch: Watch) -> None:
 
 
 def leave() -> None:
-    """Stops the innermost watch."""
+    """Ends the innermost watch."""
     _watches().pop()
     _local.compiled = None
     _hooks.release()
 
 
 def check_length(balancer: LoadBalancer) -> None:
-    """Compares a layout that just became known with what the modules allow."""
+    """Checks a layout that has just become known against the modules that ran."""
     watch = None if torch.compiler.is_compiling() else current()
     if watch is not None and watch.pending:
         watch.check_lengths(balancer.lengths)
@@ -202,7 +202,7 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
 
 
 def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bool) -> None:
-    """Refuses positions that the model would take for something else. `positions`: (B, S)."""
+    """Refuses positions that the model would misinterpret. `positions`: (B, S)."""
     balancer = watch.load_balancer
     first = watch.first_position
     if balancer is None or positions.dim() != 2:  # several positions for each token
@@ -212,11 +212,11 @@ def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bo
         return
     if first and bool((positions == expected).all()):
         raise NotImplementedError(
-            f"context_parallel: {name} was called with position_ids that count from 0, it counts "
-            f"from {first} (padding_idx + 1): add {first} to them"
+            f"context_parallel: {name} was called with position_ids that count from 0, but it "
+            f"counts from {first} (padding_idx + 1): add {first} to them"
         )
-    # Without an attention_mask transformers takes a jump in positions for the next document, but
-    # sees no jump between ranks.
+    # Without an attention_mask transformers treats a jump in positions as the start of a document,
+    # but sees no jump between ranks.
     if unmasked and not bool((positions == expected + first).all()):
         raise NotImplementedError(
             f"context_parallel: {name} was called without attention_mask and with position_ids "
@@ -234,8 +234,8 @@ def _constant_when_traced(function: Any) -> Any:
     return function
 
 
-# torch.compile calls these two while it traces, and takes the results for constants. They return
-# what is wrong, because an exception raised by traced code stays the exception that it is.
+# torch.compile calls these two while it traces, and treats the results as constants. They return
+# the error message: the traced code raises it, so that callers get an exception of this type.
 
 
 @_constant_when_traced
@@ -246,7 +246,7 @@ def _complaint_before(module: nn.Module) -> str | None:
     try:
         watch.saw(module, compiling=True)
     except NotImplementedError as error:
-        watch.judged.discard(module)  # a caller that catches this may run it again
+        watch.judged.discard(module)  # a caller that catches the error may run it again
         return str(error)
     return None
 
@@ -269,30 +269,30 @@ def _before(module: nn.Module, args: Any) -> None:
         _local.compiled = "A compiled module"  # whenever the graph runs
         return
     watch = current()
-    if watch is None:
-        return
-    # What torch.compile gave up on runs as usual, but it may compile what is called from there: not
-    # this.
-    eval_frame = torch._C._dynamo.eval_frame
-    callback = eval_frame.set_eval_frame(None)
-    try:
-        watch.saw(module, compiling=callback is not None)
-    finally:
-        eval_frame.set_eval_frame(callback)
+    if watch is not None:
+        _untraced(watch, lambda compiling: watch.saw(module, compiling=compiling))
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     if torch.compiler.is_compiling():
-        # Models hand positions to each other by name; a positional one is taken for missing.
+        # Models pass positions by keyword; a positional one counts as missing.
         if complaint := _complaint_after(module, kwargs.get("position_ids") is not None):
             raise NotImplementedError(complaint)
         return
     watch = current()
-    if watch is None or not watch.transformers:
-        return
+    if watch is not None and watch.transformers:
+        _untraced(watch, lambda _: _check_positions(watch, module, args, kwargs))
+
+
+def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
+    """Runs a check that Dynamo must not compile, and tells the peers what it refuses.
+
+    `check` is told whether Dynamo is active. Code that Dynamo gave up on runs as usual, but Dynamo
+    tries to compile what is called from there.
+    """
     callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
     try:
-        _check_positions(watch, module, args, kwargs)
+        telling_peers(watch.group, check, callback is not None)
     finally:
         torch._C._dynamo.eval_frame.set_eval_frame(callback)
 
@@ -300,7 +300,7 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
 class _Hooks:
     """Global hooks of modules, registered while they are acquired at least once.
 
-    They keep their ids: torch.compile looks at those, and would compile anew for each region.
+    They keep their ids: torch.compile guards on those, and would recompile for each region.
     """
 
     def __init__(self) -> None:
@@ -314,7 +314,7 @@ class _Hooks:
             if self._users > 1:
                 return
             if self._before < 0:
-                # Calling a compiled module with global hooks warns that they run twice. These may.
+                # A call of a compiled module warns that global hooks run twice. These may.
                 warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are gl")
                 self._before = torch_module.register_module_forward_pre_hook(_before).id
                 self._after = torch_module.register_module_forward_hook(_after, with_kwargs=True).id

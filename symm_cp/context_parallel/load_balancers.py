@@ -17,8 +17,8 @@ from typing import cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.ops.flex_mask import positions
-from symm_cp.schedule.layout import Layout, even_lengths, head_tail, sequential
+from symm_cp.ops.attention.flex.mask import positions
+from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, sequential
 
 
 class LoadBalancer:
@@ -27,7 +27,7 @@ class LoadBalancer:
     The base class serves for a layout of one's own.
     """
 
-    def __init__(self, *layouts: Layout) -> None:
+    def __init__(self, *layouts: SequenceLayout) -> None:
         self._layouts = layouts
 
     def __repr__(self) -> str:
@@ -42,7 +42,7 @@ class LoadBalancer:
         return hash(self._layouts)
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> SequenceLayout:
         """Which chunks each rank has; `NotImplementedError` for a layout for each sample."""
         if self.samples:
             raise NotImplementedError(
@@ -169,7 +169,7 @@ class PerDocumentHeadTail(LoadBalancer):
         return torch.tensor([0, *itertools.accumulate(self.document_lengths)], dtype=torch.int32)
 
 
-def _per_document(document_lengths: Sequence[int], world_size: int) -> Layout:
+def _per_document(document_lengths: Sequence[int], world_size: int) -> SequenceLayout:
     each = 2 * world_size
     lengths = [size for length in document_lengths for size in even_lengths(length, each)]
     order = [
@@ -178,7 +178,7 @@ def _per_document(document_lengths: Sequence[int], world_size: int) -> Layout:
         for document in range(len(document_lengths))
         for chunk in (rank, each - 1 - rank)
     ]
-    return Layout(world_size, tuple(order), tuple(lengths))
+    return SequenceLayout(world_size, tuple(order), tuple(lengths))
 
 
 class ProcessingTimeRoundRobin(LoadBalancer):
@@ -211,5 +211,5 @@ class ProcessingTimeRoundRobin(LoadBalancer):
             for rank, block in enumerate(dealt if turn % 2 == 0 else reversed(dealt)):
                 held[rank].append(block)
         order = [block for blocks in held for block in sorted(blocks)]
-        super().__init__(Layout(world_size, tuple(order), tuple(lengths)))
+        super().__init__(SequenceLayout(world_size, tuple(order), tuple(lengths)))
         self.work = [int(work[[b for b in blocks if b < len(work)]].sum()) for blocks in held]

@@ -1,6 +1,6 @@
-"""Regions in which attention runs context parallel: a stack of them for each thread.
+"""Regions in which attention runs context parallel: each thread has a stack of them.
 
-`scaled_dot_product_attention` is seen by a `TorchFunctionMode`, however it was imported; for
+A `TorchFunctionMode` sees `scaled_dot_product_attention`, however it was imported; for
 `flex_attention` see flex_hook.py.
 """
 
@@ -24,25 +24,26 @@ from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
 from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.ops.flex_graph import layout_text
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.ops.attention.flex.graph import layout_text
 
 SDPA = "scaled_dot_product_attention"
 
-# Attention that calls the visible kind where a mode no longer sees it, or not at all.
+# Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
 _HIDDEN: tuple[Any, ...] = (
     F.multi_head_attention_forward,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )
 
-# Ops of attention that modules call by themselves.
+# Attention ops that modules call directly.
 _CALLED_DIRECTLY = {
     "fused_all_gather_attention",
     "flex_all_gather_attention",
     "all_gather_kv",
 }
 
-# Functions that run the backward pass, and what they call the gradients of the outputs.
+# Functions that run the backward pass, and their argument for the gradients of the outputs.
 _BACKWARD: dict[Any, str] = {
     torch.Tensor.backward: "gradient",
     torch.autograd.backward: "grad_tensors",
@@ -52,7 +53,7 @@ _BACKWARD: dict[Any, str] = {
 
 @dataclass(frozen=True)
 class Region:
-    """Where attention runs over a group, and on which layout; `kind` restricts it to one function.
+    """Attention within it runs over a group; `kind` restricts it to one function.
 
     Without a load balancer the sequence is spread head-tail.
     """
@@ -61,8 +62,8 @@ class Region:
     world_size: int
     load_balancer: LoadBalancer | None = None
     kind: str | None = None
-    # The load balancer's layout as ops in graphs take it, and as Dynamo can guard it; None if it
-    # has no one layout.
+    # The load balancer's layout as ops in graphs take it and as Dynamo can guard it; None if
+    # samples have different layouts.
     layout_text: str | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -74,13 +75,13 @@ class Region:
         object.__setattr__(self, "layout_text", text)
 
     def layout(self, local_length: int) -> LoadBalancer:
-        """How a sequence of which this rank holds so much is spread."""
+        """Returns how a sequence is spread of which this rank holds `local_length` positions."""
         if self.load_balancer is not None:
             return self.load_balancer
         if local_length % 2 != 0:
             raise ValueError(
                 f"context_parallel: {local_length} positions on this rank cannot be split into two "
-                "equal chunks: give a load_balancer, which knows the length of the whole sequence"
+                "equal chunks: pass a load_balancer, which knows the length of the whole sequence"
             )
         balancer = HeadTail(local_length * self.world_size, self.world_size)
         if not torch.compiler.is_compiling():
@@ -88,27 +89,31 @@ class Region:
         return balancer
 
     def _check_guess(self, balancer: LoadBalancer, local_length: int) -> None:
-        """Raises when the last shards of such a sequence were cut by another load balancer."""
+        """Raises if the last shards of such a sequence were cut by another load balancer."""
         group = _resolve_process_group(self.group)  # type: ignore[arg-type]
         cut = last_cut(group, local_length)
         same = cut is None or cut.seq_length != balancer.seq_length or cut == balancer
         if not same and self.world_size > 1:
             raise ValueError(
-                f"context_parallel: without a load_balancer shards of {local_length} positions are "
-                f"taken for those of {balancer}, but the last ones were cut by {cut!r}: pass the "
-                "load_balancer that the sequence was cut by"
+                f"context_parallel: without a load_balancer, shards of {local_length} positions "
+                f"are assumed to be cut by {balancer}, but the last ones were cut by {cut!r}: "
+                "pass the load_balancer that the sequence was cut by"
             )
         guards.check_length(balancer)
 
     def expect(self, kind: str) -> None:
-        """Raises when a function is called for which this region was not made."""
+        """Raises if the region is restricted to another function."""
         if self.kind not in (None, kind):
             raise RuntimeError(
                 f"ContextParallel(attention_type={self.kind!r}): the module called {kind}, which "
                 "would attend to this rank's part of the sequence only"
             )
 
-    def attend(
+    def attend(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
+        return telling_peers(self.group, self._attend, *args, **kwargs)
+
+    def _attend(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -119,32 +124,47 @@ class Region:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
         self.expect(SDPA)
         if dropout_p != 0.0:
             raise NotImplementedError(
                 f"{SDPA}: {dropout_p=} within context_parallel: dropout is not supported, use 0.0"
             )
         if query.dim() < 3:
-            raise ValueError(f"{SDPA}: query of shape {list(query.shape)} has no heads")
+            raise ValueError(
+                f"{SDPA}: query has shape {list(query.shape)}, must be (..., heads, sequence, "
+                "features)"
+            )
         lead = query.shape[:-3]
         if len(lead) != 1:
             query, key, value = (
                 t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
             )
+        attend = self._attend_batch
         if self.load_balancer is not None and self.load_balancer.samples:
-            out = self._attend_samples(query, key, value, attn_mask, is_causal, scale, enable_gqa)
-            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+            attend = self._attend_samples
+        out = attend(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+
+    def _attend_batch(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        is_causal: bool,
+        scale: float | None,
+        enable_gqa: bool,
+    ) -> torch.Tensor:
+        """Attends with one layout for all samples."""
         if attn_mask is not None:
             if is_causal:
                 raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
             from symm_cp.context_parallel.flex import attend_masked
 
-            out = attend_masked(self, query, key, value, attn_mask, scale, enable_gqa)
-            return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+            return attend_masked(self, query, key, value, attn_mask, scale, enable_gqa)
         # Keys of another length (cross-attention) are spread evenly; their order does not matter.
         crossed = query.shape[2] != key.shape[2] and not is_causal
-        out = all_gather_attention(
+        return all_gather_attention(  # type: ignore[no-any-return]
             query,
             key,
             value,
@@ -154,7 +174,6 @@ class Region:
             enable_gqa=enable_gqa,
             load_balancer=None if crossed else self.layout(_length(query)),
         )
-        return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
     def _attend_samples(
         self,
@@ -166,7 +185,7 @@ class Region:
         scale: float | None,
         enable_gqa: bool,
     ) -> torch.Tensor:
-        """Attends sample by sample, each on its own layout."""
+        """Attends sample by sample, each with its own layout."""
         assert self.load_balancer is not None
         samples = self.load_balancer.samples
         if len(samples) != query.shape[0]:
@@ -176,25 +195,25 @@ class Region:
             )
         shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
         outs = [
-            replace(self, load_balancer=sample).attend(
+            replace(self, load_balancer=sample)._attend_batch(
                 query[b : b + 1],
                 key[b : b + 1],
                 value[b : b + 1],
                 attn_mask if shared or attn_mask is None else attn_mask[b : b + 1],
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
+                is_causal,
+                scale,
+                enable_gqa,
             )
             for b, sample in enumerate(samples)
         ]
         return torch.cat(outs)
 
     def watch(self) -> guards.Watch:
-        """A new record of what runs within this region."""
+        """Returns a new record of what runs within this region."""
         return guards.Watch(self.group, self.world_size, self.load_balancer)
 
     def mode(self, watch: guards.Watch) -> TorchFunctionMode:
-        """The part of a region that sees `F.scaled_dot_product_attention`."""
+        """Returns the mode that sees `F.scaled_dot_product_attention`."""
         return _Mode(self, watch)
 
     def __enter__(self) -> Region:
@@ -219,7 +238,7 @@ def _length(query: torch.Tensor) -> int:
 
 
 def _is_body(value: Any) -> bool:
-    """Tells what a checkpoint runs from the arguments of other functions."""
+    """Tells a function that a checkpoint runs from the arguments of other functions."""
     if isinstance(value, torch.Tensor):
         return False
     kinds = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
@@ -252,7 +271,7 @@ class _Mode(FlexMode):
         return func(*args, **kwargs)
 
     def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:
-        """The body of a checkpoint, in this mode, which is off while it handles the checkpoint.
+        """Returns the body of a checkpoint in this mode, which is off while it handles functions.
 
         Dynamo then breaks the graph; without this it would trace attention to this rank's part.
         """
@@ -266,8 +285,8 @@ class _Mode(FlexMode):
     def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Runs a backward pass in this mode, because it may recompute what was checkpointed.
 
-        While a mode handles a function it is off; if it were on, the function would come back here.
-        So it goes on in between, when the function looks at the gradients of its outputs.
+        A mode is off while it handles a function, or the function would come back here. So it is
+        entered later, when the function reads the gradients of its outputs.
         """
         name = _BACKWARD[func]
         with ExitStack() as inner:
@@ -279,7 +298,7 @@ class _Mode(FlexMode):
 
 
 class _Gradients:
-    """Gradients that tell when they are first read."""
+    """Gradients that call `when_read` when they are first read."""
 
     def __init__(self, grads: Any, count: int) -> None:
         if grads is None:
@@ -305,6 +324,6 @@ def _regions() -> list[tuple[Region, _Mode]]:
 
 
 def active() -> Region | None:
-    """The innermost region of this thread."""
+    """Returns the innermost region of this thread."""
     stack = _regions()
     return stack[-1][0] if stack else None

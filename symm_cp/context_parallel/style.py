@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.flex_hook import FLEX, flex_hook
 from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import SDPA, Region
 from symm_cp.memory import group_name
 
@@ -28,14 +29,14 @@ class ContextParallel(ParallelStyle):
         parallelize_module(block.attention, cp_mesh, ContextParallel(seq_dim=2))
 
     Args:
-        seq_dim: the sequence dimension of queries, keys and values: 2, as these functions have it.
+        seq_dim: the sequence dimension of queries, keys and values: must be 2 for both functions.
         attention_type: which of the two functions the module calls, an `AttentionType` or its
             value. A call of the other one raises `RuntimeError`.
         load_balancer: how the sequence is spread, head-tail by default.
 
-    The forward pass needs no context around it, also when it is recomputed for a checkpoint. Raises
-    `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as that within
-    `context_parallel` does, and `RuntimeError` when the module calls neither function.
+    The forward pass needs no surrounding context, also when it is recomputed for a checkpoint.
+    Raises `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as within
+    `context_parallel`, and `RuntimeError` if the module calls neither function.
     Source: torch's `_ContextParallel`.
     """
 
@@ -63,12 +64,12 @@ class ContextParallel(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         balancer, size = self.load_balancer, device_mesh.size()
         if balancer is not None and balancer.world_size != size:
-            raise ValueError(f"ContextParallel: {balancer} is not for a mesh of {size} ranks")
+            raise ValueError(f"ContextParallel: {balancer} does not fit a mesh of {size} ranks")
         region = Region(group_name(device_mesh), size, balancer, self.attention_type.value)
         forward = module.forward
         plain = self.attention_type is self.AttentionType.SDPA
         if not plain:
-            # For as long as the module lives: code that Dynamo traces cannot do it.
+            # For the module's lifetime: code that Dynamo traces cannot do it.
             flex_hook.acquire()
             weakref.finalize(module, flex_hook.release)
 
@@ -83,7 +84,7 @@ class ContextParallel(ParallelStyle):
         @functools.wraps(forward)
         def parallel(*args: Any, **kwargs: Any) -> Any:
             watch = region.watch()
-            # A region keeps a stack of its own, which Dynamo cannot trace, and needs only its mode.
+            # Dynamo cannot trace the stack of regions; the mode is all that it needs.
             traced = (
                 torch.compiler.is_compiling() if plain else torch.compiler.is_dynamo_compiling()
             )
@@ -96,7 +97,7 @@ class ContextParallel(ParallelStyle):
             else:
                 with region:
                     watch = guards.current() or watch
-                    watch.saw(module)
+                    telling_peers(region.group, watch.saw, module)
                     result = forward(*args, **kwargs)
             watch.check_fused("raise", "ContextParallel")
             return result

@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import HeadTail, all_gather_attention
 from symm_cp.demo.model import attend
-from symm_cp.ops.attention_tiles import Backward, Forward
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.tiles import Backward, Forward
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
-from symm_cp.schedule.tiles import Mask, tiles
+from symm_cp.schedule.tiles import Mask
 
 Exchange: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -89,8 +90,9 @@ class _Tiles(torch.autograd.Function):
         rank: int,
         world_size: int,
     ) -> torch.Tensor:
-        ctx.tiles = [tiles(layout.layout, _CAUSAL, rank, owner) for owner in range(world_size)]
-        state = Forward(q, None, sum(map(len, ctx.tiles)))
+        ctx.spec = spec = AttentionSpec(layout.layout, _CAUSAL)
+        ctx.tiles = [spec.tiles(rank, owner, q.shape[2]) for owner in range(world_size)]
+        state = Forward(q, spec, sum(map(len, ctx.tiles)))
         for owner_tiles in ctx.tiles:
             for tile in owner_tiles:
                 state.add(tile, k, v)
@@ -101,7 +103,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         q, k, v, out, lse = ctx.saved_tensors
-        state = Backward(grad, q, out, lse, None)
+        state = Backward(grad, q, out, lse, ctx.spec)
         B, G, S, E = k.shape
         partial = k.new_empty((2, B, S, G, E), dtype=lse.dtype)
         for owner_tiles in ctx.tiles:

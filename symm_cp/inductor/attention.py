@@ -30,7 +30,7 @@ from symm_cp.inductor.nodes import (
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
 from symm_cp.inductor.rewrite import DynamicShapeError, Emitter, erase_unused, order_of
-from symm_cp.schedule.layout import Layout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 _ON_CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
 #: Each attention op with the op of its backward pass. Both take query, key and value; the first
@@ -188,7 +188,7 @@ def _mask_arguments(node: Node, key: Traced) -> dict[str, Any] | str:
     return "its mask is not the causal one of a sequential or head-tail layout"
 
 
-def _is_causal(visible: torch.Tensor, layout: Layout, rank: int) -> bool:
+def _is_causal(visible: torch.Tensor, layout: SequenceLayout, rank: int) -> bool:
     device = visible.device
     queries = torch.tensor(list(layout.positions(rank)), device=device)
     keys = [p for r in range(layout.world_size) for p in layout.positions(r)]

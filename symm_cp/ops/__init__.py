@@ -1,4 +1,4 @@
-"""The ops of the `symm_mem` namespace: one file a family."""
+"""The ops of the `symm_mem` namespace: one file or folder a family."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from symm_cp.ops import (
     attention,
     autocast,
     collectives,
-    flex_graph,
-    gather_kv,
     low_contention,
     matmul,
     matmul_derivatives,
@@ -26,7 +24,5 @@ def register() -> None:
     collectives.register()
     low_contention.register()
     attention.register()
-    gather_kv.register()
-    flex_graph.register()
     autocast.register()
     transforms.register()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import _cast
 
+from symm_cp import devices
 from symm_cp.ops.common import lib
 
 _MULTIPLYING = (
@@ -75,7 +76,7 @@ def _register(
 
 def register() -> None:
     """Registers kernels that are called only while autocast is on for the device of an input."""
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", *(device.torch_type for device in devices.known())):
         for names, prepare in (
             (_MULTIPLYING, cast),
             (_FLEX, _cast_query_key_value),

@@ -1,7 +1,7 @@
 """Collectives on symmetric memory that are complete when they return.
 
-torch's ops of these names take inputs in symmetric memory only; here a plain input goes by way of
-the workspace.
+torch's ops of these names take inputs in symmetric memory only; here a plain input goes
+through the workspace.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import Group, is_symmetric, resolve
+from symm_cp import runtime
+from symm_cp.hosts import hosts_of, no_common_memory
+from symm_cp.memory import is_symmetric, resolve
 from symm_cp.ops.common import (
+    PLANS,
+    Plans,
     check_divisible,
     check_reduce_op,
     lib,
-    nbytes_of,
-    real,
+    register_kernel,
     what_is,
     world_size_of,
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
 from symm_cp.ops.transforms import register_gradient, register_no_gradient
-from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
-from symm_cp.runtime.program import Binding, Extent, Reduction, lower
-from symm_cp.schedule import builders
+from symm_cp.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"
 _TWO_SHOT = "two_shot_all_reduce_"
@@ -35,17 +35,6 @@ _SCATTER_OUT = "reduce_scatter_out"
 # For the compiler.
 lib.define("_one_shot_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
 lib.define("_reduce_scatter(Tensor input, str group_name, bool split_last_dim) -> Tensor")
-
-
-def _group_of_one_host(op: str, group_name: str) -> Group:
-    group = resolve(group_name)
-    found = hosts_of(group, torch.device("cpu"))
-    if found is not None:
-        raise NotImplementedError(
-            f"{op}: the ranks of group {group_name!r} are on {len(found.ranks)} hosts, which share "
-            "no memory: use the collectives of torch.distributed"
-        )
-    return group
 
 
 def _check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
@@ -62,32 +51,20 @@ def _check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: t
     _check_dense(op, name, out)
 
 
-def _plan_all_reduce(group: Group, input: torch.Tensor, reduce_op: str, op: str) -> Collective:
-    mean = check_reduce_op(op, "input", input.dtype, reduce_op)
-    nbytes = nbytes_of(input)
-    given = (Extent.even(0, nbytes),)
-    binding: Binding = {
-        "input": given,
-        "symmetric": given,
-        "slot": (Extent.even(None, nbytes),),
-        "output": (Extent.even(1, nbytes),),
-    }
-    reduction = Reduction(REDUCIBLE[real(input).dtype], mean)
-    plain, in_place = lower_both(builders.one_shot_all_reduce, group, binding, reduction)
-    what = what_is(op, input, detail=reduce_op)
-    return Collective(plain, in_place, what, tuple(input.shape), nbytes)
-
-
 def _all_reduce(
     op: str, input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
 ) -> torch.Tensor:
-    """In one shot, by the name of the op that was called."""
-    group = _group_of_one_host(op, group_name)
+    """In one exchange, by the name of the op that was called."""
+    group = resolve(group_name)
     _check_out(op, "out", out, list(input.shape), input.dtype)
-    key = (op, "one shot", input.shape, input.dtype, reduce_op)
-    plan = group.plans.get(key)
+    on = runtime.of(input, group)
+    plans = group.state(PLANS, Plans)
+    key = (op, "one shot", on, input.shape, input.dtype, reduce_op)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_all_reduce(group, input, reduce_op, op))
+        mean = check_reduce_op(op, "input", input.dtype, reduce_op)
+        name = what_is(op, input, detail=reduce_op)
+        plan = plans.keep(key, on.prepare_all_reduce(group, input, name, mean=mean))
     plan.run(group, input, out)
     return out
 
@@ -103,38 +80,20 @@ def _one_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
     return _all_reduce(_ALL_REDUCE, input, reduce_op, group_name, out)
 
 
-def _plan_two_shot(group: Group, input: torch.Tensor, reduce_op: str) -> Collective:
-    mean = check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
-    numbers = real(input)
-    elements, itemsize, world_size = numbers.numel(), numbers.element_size(), group.world_size
-    chunk = -(-elements // world_size)
-    starts = [min(rank * chunk, elements) for rank in range(world_size)]
-    sizes = tuple(
-        (end - start) * itemsize for start, end in zip(starts, [*starts[1:], elements], strict=True)
-    )
-    offsets = tuple(start * itemsize for start in starts)
-    # The slot of rank r holds its chunk; chunks at the end may be shorter.
-    slots = {rank: (Extent.even(None, sizes[rank]),) for rank in range(world_size)}
-    program = lower(
-        builders.two_shot_all_reduce(group.rank, world_size),
-        {"symmetric": (Extent(0, offsets, sizes),)},
-        reduction=Reduction(REDUCIBLE[numbers.dtype], mean),
-        slots=slots,
-    )
-    what = what_is(_TWO_SHOT, input, detail=reduce_op)
-    return Collective(program, program, what, tuple(input.shape), chunk * itemsize, always=True)
-
-
 def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    group = _group_of_one_host(_TWO_SHOT, group_name)
+    group = resolve(group_name)
     if not (input.is_contiguous() and is_symmetric(input, group)):
-        # Nothing that peers could reach: go by way of the workspace.
+        # Nothing that peers could reach: go through the workspace.
         out = torch.empty_like(input, memory_format=torch.contiguous_format)
         return input.copy_(_all_reduce(_TWO_SHOT, input, reduce_op, group_name, out))
-    key = (_TWO_SHOT, input.shape, input.dtype, reduce_op)
-    plan = group.plans.get(key)
+    on = runtime.of(input, group)
+    plans = group.state(PLANS, Plans)
+    key = (_TWO_SHOT, on, input.shape, input.dtype, reduce_op)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_two_shot(group, input, reduce_op))
+        mean = check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
+        name = what_is(_TWO_SHOT, input, detail=reduce_op)
+        plan = plans.keep(key, on.prepare_all_reduce_in_place(group, input, name, mean=mean))
     plan.run(group, input, input)
     return input
 
@@ -151,37 +110,21 @@ def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> li
     return shape
 
 
-def _plan_scatter_out(group: Group, input: torch.Tensor, split_last_dim: bool) -> Collective:
-    world_size = group.world_size
-    shape = _scattered(input, split_last_dim, world_size)
-    # Column blocks of all rows, or consecutive chunks (one row).
-    rows = max(1, input.shape[:-1].numel()) if split_last_dim else 1
-    nbytes = nbytes_of(input)
-    row = nbytes // rows
-    part = row // world_size
-    offsets, sizes = tuple(rank * part for rank in range(world_size)), (part,) * world_size
-    given = (Extent(0, offsets, sizes, rows, row),)
-    binding: Binding = {
-        "input": given,
-        "symmetric": given,
-        "slot": (Extent(None, offsets, sizes, rows, row),),
-        "output": (Extent.even(1, part * rows),),
-    }
-    reduction = Reduction(REDUCIBLE[real(input).dtype], mean=False)
-    plain, in_place = lower_both(builders.reduce_scatter, group, binding, reduction)
-    what = what_is(_SCATTER_OUT, input, detail=f"split_last_dim={split_last_dim}")
-    return Collective(plain, in_place, what, tuple(shape), nbytes)
-
-
 def _reduce_scatter_out_cpu(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
-    group = _group_of_one_host(_SCATTER_OUT, group_name)
-    key = (_SCATTER_OUT, input.shape, input.dtype, split_last_dim)
-    plan = group.plans.get(key)
+    group = resolve(group_name)
+    on = runtime.of(input, group)
+    plans = group.state(PLANS, Plans)
+    key = (_SCATTER_OUT, on, input.shape, input.dtype, split_last_dim)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_scatter_out(group, input, split_last_dim))
-    _check_out(_SCATTER_OUT, "output", output, list(plan.output), input.dtype)
+        shape = _scattered(input, split_last_dim, group.world_size)
+        dim = input.dim() - 1 if split_last_dim else 0
+        split = Split.equal(shape[dim], group.world_size, dim)
+        name = what_is(_SCATTER_OUT, input, detail=f"split_last_dim={split_last_dim}")
+        plan = plans.keep(key, on.prepare_reduce_scatter_into(group, input, split, name))
+    _check_out(_SCATTER_OUT, "output", output, list(plan.output_shape), input.dtype)
     plan.run(group, input, output)
     return output
 
@@ -196,7 +139,9 @@ def _reduce_scatter(input: torch.Tensor, group_name: str, split_last_dim: bool) 
 def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
     op = "get_remote_tensors"
     _check_dense(op, "x", x)
-    group = _group_of_one_host(op, group_name)
+    group = resolve(group_name)
+    if hosts_of(group, x.device) is not None:
+        raise no_common_memory(op, group, x.device)
     handle = torch_symm_mem.rendezvous(x, group.name)
     if handle is None:
         raise ValueError(f"{op}: x is not in symmetric memory: allocate it with symm_mem.empty()")
@@ -210,7 +155,6 @@ _KERNELS: dict[str, Any] = {
     _SCATTER_OUT: _reduce_scatter_out_cpu,
     "get_remote_tensors": _get_remote_tensors_cpu,
     "_one_shot_all_reduce": _one_shot_all_reduce_cpu,
-    "_reduce_scatter": _reduce_scatter,
 }
 
 
@@ -307,7 +251,7 @@ def register() -> None:
     """Adds the CPU kernels, gradients, and what fake tensors and the compiler need."""
     for name, kernel in _KERNELS.items():
         lib.impl(name, kernel, "CPU")
-    lib.impl("_reduce_scatter", _reduce_scatter, "CUDA")
+    register_kernel("_reduce_scatter", _reduce_scatter)
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta")
     lib.impl("get_remote_tensors", no_fake_remote_tensors, "Meta", allow_override=True)

@@ -6,23 +6,29 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
+import torch.utils.checkpoint
 
-from symm_cp import native
-from symm_cp.memory import Group, GroupLike, PeerLostError, reported, resolve, unknown_group
-from symm_cp.runtime.cpu import REDUCIBLE
+from symm_cp import devices, native, wire
+from symm_cp.hosts import on_this_host
+from symm_cp.liveness import PeerLostError
+from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
+from symm_cp.runtime.api import REDUCIBLE, Collective
+
+# What a checkpoint raises as soon as it has recomputed what it needs.
+_EndOfRecomputation = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
-_MAX_WHAT = 103  # csrc/channel.h: Record::what
+_MAX_PLANS = 512
 
 
 class _Library(torch.library.Library):
@@ -54,6 +60,8 @@ def tells_peers(
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
+        except _EndOfRecomputation:  # nothing failed
+            raise
         except Exception as error:
             if op and isinstance(error, PeerLostError):
                 error.args = (f"{op}: {error}",)
@@ -67,13 +75,12 @@ def tells_peers(
 def refuse(group: GroupLike, channel: str, error: Exception) -> None:
     """Tells the peers that this rank does not make the call that they may be making now.
 
-    Does nothing when they have heard of the error. Never waits.
+    Does nothing when the error was already reported to them. Never waits.
     """
     state = resolve(group)
-    if state.world_size == 1 or getattr(error, "_symm_cp_reported", False):
+    if state.world_size == 1 or is_reported(error):
         return
-    spread = state.hosts.get("cpu")
-    (state if spread is None else spread.local).refuse(channel, error)
+    on_this_host(state, "cpu").refuse(channel, error)
     reported(error)
 
 
@@ -86,8 +93,41 @@ class _Runs(threading.local):
 attention_runs = _Runs()
 
 
+class Plans(dict[Hashable, Collective]):
+    """The collectives that a group has planned, by what tells them apart; a bounded cache."""
+
+    def keep(self, key: Hashable, plan: Collective) -> Collective:
+        """Keeps a plan for later calls, and returns it."""
+        if len(self) >= _MAX_PLANS:
+            self.clear()
+        self[key] = plan
+        return plan
+
+
+PLANS: StateKey[Plans] = StateKey("plans")
+
+
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = _Library("symm_mem", "FRAGMENT")
+
+Op: TypeAlias = Callable[..., Any]
+
+#: Kernels for devices, by name, of ops that torch has kernels for as well:
+#: `symm_cp.override_cuda_ops` installs ours.
+device_kernels: dict[str, Op] = {}
+
+
+def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
+    """Registers an op's kernel for CPU tensors and for those of every known device.
+
+    With `replaces_torch`, torch has a kernel for devices: ours is kept in `device_kernels`.
+    """
+    lib.impl(name, kernel, "CPU")
+    if replaces_torch:
+        device_kernels[name] = kernel
+        return
+    for device in devices.known():
+        lib.impl(name, kernel, device.dispatch_key)
 
 
 def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
@@ -96,7 +136,7 @@ def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
     `tensors` are those that must have one shape on all ranks.
     """
     shapes = " ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
-    return f"{op} {shapes} {detail}".encode()[:_MAX_WHAT]
+    return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:

@@ -9,24 +9,21 @@ from __future__ import annotations
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import Group, GroupLike, group_name, resolve
+from symm_cp import runtime
+from symm_cp.memory import GroupLike, group_name, resolve
 from symm_cp.ops.common import (
+    PLANS,
+    Plans,
     check_divisible,
     check_reduce_op,
     in_test_mode,
     lib,
-    nbytes_of,
-    real,
+    register_kernel,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
     world_size_of,
 )
-from symm_cp.runtime import transfers
-from symm_cp.runtime.cpu import REDUCIBLE, Collective, lower_both
-from symm_cp.runtime.program import Extent, Reduction
-from symm_cp.schedule import builders
 
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
@@ -37,36 +34,6 @@ def _check_gather(tensor: torch.Tensor) -> None:
         raise ValueError(f"{_GATHER}: tensor must have at least 1 dimension, has none")
 
 
-def between_hosts_gather(tensor: torch.Tensor, group: Group) -> torch.Tensor:
-    """Hosts share no memory: the process group's own collective, asynchronous as well."""
-    _check_gather(tensor)
-    return torch.ops._c10d_functional.all_gather_into_tensor(
-        tensor.contiguous(), group.world_size, group.name
-    )
-
-
-def between_hosts_scatter(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
-    """As `between_hosts_gather`."""
-    return torch.ops._c10d_functional.reduce_scatter_tensor(
-        tensor.contiguous(), reduce_op, group.world_size, group.name
-    )
-
-
-def _plan_gather(group: Group, tensor: torch.Tensor) -> Collective:
-    _check_gather(tensor)
-    nbytes, world_size = nbytes_of(tensor), group.world_size
-    shard = (Extent.even(0, nbytes),)
-    binding = {
-        "input": shard,
-        "symmetric": shard,
-        "slot": (Extent.even(None, nbytes),),
-        "output": (Extent.even(1, nbytes, world_size),),
-    }
-    plain, in_place = lower_both(builders.all_gather, group, binding)
-    shape = (tensor.shape[0] * world_size, *tensor.shape[1:])
-    return Collective(plain, in_place, what_is(_GATHER, tensor), shape, nbytes)
-
-
 def _check_scatter(tensor: torch.Tensor, reduce_op: str, world_size: int) -> bool:
     if tensor.dim() == 0:
         raise ValueError(f"{_SCATTER}: tensor must have at least 1 dimension, has none")
@@ -74,50 +41,33 @@ def _check_scatter(tensor: torch.Tensor, reduce_op: str, world_size: int) -> boo
     return check_reduce_op(_SCATTER, "tensor", tensor.dtype, reduce_op)
 
 
-def _plan_scatter(group: Group, tensor: torch.Tensor, reduce_op: str) -> Collective:
-    world_size = group.world_size
-    mean = _check_scatter(tensor, reduce_op, world_size)
-    nbytes = nbytes_of(tensor)
-    chunk = nbytes // world_size
-    full = (Extent.even(0, chunk, world_size),)
-    binding = {
-        "input": full,
-        "symmetric": full,
-        "slot": (Extent.even(None, chunk, world_size),),
-        "output": (Extent.even(1, chunk),),
-    }
-    reduction = Reduction(REDUCIBLE[real(tensor).dtype], mean)
-    plain, in_place = lower_both(builders.reduce_scatter, group, binding, reduction)
-    shape = (tensor.shape[0] // world_size, *tensor.shape[1:])
-    what = what_is(_SCATTER, tensor, detail=reduce_op)
-    return Collective(plain, in_place, what, shape, nbytes)
-
-
-def _all_gather_cpu(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+def _all_gather(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
     if in_test_mode():
         return unfused_all_gather(tensor, 0, group_name)
     group = resolve(group_name)
-    if hosts_of(group, tensor.device) is not None:
-        return between_hosts_gather(tensor, group)
-    key = (_GATHER, tensor.shape, tensor.dtype)
-    plan = group.plans.get(key)
+    on = runtime.of(tensor, group)
+    plans = group.state(PLANS, Plans)
+    key = (_GATHER, on, tensor.shape, tensor.dtype)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_gather(group, tensor))
+        _check_gather(tensor)
+        plan = plans.keep(key, on.prepare_all_gather(group, tensor, what_is(_GATHER, tensor)))
     return plan.start(group, tensor)
 
 
-def _reduce_scatter_cpu(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     group = resolve(group_name)
     if in_test_mode():
         _check_scatter(tensor, reduce_op, group.world_size)
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
-    if hosts_of(group, tensor.device) is not None:
-        _check_scatter(tensor, reduce_op, group.world_size)
-        return between_hosts_scatter(tensor, reduce_op, group)
-    key = (_SCATTER, tensor.shape, tensor.dtype, reduce_op)
-    plan = group.plans.get(key)
+    on = runtime.of(tensor, group)
+    plans = group.state(PLANS, Plans)
+    key = (_SCATTER, on, tensor.shape, tensor.dtype, reduce_op)
+    plan = plans.get(key)
     if plan is None:
-        plan = group.remember(key, _plan_scatter(group, tensor, reduce_op))
+        mean = _check_scatter(tensor, reduce_op, group.world_size)
+        name = what_is(_SCATTER, tensor, detail=reduce_op)
+        plan = plans.keep(key, on.prepare_reduce_scatter(group, tensor, name, mean=mean))
     return plan.start(group, tensor)
 
 
@@ -132,39 +82,13 @@ def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) 
     return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
 
 
-def _all_gather_cuda(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
-    if in_test_mode():
-        return unfused_all_gather(tensor, 0, group_name)
-    _check_gather(tensor)
-    group = resolve(group_name)
-    if hosts_of(group, tensor.device) is not None:
-        return between_hosts_gather(tensor, group)
-    return transfers.all_gather(group, tensor, what_is(_GATHER, tensor))
-
-
-def _reduce_scatter_cuda(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    group = resolve(group_name)
-    mean = _check_scatter(tensor, reduce_op, group.world_size)
-    if in_test_mode():
-        return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
-    if hosts_of(group, tensor.device) is not None:
-        return between_hosts_scatter(tensor, reduce_op, group)
-    what = what_is(_SCATTER, tensor, detail=reduce_op)
-    scattered = transfers.reduce_scatter(group, real(tensor), what, mean=mean)
-    return torch.view_as_complex(scattered) if tensor.is_complex() else scattered
-
-
-#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
-CUDA_KERNELS = {_GATHER: _all_gather_cuda, _SCATTER: _reduce_scatter_cuda}
-
-
 def register() -> None:
     """Adds CPU kernels, and fake kernels (torch's average, which integers lack, and check less).
 
     The gradients are registered by csrc/gradients.cpp.
     """
-    lib.impl(_GATHER, _all_gather_cpu, "CPU")
-    lib.impl(_SCATTER, _reduce_scatter_cpu, "CPU")
+    register_kernel(_GATHER, _all_gather, replaces_torch=True)
+    register_kernel(_SCATTER, _reduce_scatter, replaces_torch=True)
     lib.impl(_GATHER, _all_gather_fake, "Meta", allow_override=True)
     lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
 

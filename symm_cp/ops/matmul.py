@@ -20,6 +20,7 @@ from symm_cp import runtime
 from symm_cp.alignment import aligned
 from symm_cp.memory import Group, GroupLike, group_name
 from symm_cp.ops.common import (
+    Op,
     Sum,
     at_last,
     check_dim,
@@ -33,12 +34,14 @@ from symm_cp.ops.common import (
     nbytes_of,
     new_result,
     real,
+    register_kernel,
     rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
     world_size_of,
 )
+from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
 
 lib.define(
@@ -146,8 +149,9 @@ def _add_products_of_shards(
         for total, B in zip(sums, Bs, strict=True):
             total.add_product(columns, B.narrow(0, rank * k, k))
 
+    columns = Split.equal(k, group.world_size, dim=1)
     runtime.of(A_rows, group).all_gather_and_consume(
-        group, [A_rows], consume, what, gathered=A_full, columns=True
+        group, [A_rows], consume, what, gathered=A_full, split=columns
     )
     for total in sums:
         total.finish()
@@ -337,26 +341,17 @@ def _matmuls_reduce_scatter_fake(
 
 # --- registration ----------------------------------------------------------------------------
 
-_KERNELS = {
+_KERNELS: dict[str, tuple[Op, Op]] = {
     "fused_all_gather_matmul": (_all_gather_matmul_kernel, _all_gather_matmul_fake),
     "fused_matmul_reduce_scatter": (_matmul_reduce_scatter_kernel, _matmul_reduce_scatter_fake),
     "_fused_matmuls_reduce_scatter": (_matmuls_reduce_scatter_kernel, _matmuls_reduce_scatter_fake),
 }
 
 
-#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
-CUDA_KERNELS = {
-    "fused_all_gather_matmul": _all_gather_matmul_kernel,
-    "fused_matmul_reduce_scatter": _matmul_reduce_scatter_kernel,
-}
-
-
 def register() -> None:
     """Adds the kernels, and fake kernels (torch's are wrong for some dims)."""
     for name, (kernel, fake) in _KERNELS.items():
-        lib.impl(name, kernel, "CPU")
-        if name not in CUDA_KERNELS:  # torch has none
-            lib.impl(name, kernel, "CUDA")
+        register_kernel(name, kernel, replaces_torch=not name.startswith("_"))
         lib.impl(name, fake, "Meta", allow_override=True)
 
 

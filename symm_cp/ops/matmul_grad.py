@@ -7,6 +7,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.alignment import aligned
 from symm_cp.ops.common import (
+    Op,
     Sum,
     at_last,
     front_shape,
@@ -14,6 +15,7 @@ from symm_cp.ops.common import (
     lib,
     nbytes_of,
     new_result,
+    register_kernel,
     rows_of,
     what_is,
     world_size_of,
@@ -162,7 +164,7 @@ def _matmul_reduce_scatter_backward_fake(
     return A.new_empty(A.shape if need_a else (0, 0)), B.new_empty(B.shape if need_b else (0, 0))
 
 
-_KERNELS = {
+_KERNELS: dict[str, tuple[Op, Op]] = {
     "_fused_all_gather_weight_grad": (_weight_grad_kernel, _weight_grad_fake),
     "_fused_matmul_reduce_scatter_backward": (
         _matmul_reduce_scatter_backward_kernel,
@@ -174,6 +176,5 @@ _KERNELS = {
 def register() -> None:
     """Adds the kernels and the fake kernels."""
     for name, (kernel, fake) in _KERNELS.items():
-        lib.impl(name, kernel, "CPU")
-        lib.impl(name, kernel, "CUDA")
+        register_kernel(name, kernel)
         lib.impl(name, fake, "Meta")

@@ -1,4 +1,4 @@
-"""Our kernels in the place of torch's, for the CUDA ops that torch has as well."""
+"""Our kernels instead of torch's, for the CUDA ops that torch has as well."""
 
 from __future__ import annotations
 
@@ -8,25 +8,24 @@ from types import TracebackType
 import torch
 
 from symm_cp import native
-from symm_cp.device import Device
-from symm_cp.ops import low_contention, matmul, scaled_matmul
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.ops.common import device_kernels
 
 _installed: CudaOverride | None = None
 
 
 class CudaOverride:
-    """What `override_cuda_ops` did; `undo()`, or the end of a `with` block, takes it back."""
+    """Our kernels, installed; `undo()`, or the end of a `with` block, restores torch's."""
 
     def __init__(self) -> None:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that there is a kernel already: that is the purpose
-            for module in (matmul, scaled_matmul, low_contention):
-                for name, kernel in module.CUDA_KERNELS.items():
-                    self._library.impl(name, kernel, "CUDA", allow_override=True)
+            warnings.simplefilter("ignore")  # that there is a kernel already
+            for name, kernel in device_kernels.items():
+                self._library.impl(name, kernel, CudaDevice.dispatch_key, allow_override=True)
 
     def undo(self) -> None:
-        """Puts torch's kernels back; a second time it does nothing."""
+        """Restores torch's kernels; a second call does nothing."""
         global _installed
         if self._library is not None:
             self._library._destroy()
@@ -46,7 +45,7 @@ class CudaOverride:
 
 
 def installed() -> bool:
-    """Returns whether our kernels are in the place of torch's."""
+    """Returns whether our kernels are installed instead of torch's."""
     return _installed is not None
 
 
@@ -54,12 +53,12 @@ def override_cuda_ops() -> CudaOverride:
     """Uses our kernels for those ops of `torch.ops.symm_mem` that torch has CUDA kernels for.
 
     The fused (scaled) matmuls and the low-contention collectives: copy engines move the bytes,
-    streams signal, and calls in flight on a group do not disturb each other. Call it alike on all
-    ranks. Calling it again changes nothing. Returns an object with `undo()`, which is also a
+    streams signal, and calls in flight on a group do not disturb each other. Call it on all ranks.
+    Calling it again changes nothing. Returns an object with `undo()`, which is also a
     context manager. Raises `RuntimeError` where the CUDA driver does not load.
     """
     global _installed
-    if native.load().symm_cp_driver(Device.driver.encode()) < 0:
+    if native.load().symm_cp_driver(CudaDevice.driver.encode()) < 0:
         raise RuntimeError(f"override_cuda_ops: {native.error()}")
     if _installed is None:
         _installed = CudaOverride()

@@ -24,6 +24,7 @@ from symm_cp.ops.common import (
     in_test_mode,
     lib,
     new_result,
+    register_kernel,
     rows_of,
     unfused_all_gather,
     unfused_reduce_scatter,
@@ -32,6 +33,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 from symm_cp.ops.transforms import register_no_gradient
+from symm_cp.shards import Split
 
 _GATHER = "fused_all_gather_scaled_matmul"
 _SCATTER = "fused_scaled_matmul_reduce_scatter"
@@ -207,7 +209,12 @@ def _gathered_then_scaled(
         rows = A.flatten(0, -2)
         A_full = new_result(A, (rows.shape[0], rows.shape[1] * group.world_size))
         runtime.of(A, group).all_gather_and_consume(
-            group, [rows], lambda shards, rank: None, what, gathered=A_full, columns=True
+            group,
+            [rows],
+            lambda shards, rank: None,
+            what,
+            gathered=A_full,
+            split=Split.equal(rows.shape[1], group.world_size, dim=1),
         )
         A_full = A_full.view(*A.shape[:-1], A_full.shape[-1])
     lead = A_full.shape[:-1]
@@ -394,18 +401,11 @@ def _scaled_matmul_reduce_scatter_fake(
     return A.new_empty(full, dtype=dtype)
 
 
-#: What `symm_cp.override_cuda_ops` puts in the place of torch's.
-CUDA_KERNELS = {
-    _GATHER: _all_gather_scaled_matmul_kernel,
-    _SCATTER: _scaled_matmul_reduce_scatter_kernel,
-}
-
-
 def register() -> None:
     """Adds the kernels, and fake kernels (torch's are wrong for the last dimension)."""
-    lib.impl(_GATHER, _all_gather_scaled_matmul_kernel, "CPU")
+    register_kernel(_GATHER, _all_gather_scaled_matmul_kernel, replaces_torch=True)
+    register_kernel(_SCATTER, _scaled_matmul_reduce_scatter_kernel, replaces_torch=True)
     lib.impl(_GATHER, _all_gather_scaled_matmul_fake, "Meta", allow_override=True)
-    lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_kernel, "CPU")
     lib.impl(_SCATTER, _scaled_matmul_reduce_scatter_fake, "Meta", allow_override=True)
     for name in (_GATHER, _SCATTER):
         register_no_gradient(

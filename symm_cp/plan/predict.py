@@ -19,16 +19,19 @@ step, which trainers hide or run once for several batches.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from symm_cp.plan.models import Model
-from symm_cp.schedule import staged
-from symm_cp.schedule.builders import all_ranks
 from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_CONSUME,
+    CONSUME_AND_REDUCE_SCATTER,
+    PRODUCE_AND_REDUCE_SCATTER,
+    Pattern,
+)
 from symm_cp.schedule.simulate import simulate
-from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
+from symm_cp.schedule.steps import Compute, Copy, Step
 
 _ITEM = 2  # bytes of bfloat16
 _WIDE = 4  # of float32, in which gradients of keys and values are sent
@@ -97,7 +100,7 @@ class Prediction:
 
 @lru_cache(maxsize=4096)
 def _op(
-    builder: Callable[..., Schedule],
+    pattern: Pattern,
     ranks: int,
     kernel: float,
     shard: float,
@@ -118,19 +121,19 @@ def _op(
             return machine.transfer(nbytes) if remote else machine.copy(nbytes)
         return 0.0
 
-    timeline = simulate([all_ranks(builder, ranks)], cost, signal=machine.signal_seconds)
-    both = (shard if builder is not staged.produce_and_scatter else 0.0) + partial
+    timeline = simulate([pattern.staged().schedules(ranks)], cost, signal=machine.signal_seconds)
+    both = (shard if pattern is not PRODUCE_AND_REDUCE_SCATTER else 0.0) + partial
     return Times(timeline.total, timeline.busy(0, Compute), (ranks - 1) * machine.transfer(both))
 
 
 def _gather(ranks: int, flops: float, shard: float, machine: Machine) -> Times:
     kernel = machine.matmul(flops / ranks)
-    return _op(staged.gather_and_consume, ranks, kernel, shard, 0.0, machine)
+    return _op(ALL_GATHER_AND_CONSUME, ranks, kernel, shard, 0.0, machine)
 
 
 def _scatter(ranks: int, flops: float, partial: float, machine: Machine) -> Times:
     kernel = machine.matmul(flops / ranks)
-    return _op(staged.produce_and_scatter, ranks, kernel, 0.0, partial, machine)
+    return _op(PRODUCE_AND_REDUCE_SCATTER, ranks, kernel, 0.0, partial, machine)
 
 
 def _attention(
@@ -141,8 +144,8 @@ def _attention(
     local = layout.cp // hosts
     # A rank has 1/cp of the queries, and a kernel takes 1/cp of the keys.
     kernel = machine.attention(flops / layout.cp**2)
-    builder = staged.consume_and_scatter if partial else staged.gather_and_consume
-    turn = _op(builder, local, kernel, shard, partial, machine)
+    pattern = CONSUME_AND_REDUCE_SCATTER if partial else ALL_GATHER_AND_CONSUME
+    turn = _op(pattern, local, kernel, shard, partial, machine)
     if hosts == 1:
         return turn
     network = machine.network * machine.link_reached

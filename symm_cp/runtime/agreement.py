@@ -1,17 +1,23 @@
-"""With `SYMM_CP_DEBUG=1`: ranks whose calls on a device differ are told so, before anything moves.
+"""With `SYMM_CP_DEBUG=1`: ranks compare their calls on a device before any data moves.
 
-On CPU each call carries a record of what it is (csrc/channel.h). Streams look at nothing but flags:
-ranks that disagree on a device would wait for each other, or mix their bytes. In debug mode they
-compare what they call by way of the group's store. That takes a round trip for each call.
+On CPU each call carries a record of what it is (csrc/channel.h). Streams compare nothing but flags:
+ranks that disagree would wait for each other, or mix their bytes. In debug mode they compare their
+calls through the group's store, which takes a round trip for each call.
 """
 
 from __future__ import annotations
 
+import itertools
+
 from symm_cp import env
-from symm_cp.memory import Group, reported
+from symm_cp.liveness import wait_limit
+from symm_cp.memory import Group, StateKey, reported
+
+# The numbers of the calls that a group's ranks have compared.
+_NUMBERS: StateKey[itertools.count[int]] = StateKey("compared calls")
 
 
-def agree(group: Group, what: bytes) -> None:
+def agree(group: Group, call_name: bytes) -> None:
     """Raises `RuntimeError` on every rank unless all ranks make this call now; only in debug mode.
 
     Also when a rank makes no call within the time-out.
@@ -19,28 +25,31 @@ def agree(group: Group, what: bytes) -> None:
     if not env.debug() or group.world_size == 1:
         return
     store = group.store()
-    with group.lock:
-        group.compared_calls += 1
-        number = group.compared_calls
-    store.set(_key(number, group.rank), what)
-    limit = group.wait_limit()
-    found = []
+    numbers = group.state(_NUMBERS, _numbers)
+    number = next(numbers)
+    store.set(_key(number, group.rank), call_name)
+    limit = wait_limit(group)
+    calls = []
     for rank in range(group.world_size):
         try:
             store.wait([_key(number, rank)], limit)
         except RuntimeError as error:
             raise reported(
                 RuntimeError(
-                    f"symm_cp: {what.decode()}: rank {rank} has not made its call number {number} "
-                    f"of group {group.name!r} within {limit.total_seconds():g} s"
+                    f"symm_cp: {call_name.decode()}: rank {rank} has not made its call number "
+                    f"{number} of group {group.name!r} within {limit.total_seconds():g} s"
                 )
             ) from error
-        found.append(store.get(_key(number, rank)))
-    # All have come here, so all have read what there was before.
+        calls.append(store.get(_key(number, rank)).decode())
+    # Every rank has made this call, so every rank has read the keys of the last one.
     store.delete_key(_key(number - 1, group.rank))
-    if len(set(found)) > 1:
-        calls = ", ".join(f"rank {rank} calls {text.decode()}" for rank, text in enumerate(found))
-        raise reported(RuntimeError(f"symm_cp: ranks disagree: {calls}"))
+    if len(set(calls)) > 1:
+        by_rank = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
+        raise reported(RuntimeError(f"symm_cp: ranks disagree: {by_rank}"))
+
+
+def _numbers() -> itertools.count[int]:
+    return itertools.count(1)
 
 
 def _key(number: int, rank: int) -> str:

@@ -1,355 +1,407 @@
-"""Pipelines on CPU: consumers read a peer's shard where it lies; no gather copy, no barrier.
-
-They know no matmul: they take `consume(shards, rank)` and `produce(rank, out)`. `what` is the
-bytes that name the call in errors and by which ranks notice that they disagree.
-"""
+"""Pipelines on CPU: consumers read a peer's shard where it lies; no gather copy, no barrier."""
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TypeAlias
 
 import torch
 
 from symm_cp.alignment import part_offsets
-from symm_cp.memory import Group, Workspace, is_symmetric, reported
-from symm_cp.runtime.program import Binding, Extent, Kernel, Program, Reduction, lower
-from symm_cp.schedule import builders
-from symm_cp.schedule.steps import Schedule
+from symm_cp.memory import Group, is_symmetric, reported
+from symm_cp.runtime.api import (
+    REDUCIBLE,
+    Collective,
+    Combine,
+    Consume,
+    ConsumeAndProduce,
+    Poll,
+    Produce,
+)
+from symm_cp.runtime.binding import Binding
+from symm_cp.runtime.program import Kernel, Program, Reduction, lower
+from symm_cp.schedule import patterns
+from symm_cp.schedule.patterns import Pattern, peers
+from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
 
 # Below this many bytes waking the engine costs more than the transfer, which then waits for
 # `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is not
 # in place, where others wait until this rank has read.
 _WAKE_BYTES = 64 * 1024
-
-#: The element types that native reductions take, with torch's numbers for them.
-REDUCIBLE: dict[torch.dtype, int] = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.int16: 2,
-    torch.int32: 3,
-    torch.int64: 4,
-    torch.float16: 5,
-    torch.float32: 6,
-    torch.float64: 7,
-    torch.bfloat16: 15,
-}
-
-
-#: The shapes of the tensors of a shard.
-Shapes: TypeAlias = Sequence[tuple[int, ...]]
-#: Takes the shards of a rank, and the rank.
-Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
+_NATIVE_COPIES: frozenset[str] = frozenset()
+#: Copies of inputs that are strided, or several tensors to be laid out in a slot.
+_PYTHON_COPIES = frozenset({"input"})
 
 
 @lru_cache(maxsize=512)
 def _consume_program(
     rank: int,
-    world_size: int,
+    sizes: ShardSizes,
     in_place: bool,
-    nbytes: tuple[int, ...],
-    rows: int,
     strided: bool,
-    gather: bool,
+    gathered: tuple[Split, Shape, int] | None,
 ) -> Program:
-    schedule = builders.all_gather_and_consume(rank, world_size, in_place=in_place, gather=gather)
-    offsets = part_offsets(nbytes)
-    shard = tuple(Extent.even(i, size) for i, size in enumerate(nbytes))
-    row = nbytes[0] // rows if rows else 0
-    binding: Binding = {
-        "input": shard,
-        "symmetric": shard,
-        "slot": tuple(
-            Extent(None, (offset,), (size,)) for offset, size in zip(offsets, nbytes, strict=False)
-        ),
-        # Chunk p of the gathered tensor: one run, or with rows > 1 a column block.
-        "gathered": (
-            Extent(
-                len(nbytes),
-                tuple(p * (row if rows > 1 else nbytes[0]) for p in range(world_size)),
-                ((row if rows > 1 else nbytes[0]),) * world_size,
-                rows=max(rows, 1),
-                pitch=row * world_size if rows > 1 else 0,
-            ),
-        ),
-    }
-    return lower(schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset())
-
-
-class _Shards:
-    """What the ranks contribute to a call, as tensors: one's own as given, and in slots.
-
-    `shapes` gives the shapes of each rank's shard; without it all are like one's own.
-    """
-
-    def __init__(
-        self, group: Group, own: Sequence[torch.Tensor], shapes: Sequence[Shapes] | None
-    ) -> None:
-        self.group = group
-        self.own = own
-        like = tuple(tuple(t.shape) for t in own)
-        self.shapes = (like,) * group.world_size if shapes is None else shapes
-        self.strided = not all(t.is_contiguous() for t in own)
-        self.nbytes = tuple(t.numel() * t.element_size() for t in own)
-        self.slot_bytes = max(self._offsets(rank)[-1] for rank in range(group.world_size))
-
-    def _offsets(self, rank: int) -> tuple[int, ...]:
-        sizes = zip(self.shapes[rank], self.own, strict=True)
-        return part_offsets([math.prod(shape) * t.element_size() for shape, t in sizes])
-
-    def at(self, workspace: Workspace, base: int, rank: int) -> list[torch.Tensor]:
-        """The shard of a rank at an address."""
-        places = zip(self._offsets(rank), self.shapes[rank], self.own, strict=False)
-        return [workspace.view(base + offset, shape, t.dtype) for offset, shape, t in places]
-
-    def fill(self, workspace: Workspace, base: int) -> None:
-        """Copies one's own shard to an address."""
-        for slot, tensor in zip(self.at(workspace, base, self.group.rank), self.own, strict=True):
-            slot.copy_(tensor)
-
-
-def all_gather_and_consume(
-    group: Group,
-    shard: Sequence[torch.Tensor],
-    consume: Consume,
-    what: bytes,
-    *,
-    shapes: Sequence[Shapes] | None = None,
-    gathered: torch.Tensor | None = None,
-    columns: bool = False,
-) -> None:
-    """Calls `consume(shards of rank r, r)` for each rank, one's own first, the others as they come.
-
-    `shard` is one or more tensors of any strides; `consume` gets contiguous ones (its own as
-    given, when there is but one use for it). A single contiguous tensor in symmetric memory that
-    was rendezvoused with the group is read in place, without a copy: on all ranks or on none.
-    `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, receives
-    the first tensor of all ranks: chunk r of its first dimension, or with `columns` column block r.
-    """
-    world_size, rank = group.world_size, group.rank
-    in_place = len(shard) == 1 and shard[0].is_contiguous() and is_symmetric(shard[0], group)
-    shards = _Shards(group, shard, shapes)
-    rows = shard[0].shape[0] if columns else 1
-    program = _consume_program(
-        rank, world_size, in_place, shards.nbytes, rows, shards.strided, gathered is not None
-    )
-    with group.call(0 if in_place else shards.slot_bytes, what) as (workspace, epoch):
-
-        def fill_gathered(chunk: int) -> None:
-            assert gathered is not None
-            gathered.chunk(world_size, 1 if columns else 0)[chunk].copy_(shard[0])
-
-        def run_consume(source: int) -> None:
-            if source != rank:
-                consume(shards.at(workspace, workspace.shard(source), source), source)
-            elif shards.strided and world_size > 1:
-                consume(shards.at(workspace, workspace.slot(), rank), rank)
-            else:
-                consume([t.contiguous() for t in shard], rank)
-
-        operands = [t.data_ptr() for t in shard]
-        if gathered is not None:
-            operands.append(gathered.data_ptr())
-        kernels = {
-            "consume": run_consume,
-            "input->slot": lambda _: shards.fill(workspace, workspace.slot()),
-            "input->gathered": fill_gathered,
-        }
-        program.run(workspace, epoch, operands, what, kernels)
+    variant = patterns.ALL_GATHER_AND_CONSUME.direct(in_place=in_place, keep=gathered is not None)
+    own = tuple(Extent.even(i, size) for i, size in enumerate(sizes.parts[rank]))
+    slots = sizes.slots()
+    buffers = {"input": own}
+    if gathered is not None:
+        buffers["gathered"] = (Extent.split(len(own), *gathered),)
+    # In place, peers' tensors are as their slots would be.
+    binding = Binding(buffers, {"slot": slots, "symmetric": {**slots, rank: own}})
+    copies = _PYTHON_COPIES if strided else _NATIVE_COPIES
+    return lower(variant, rank, len(sizes.parts), binding, python_copies=copies)
 
 
 @lru_cache(maxsize=512)
-def _combine_program(
-    rank: int, world_size: int, in_place: bool, nbytes: int, strided: bool
-) -> Program:
-    schedule = builders.one_shot_all_reduce(rank, world_size, in_place=in_place)
-    shard = (Extent.even(0, nbytes),)
-    binding: Binding = {
-        "input": shard,
-        "symmetric": shard,
-        "slot": (Extent.even(None, nbytes),),
-    }
-    return lower(schedule, binding, python_copies=frozenset({"input"}) if strided else frozenset())
-
-
-def all_gather_and_combine(
-    group: Group,
-    shard: torch.Tensor,
-    combine: Callable[[list[torch.Tensor]], None],
-    what: bytes,
-) -> None:
-    """Calls `combine(shards of all ranks)` once, when all are there, to be read where they lie.
-
-    For what needs all shards at once. In place as in `all_gather_and_consume`.
-    """
-    in_place = shard.is_contiguous() and is_symmetric(shard, group)
-    nbytes = shard.numel() * shard.element_size()
-    program = _combine_program(
-        group.rank, group.world_size, in_place, nbytes, not shard.is_contiguous()
-    )
-    with group.call(0 if in_place else nbytes, what) as (workspace, epoch):
-
-        def view(rank: int) -> torch.Tensor:
-            if rank != group.rank:
-                at = workspace.shard(rank)
-            else:
-                at = shard.data_ptr() if in_place else workspace.slot()
-            return workspace.view(at, shard.shape, shard.dtype)
-
-        kernels = {
-            "reduce": lambda _: combine([view(rank) for rank in range(group.world_size)]),
-            "input->slot": lambda _: view(group.rank).copy_(shard),
-        }
-        program.run(workspace, epoch, [shard.data_ptr()], what, kernels)
+def _combine_program(rank: int, sizes: ShardSizes, in_place: bool, strided: bool) -> Program:
+    variant = patterns.ALL_GATHER_AND_COMBINE.direct(in_place=in_place)
+    own, slots = (Extent.even(0, sizes.parts[rank][0]),), sizes.slots()
+    binding = Binding({"input": own}, {"slot": slots, "symmetric": {**slots, rank: own}})
+    copies = _PYTHON_COPIES if strided else _NATIVE_COPIES
+    return lower(variant, rank, len(sizes.parts), binding, python_copies=copies)
 
 
 @lru_cache(maxsize=512)
-def _produce_program(rank: int, world_size: int, nbytes: int, dtype: int, mean: bool) -> Program:
-    schedule = builders.produce_and_reduce_scatter(rank, world_size)
-    binding: Binding = {
-        "slot": (Extent.aligned(None, nbytes, world_size),),
-        "output": (Extent.even(0, nbytes),),
-    }
-    return lower(schedule, binding, reduction=Reduction(dtype, mean))
-
-
-def produce_and_reduce_scatter(
-    group: Group,
-    produce: Callable[[int, torch.Tensor], None],
-    out: torch.Tensor,
-    what: bytes,
-    *,
-    mean: bool = False,
-) -> None:
-    """Calls `produce(r, partial)` for each rank r, one's own last; `out` is the sum over ranks.
-
-    `produce` writes this rank's contribution to rank r's output into the contiguous `partial`,
-    shaped as `out`: memory that r reads, or for one's own rank `out` itself. Partial sums are
-    added in rank order, in float32 for the 16-bit types.
-    """
-    nbytes = out.numel() * out.element_size()
-    program = _produce_program(group.rank, group.world_size, nbytes, REDUCIBLE[out.dtype], mean)
-    places = part_offsets((nbytes,) * group.world_size)
-    with group.call(places[-1], what) as (workspace, epoch):
-
-        def run_produce(target: int) -> None:
-            if target == group.rank:
-                produce(target, out)
-            else:
-                at = workspace.slot() + places[target]
-                produce(target, workspace.view(at, out.shape, out.dtype))
-
-        program.run(workspace, epoch, [out.data_ptr()], what, {"produce": run_produce})
+def _produce_program(rank: int, partials: tuple[int, ...], reduction: Reduction) -> Program:
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.direct()
+    binding = Binding(
+        {"slot": (Extent.aligned(None, partials),), "output": (Extent.even(0, partials[rank]),)}
+    )
+    return lower(variant, rank, len(partials), binding, reduction=reduction)
 
 
 @lru_cache(maxsize=512)
 def _exchange_program(
-    rank: int, world_size: int, partials: tuple[int, ...], dtype: int, ring: bool
-) -> Program:
-    schedule = builders.consume_and_reduce_scatter(rank, world_size, ring=ring)
-    places = _exchange_offsets(partials, ring)
+    rank: int, partials: tuple[int, ...], dtype: int, ring: bool
+) -> tuple[Program, tuple[int, ...]]:
+    """The program, and where the partial sums begin in a slot; the last offset is the shard's."""
+    variant = patterns.CONSUME_AND_REDUCE_SCATTER.direct(ring=ring)
     # In a ring, chunk 0 or 1 of a peer's slot is read as this rank's partial sum.
     sizes = (partials[rank],) * 2 if ring else partials
-    binding: Binding = {
-        "slot": (Extent(None, places[: len(sizes)], sizes),),
-        "output": (Extent.even(0, partials[rank]),),
-    }
-    copies = frozenset({"input"})
-    return lower(schedule, binding, reduction=Reduction(dtype, False), python_copies=copies)
-
-
-def _exchange_offsets(partials: tuple[int, ...], ring: bool) -> tuple[int, ...]:
-    """Where the partial sums begin in a slot, and behind them the shard."""
-    return part_offsets((max(partials),) * 2 if ring else partials)
-
-
-def consume_and_reduce_scatter(
-    group: Group,
-    shard: Sequence[torch.Tensor],
-    consume: Callable[[list[torch.Tensor], int, torch.Tensor], None],
-    out: torch.Tensor,
-    what: bytes,
-    *,
-    shapes: Sequence[Shapes],
-    partials: Shapes,
-    ring: bool = False,
-) -> None:
-    """Calls `consume(shards of rank r, r, partial)` for each rank r; `out` sums what is for it.
-
-    As `all_gather_and_consume`; and `consume` writes this rank's contribution to rank r into the
-    contiguous `partial` of shape `partials[r]` and dtype of `out`: memory that r reads, or for
-    one's own rank `out` itself. Its own shard it gets as given. The sums are taken in rank order;
-    with `ring` in the order rank, rank-1, ..., and then the slot takes two partial sums at a time
-    instead of one for each rank.
-    """
-    rank, itemsize = group.rank, out.element_size()
-    shards = _Shards(group, shard, shapes)
-    sizes = tuple(math.prod(shape) * itemsize for shape in partials)
-    program = _exchange_program(rank, group.world_size, sizes, REDUCIBLE[out.dtype], ring)
-    places = _exchange_offsets(sizes, ring)
-    turns = {peer: turn for turn, peer in enumerate(builders.peers(rank, group.world_size))}
-    with group.call(places[-1] + shards.slot_bytes, what) as (workspace, epoch):
-
-        def run_consume(source: int) -> None:
-            if source == rank:
-                consume(list(shard), rank, out)
-                return
-            at = workspace.slot() + places[turns[source] % 2 if ring else source]
-            partial = workspace.view(at, partials[source], out.dtype)
-            base = workspace.shard(source) + places[-1]
-            consume(shards.at(workspace, base, source), source, partial)
-
-        kernels: dict[str, Kernel] = {
-            "consume": run_consume,
-            "input->slot": lambda _: shards.fill(workspace, workspace.slot() + places[-1]),
+    offsets = part_offsets((max(partials),) * 2 if ring else partials)
+    binding = Binding(
+        {
+            "slot": (Extent(None, offsets[: len(sizes)], sizes),),
+            "output": (Extent.even(0, partials[rank]),),
         }
-        program.run(workspace, epoch, [out.data_ptr()], what, kernels)
+    )
+    program = lower(
+        variant,
+        rank,
+        len(partials),
+        binding,
+        reduction=Reduction(dtype),
+        python_copies=_PYTHON_COPIES,
+    )
+    return program, offsets
 
 
-def lower_both(
-    builder: Callable[..., Schedule],
+class CpuRuntime:
+    """The runtime for CPU tensors of ranks on one host; see `runtime.api.Runtime`."""
+
+    def all_gather_and_consume(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Consume,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes] | None = None,
+        gathered: torch.Tensor | None = None,
+        split: Split | None = None,
+    ) -> None:
+        """See `Runtime`. A peer's shard is read where it lies, with strides of a new tensor."""
+        rank = group.rank
+        in_place = len(shard) == 1 and shard[0].is_contiguous() and is_symmetric(shard[0], group)
+        shards = Shards(shard, group.world_size, shapes)
+        strided = not shards.contiguous
+        target = None
+        if gathered is not None:
+            split = split or Split.equal(shard[0].shape[0], group.world_size)
+            target = (split, tuple(gathered.shape), gathered.element_size())
+        program = _consume_program(rank, shards.sizes, in_place, strided, target)
+        with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
+
+            def copy_to_gathered(chunk: int) -> None:
+                assert gathered is not None
+                assert split is not None
+                split.of(chunk, gathered).copy_(shard[0])
+
+            def run_consume(source: int) -> None:
+                if source != rank:
+                    consume(shards.views(source, workspace.view, workspace.shard(source)), source)
+                elif strided and group.world_size > 1:
+                    consume(shards.views(rank, workspace.view, workspace.slot()), rank)
+                else:
+                    consume([t.contiguous() for t in shard], rank)
+
+            operands = [t.data_ptr() for t in shard]
+            if gathered is not None:
+                operands.append(gathered.data_ptr())
+            kernels: dict[str, Kernel] = {
+                "consume": run_consume,
+                "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
+                "input->gathered": copy_to_gathered,
+            }
+            program.run(workspace, epoch, operands, call_name, kernels)
+
+    def all_gather_and_combine(
+        self,
+        group: Group,
+        shard: torch.Tensor,
+        combine: Combine,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> None:
+        """See `Runtime`. All shards are read where they lie."""
+        rank, contiguous = group.rank, shard.is_contiguous()
+        in_place = contiguous and is_symmetric(shard, group)
+        parts = None if shapes is None else [(shape,) for shape in shapes]
+        shards = Shards([shard], group.world_size, parts)
+        program = _combine_program(rank, shards.sizes, in_place, not contiguous)
+        with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
+
+            def shard_of(source: int) -> torch.Tensor:
+                if source == rank and in_place:
+                    return shard
+                at = workspace.slot() if source == rank else workspace.shard(source)
+                return shards.views(source, workspace.view, at)[0]
+
+            kernels: dict[str, Kernel] = {
+                "combine": lambda _: combine([shard_of(r) for r in range(group.world_size)]),
+                "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
+            }
+            program.run(workspace, epoch, [shard.data_ptr()], call_name, kernels)
+
+    def all_gather_and_poll(
+        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
+    ) -> None:
+        """Raises `NotImplementedError`: kernels on CPU are torch's, which do not poll."""
+        raise NotImplementedError(f"{call_name.decode()}: kernels on CPU cannot poll for shards")
+
+    def produce_and_reduce_scatter(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`. Contributions are written where the peers read them."""
+        rank, item = group.rank, out.element_size()
+        partials = [tuple(out.shape)] * group.world_size if shapes is None else shapes
+        sizes = tuple(math.prod(shape) * item for shape in partials)
+        program = _produce_program(rank, sizes, Reduction(REDUCIBLE[out.dtype], mean))
+        offsets = part_offsets(sizes)
+        # The peers' slots are as large as this rank's: the sizes of all are known to all.
+        with group.call(offsets[-1], call_name) as (workspace, epoch):
+
+            def run_produce(target: int) -> None:
+                if target == rank:
+                    produce(target, out)
+                else:
+                    at = workspace.slot() + offsets[target]
+                    produce(target, workspace.view(at, partials[target], out.dtype))
+
+            kernels: dict[str, Kernel] = {"produce": run_produce}
+            program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+
+    def consume_and_reduce_scatter(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeAndProduce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes],
+        partials: Sequence[Shape],
+        ring: bool = False,
+    ) -> None:
+        """See `Runtime`. The slot holds the partial sums, and behind them the shard."""
+        rank, item = group.rank, out.element_size()
+        shards = Shards(shard, group.world_size, shapes)
+        sizes = tuple(math.prod(shape) * item for shape in partials)
+        program, offsets = _exchange_program(rank, sizes, REDUCIBLE[out.dtype], ring)
+        turns = {peer: turn for turn, peer in enumerate(peers(rank, group.world_size))}
+        with group.call(offsets[-1] + shards.nbytes, call_name) as (workspace, epoch):
+
+            def run_consume(source: int) -> None:
+                if source == rank:
+                    consume(list(shard), rank, out)
+                    return
+                at = workspace.slot() + offsets[turns[source] % 2 if ring else source]
+                partial = workspace.view(at, partials[source], out.dtype)
+                base = workspace.shard(source) + offsets[-1]
+                consume(shards.views(source, workspace.view, base), source, partial)
+
+            def publish(_: int) -> None:
+                shards.pack(rank, workspace.view, workspace.slot() + offsets[-1])
+
+            kernels: dict[str, Kernel] = {"consume": run_consume, "input->slot": publish}
+            program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+
+    def prepare_all_gather(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes
+    ) -> Collective:
+        """See `Runtime`."""
+        shape = tuple(tensor.shape)
+        split = Split.equal(shape[0], group.world_size)
+        whole = tuple(split.whole_shape(shape))
+        nbytes = tensor.numel() * tensor.element_size()
+        shard = (Extent.even(0, nbytes),)
+        binding = Binding(
+            {
+                "input": shard,
+                "symmetric": shard,
+                "slot": (Extent.even(None, nbytes),),
+                "output": (Extent.split(1, split, whole, tensor.element_size()),),
+            }
+        )
+        pattern = patterns.BACKGROUND_ALL_GATHER
+        return _collective(group, pattern, binding, None, call_name, whole, nbytes)
+
+    def prepare_reduce_scatter(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """See `Runtime`."""
+        split = Split.equal(tensor.shape[0] // group.world_size, group.world_size)
+        pattern = patterns.BACKGROUND_REDUCE_SCATTER
+        return _reduce_scatter(group, pattern, tensor, split, call_name, mean)
+
+    def prepare_reduce_scatter_into(
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
+    ) -> Collective:
+        """See `Runtime`."""
+        return _reduce_scatter(group, patterns.REDUCE_SCATTER, tensor, split, call_name, False)
+
+    def prepare_all_reduce(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """See `Runtime`."""
+        nbytes = tensor.numel() * tensor.element_size()
+        whole = (Extent.even(0, nbytes),)
+        binding = Binding(
+            {
+                "input": whole,
+                "symmetric": whole,
+                "slot": (Extent.even(None, nbytes),),
+                "output": (Extent.even(1, nbytes),),
+            }
+        )
+        pattern, reduction = patterns.ALL_GATHER_AND_COMBINE, _reduction(tensor, mean)
+        shape = tuple(tensor.shape)
+        return _collective(group, pattern, binding, reduction, call_name, shape, nbytes)
+
+    def prepare_all_reduce_in_place(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """See `Runtime`. Each rank reduces a chunk; chunks at the end may be shorter."""
+        reduction, ranks = _reduction(tensor, mean), group.world_size
+        numbers = _real(tensor)
+        chunk, elements = -(-numbers.numel() // ranks), numbers.numel()
+        ends = [min(rank * chunk, elements) for rank in range(ranks + 1)]
+        split = Split(tuple(end - start for start, end in itertools.pairwise(ends)))
+        chunks = Extent.split(0, split, (elements,), numbers.element_size())
+        slots = {rank: (Extent.even(None, chunks.nbytes[rank]),) for rank in range(ranks)}
+        binding = Binding({"symmetric": (chunks,)}, {"slot": slots})
+        variant = patterns.TWO_SHOT_ALL_REDUCE.direct()
+        program = lower(variant, group.rank, ranks, binding, reduction=reduction)
+        room = chunk * numbers.element_size()
+        shape = tuple(tensor.shape)
+        return _CpuCollective(program, program, call_name, shape, room, always=True)
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """A complex tensor as pairs of real numbers, which is how it is summed."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _reduction(tensor: torch.Tensor, mean: bool) -> Reduction:
+    return Reduction(REDUCIBLE[tensor.dtype.to_real()], mean)
+
+
+def _reduce_scatter(
+    group: Group, pattern: Pattern, tensor: torch.Tensor, split: Split, call_name: bytes, mean: bool
+) -> Collective:
+    whole, item = tuple(tensor.shape), tensor.element_size()
+    parts = Extent.split(0, split, whole, item)
+    own = parts.nbytes[group.rank] * parts.rows
+    binding = Binding(
+        {
+            "input": (parts,),
+            "symmetric": (parts,),
+            "slot": (Extent.split(None, split, whole, item),),
+            "output": (Extent.even(1, own),),
+        }
+    )
+    shape = tuple(split.shape_of(group.rank, whole))
+    nbytes, reduction = tensor.numel() * item, _reduction(tensor, mean)
+    return _collective(group, pattern, binding, reduction, call_name, shape, nbytes)
+
+
+def _collective(
     group: Group,
+    pattern: Pattern,
     binding: Binding,
-    reduction: Reduction | None = None,
-) -> tuple[Program, Program]:
-    """Lowers what a `Collective` needs: a builder's schedules for a plain input and in place."""
+    reduction: Reduction | None,
+    call_name: bytes,
+    output_shape: Shape,
+    slot_bytes: int,
+) -> Collective:
+    """Lowers a pattern for a plain input and for one in symmetric memory."""
     plain, in_place = (
-        lower(builder(group.rank, group.world_size, in_place=place), binding, reduction=reduction)
+        lower(
+            pattern.direct(in_place=place),
+            group.rank,
+            group.world_size,
+            binding,
+            reduction=reduction,
+        )
         for place in (False, True)
     )
-    return plain, in_place
+    return _CpuCollective(plain, in_place, call_name, output_shape, slot_bytes)
 
 
-class Collective:
-    """A collective without Python kernels, on inputs of one shape.
+class _CpuCollective:
+    """A collective without Python kernels.
 
     `plain` and `in_place` are its programs for an input outside of symmetric memory and for one
-    inside; operand 0 is the input and operand 1 the output, of shape `output`. The slot takes
-    `slot_bytes` for a plain input, and with `always` for one in place too.
+    inside; operand 0 is the input and operand 1 the output. The slot takes `slot_bytes` for a plain
+    input, and with `always` for one in place too.
     """
 
     def __init__(
         self,
         plain: Program,
         in_place: Program,
-        what: bytes,
-        output: tuple[int, ...],
+        call_name: bytes,
+        output_shape: Shape,
         slot_bytes: int,
         *,
         always: bool = False,
     ) -> None:
-        self._plans = (plain.plan(what), in_place.plan(what))
+        self._plans = (plain.plan(call_name), in_place.plan(call_name))
         handles = (self._plans[0].handle, self._plans[1].handle)
-        self.output = output
+        self._output_shape = output_shape
         self._wake = slot_bytes > _WAKE_BYTES
         slots = (slot_bytes, slot_bytes if always else 0)
         self._run = (*handles, *slots)
         self._start = (*handles, *slots) if self._wake else (handles[0],) * 2 + (slots[0],) * 2
 
+    @property
+    def output_shape(self) -> Shape:
+        """See `Collective`."""
+        return self._output_shape
+
     def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Carries the collective out in the calling thread. Raises `RuntimeError`."""
+        """Runs the collective in the calling thread."""
         with group.own_lock():
             try:
                 torch.ops.symm_cp.run_collective.default(group.handle, *self._run, tensor, output)
@@ -357,14 +409,11 @@ class Collective:
                 raise reported(error)  # noqa: B904 - the same error
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Starts the collective on a copy engine; `wait_tensor` completes the returned output.
-
-        Waits for no peer, at the first call neither.
-        """
+        """Starts the collective on a copy engine; see `Collective`."""
         with group.own_lock():
             try:
                 return torch.ops.symm_cp.start_transfer.default(
-                    group.handle, *self._start, tensor, self.output, self._wake
+                    group.handle, *self._start, tensor, self._output_shape, self._wake
                 )
             except RuntimeError as error:
                 raise reported(error)  # noqa: B904 - the same error

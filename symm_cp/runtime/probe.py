@@ -1,4 +1,4 @@
-"""Faults between the steps of a schedule, for tests: a rank that dawdles, or that is killed."""
+"""Faults between the steps of a schedule, for tests: random delays, or a rank that is killed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from contextlib import contextmanager
 
 from symm_cp import native
 
-#: Whether steps that Python carries out have to be told to the native part.
+#: Whether steps that run in Python must be counted by the native part.
 active = False
 
 
 class Steps:
-    """How many steps there were, once the block has ended."""
+    """The number of steps, once the block has ended."""
 
     count = 0
 
 
 @contextmanager
 def probing(*, seed: int = 0, delay_us: int = 0, fatal: int = -1) -> Iterator[Steps]:
-    """Pauses before steps of this process, at random up to `delay_us`, or kills it before one.
+    """Delays each step of this process by up to `delay_us`, at random, or kills it before one.
 
-    `fatal` is the number of that step, from 0, of those inside; -1: none.
+    `fatal` is the number of that step, from 0, among those inside; -1: none.
     """
     global active
     library = native.load()
@@ -36,5 +36,5 @@ def probing(*, seed: int = 0, delay_us: int = 0, fatal: int = -1) -> Iterator[St
 
 
 def step() -> None:
-    """A step that Python carries out comes next."""
+    """Counts a step that runs in Python, before it runs."""
     native.load().symm_cp_probe_step()

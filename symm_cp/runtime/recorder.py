@@ -1,8 +1,8 @@
-"""Records what the lanes of this rank really did: `symm_cp.trace()`.
+"""Records when the lanes of this rank ran each step: `symm_cp.trace()`.
 
-Steps that Python carries out are noted here, native ones in csrc/trace.cpp; both read the
-monotonic clock, which all processes of a host share, so the ranks' recordings fit together. While
-nothing is recorded a native batch costs one look at a flag.
+Steps that run in Python are recorded here, native ones in csrc/trace.cpp. Both read the monotonic
+clock, which all processes of a host share, so the ranks' recordings fit together. When nothing is
+recorded, a native batch costs the test of one flag.
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from symm_cp import native
-from symm_cp.device import Device, Mark
-from symm_cp.memory import FLAGS, GroupLike, group_name
+from symm_cp import native, wire
+from symm_cp.devices import Device, Mark
+from symm_cp.memory import GroupLike, group_name
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 
 _NANO = 1e-9
-# Kinds of native commands, see `Kind` of csrc/channel.h; a publish is no step.
-_COPY, _SIGNAL, _WAIT, _REDUCE = 0, 1, 2, 3
 
 
 class Recording:
@@ -33,33 +31,39 @@ class Recording:
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
-        # As little as possible happens while ops run: what is noted becomes steps when somebody
-        # asks for them. Lists may be appended to by several threads.
+        # As little as possible happens while ops run: entries become steps when they are asked for.
+        # Several threads may append to a list.
         self._kernels: list[tuple[str, int, bytes, int, int, int]] = []
         self._marked: list[tuple[Step, str, int, bytes, Mark, Mark]] = []
         self._devices: dict[int, Device] = {}
-        self._native: Iterable[native.TraceEvent] = ()
+        self._native: Iterable[wire.TraceEvent] = ()
 
     def kernel(
-        self, run: Callable[[int], None], name: str, index: int, what: bytes, epoch: int
+        self, run: Callable[[int], None], name: str, index: int, call_name: bytes, epoch: int
     ) -> None:
-        """Runs a Python kernel and notes how long it took."""
+        """Runs a Python kernel and records when."""
         start = time.monotonic_ns()
         run(index)
-        self._kernels.append((name, index, what, epoch, start, time.monotonic_ns()))
+        self._kernels.append((name, index, call_name, epoch, start, time.monotonic_ns()))
 
     @contextmanager
     def on_lane(
-        self, step: Step | None, device: Device, lane: str, channel: str, epoch: int, what: bytes
+        self,
+        step: Step | None,
+        device: Device,
+        lane: str,
+        channel: str,
+        epoch: int,
+        call_name: bytes,
     ) -> Iterator[None]:
-        """Notes when a lane of a device begins and ends what is put on it inside."""
+        """Records when a lane of a device begins and ends the work put on it inside."""
         if step is None:
             yield
             return
         begin = device.mark(lane, channel)
         yield
         end = device.mark(lane, channel)
-        self._marked.append((step, lane, epoch, what, begin, end))
+        self._marked.append((step, lane, epoch, call_name, begin, end))
         self._devices[id(device)] = device
 
     def finish(self) -> None:
@@ -69,7 +73,7 @@ class Recording:
         library = native.load()
         count = ctypes.c_int64()
         events = library.symm_cp_recorded(ctypes.byref(count))
-        copied = (native.TraceEvent * count.value)()
+        copied = (wire.TraceEvent * count.value)()
         ctypes.memmove(copied, events, ctypes.sizeof(copied))
         self._native = copied
         library.symm_cp_recorded_free(events)
@@ -86,24 +90,24 @@ class Recording:
         return Event(self.rank, lane, epoch - 1, step, start * _NANO, end * _NANO, text)
 
     def _of_kernels(self) -> Iterator[Event]:
-        for name, index, what, epoch, start, end in self._kernels:
+        for name, index, call_name, epoch, start, end in self._kernels:
             source, _, target = name.partition("->")
             step: Step = Compute(name, index, (), ())
             if target:
                 step = Copy(Region(self.rank, source), Region(self.rank, target))
-            yield self._event(step, "compute", epoch, (start, end), what)
+            yield self._event(step, "compute", epoch, (start, end), call_name)
 
     def _of_lanes(self) -> Iterator[Event]:
-        for step, lane, epoch, what, begin, end in self._marked:
-            yield self._event(step, lane, epoch, (begin(), end()), what)
+        for step, lane, epoch, call_name, begin, end in self._marked:
+            yield self._event(step, lane, epoch, (begin(), end()), call_name)
 
     def _of_commands(self) -> Iterator[Event]:
         for event in self._native:
-            step = _step(event.command, self.rank)
+            step = step_of(event.command, self.rank)
             if step is not None:
                 lane = "copy" if event.engine else "compute"
                 times = event.start, event.end
-                yield self._event(step, lane, event.epoch, times, event.what)
+                yield self._event(step, lane, event.epoch, times, event.call_name)
 
     def all_ranks(self, group: GroupLike | None = None) -> Timeline:
         """Returns the steps of all ranks of a group (default: all there are). Collective."""
@@ -126,7 +130,7 @@ class Recording:
             drawing.save(Path(path), {"measured": timeline})
 
 
-#: The recording under way, if any.
+#: The recording in progress, if any.
 active: Recording | None = None
 
 
@@ -140,7 +144,7 @@ def trace() -> Iterator[Recording]:
     """
     global active
     if active is not None:
-        raise RuntimeError("trace: a recording is under way already in this process")
+        raise RuntimeError("trace: this process is recording already")
     library = native.load()
     recording = active = Recording()
     library.symm_cp_record(1)
@@ -152,20 +156,34 @@ def trace() -> Iterator[Recording]:
         recording.finish()
 
 
-def _region(reference: native.Reference, rank: int) -> Region:
-    if reference.space == 0:
+def _region(reference: wire.Reference, rank: int) -> Region:
+    if reference.space == wire.Space.OPERAND:
         return Region(rank, f"tensor {reference.index}")
-    return Region(reference.index, "slot" if reference.space == 1 else "shard")
+    return Region(reference.index, "slot" if reference.space == wire.Space.SLOT else "shard")
 
 
-def _step(command: native.Command, rank: int) -> Step | None:
-    """The step that a native command stands for, so far as the command tells."""
-    if command.kind == _COPY:
-        return Copy(_region(command.source, rank), _region(command.to, rank))
-    if command.kind == _SIGNAL:
-        return Signal(command.peer, FLAGS[command.flag])
-    if command.kind == _WAIT:
-        return Wait(command.peer, FLAGS[command.flag], command.lag)
-    if command.kind == _REDUCE:
+def step_of(command: wire.Command, rank: int) -> Step | None:
+    """Returns the step that a native command carries out, as far as the command tells."""
+    if command.kind == wire.Kind.REDUCE:
         return Compute("reduce", rank, (), ())
+    return _exchange_of(command, rank)
+
+
+def step_of_stream(command: wire.StreamCommand, rank: int) -> Step | None:
+    """Returns the step that a command for a stream carries out, as far as the command tells."""
+    if command.kind == wire.StreamKind.WAIT_EVENT:
+        return Wait(rank, f"event {command.event}")
+    if command.kind == wire.StreamKind.ARRIVED:
+        return Signal(rank, "arrived")
+    return _exchange_of(command, rank)
+
+
+def _exchange_of(command: wire.Command | wire.StreamCommand, rank: int) -> Step | None:
+    # These kinds have the same numbers in both enumerations.
+    if command.kind == wire.Kind.COPY:
+        return Copy(_region(command.source, rank), _region(command.to, rank))
+    if command.kind == wire.Kind.SIGNAL:
+        return Signal(command.peer, wire.FLAGS[command.flag])
+    if command.kind == wire.Kind.WAIT:
+        return Wait(command.peer, wire.FLAGS[command.flag], command.lag)
     return None

@@ -1,8 +1,8 @@
-"""Layouts: which chunks of a sequence each rank holds, and in which order.
+"""Layouts of a sequence: which chunks each rank holds, and in which order.
 
 A sequence is cut into chunks, numbered in sequence order. `chunk_order` lists the chunks of rank 0,
-then those of rank 1, and so on, equally many for each rank; `chunk_lengths` gives the length of
-each chunk by its number. Chunks may be empty, so any sequence can be spread over any ranks.
+then those of rank 1, and so on, the same number for each rank; `chunk_lengths[c]` is the length of
+chunk c. Chunks may be empty, so a sequence of any length can be spread over any number of ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Span:
-    """Consecutive positions: `length` of them from position `start`, held from row `row` on."""
+    """`length` consecutive positions from `start`, held in consecutive rows from `row`."""
 
     start: int
     length: int
@@ -23,8 +23,8 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """How a sequence is spread over ranks. Raises `ValueError` unless its parts fit together."""
+class SequenceLayout:
+    """How a sequence is spread over ranks. Raises `ValueError` for inconsistent arguments."""
 
     world_size: int
     chunk_order: tuple[int, ...]
@@ -36,8 +36,8 @@ class Layout:
             raise ValueError(f"world_size={ranks} must be at least 1")
         if chunks == 0 or chunks % ranks != 0:
             raise ValueError(
-                f"chunk_order has {chunks} chunks, which {ranks} ranks do not divide: every rank "
-                "needs equally many (chunks may be empty)"
+                f"chunk_order: its length {chunks} must be a positive multiple of world size "
+                f"{ranks} (chunks may be empty)"
             )
         if sorted(self.chunk_order) != list(range(chunks)):
             raise ValueError(
@@ -45,8 +45,8 @@ class Layout:
             )
         if len(self.chunk_lengths) != chunks:
             raise ValueError(
-                f"chunk_lengths has {len(self.chunk_lengths)} entries for {chunks} chunks: needs "
-                "one for each chunk, by its number"
+                f"chunk_lengths has {len(self.chunk_lengths)} entries for {chunks} chunks, must "
+                "have one for each chunk"
             )
         if min(self.chunk_lengths) < 0:
             raise ValueError(f"chunk_lengths={_shown(self.chunk_lengths)} must not be negative")
@@ -78,7 +78,7 @@ class Layout:
         return tuple(tuple(self._joined(rank)) for rank in range(self.world_size))
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """What a rank holds: longest runs of consecutive positions, in the order of its rows."""
+        """The maximal runs of consecutive positions that a rank holds, in the order of its rows."""
         return self._spans[rank]
 
     def _joined(self, rank: int) -> Iterator[Span]:
@@ -108,16 +108,16 @@ def _shown(numbers: tuple[int, ...]) -> str:
 
 
 def even_lengths(length: int, chunks: int) -> tuple[int, ...]:
-    """Cuts a length into chunks that differ by at most 1, the longer ones first."""
+    """Splits a length into chunks whose lengths differ by at most 1, longer ones first."""
     if length < 0:
         raise ValueError(f"{length=} must not be negative")
     each, more = divmod(length, chunks)
     return tuple(each + (chunk < more) for chunk in range(chunks))
 
 
-def sequential(length: int, world_size: int) -> Layout:
+def sequential(length: int, world_size: int) -> SequenceLayout:
     """Rank r holds the r-th part of the sequence."""
-    return Layout(world_size, tuple(range(world_size)), even_lengths(length, world_size))
+    return SequenceLayout(world_size, tuple(range(world_size)), even_lengths(length, world_size))
 
 
 def head_tail_order(world_size: int) -> tuple[int, ...]:
@@ -125,9 +125,11 @@ def head_tail_order(world_size: int) -> tuple[int, ...]:
     return tuple(chunk for rank in range(world_size) for chunk in (rank, 2 * world_size - 1 - rank))
 
 
-def head_tail(length: int, world_size: int) -> Layout:
-    """Rank r holds chunks r and 2W-1-r of 2W: the same work for all under a causal mask.
+def head_tail(length: int, world_size: int) -> SequenceLayout:
+    """Rank r holds chunks r and 2W-1-r of 2W: equal work for all ranks under a causal mask.
 
     Source: the zigzag layout of ring-flash-attention, torch's `_HeadTailLoadBalancer`.
     """
-    return Layout(world_size, head_tail_order(world_size), even_lengths(length, 2 * world_size))
+    return SequenceLayout(
+        world_size, head_tail_order(world_size), even_lengths(length, 2 * world_size)
+    )

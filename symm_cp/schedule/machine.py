@@ -1,15 +1,15 @@
-"""Machines: what a kernel, a copy and a signal cost on them.
+"""Machines: what kernels, copies and signals cost on them.
 
-A machine is known by its makers' figures, or by curves that were measured on it (`symm-cp
-calibrate`); a file in TOML holds either. Rates are per GPU (or CPU core) and direction, in bytes or
-operations a second.
+A machine is described by its vendor's figures, or by curves measured on it (`symm-cp calibrate`); a
+TOML file holds either. Rates are per GPU (or CPU core) and direction, in bytes or operations per
+second.
 
-Published are NVIDIA's data sheets (dense bfloat16): H100 SXM 989 TFLOP/s, 80 GB, 3.35 TB/s, NVLink
-4 of 900 GB/s in both directions; H200 the same with 141 GB and 4.8 TB/s; HGX B200 2250 TFLOP/s,
-180 GB, 7.7 TB/s, NVLink 5 of 1.8 TB/s; GB200 NVL72 2500 TFLOP/s, 186 GB, 8 TB/s, 72 GPUs on one
-NVLink. Between hosts: one 400 Gbit/s adapter for each GPU, as in DGX systems. What is reached of a
-peak is an assumption: 0.75 for large matmuls and 0.65 for attention (FlashAttention-3, Shah et al.
-2024, reports up to 0.75), 0.8 for links.
+The figures are from NVIDIA's data sheets (dense bfloat16): H100 SXM 989 TFLOP/s, 80 GB, 3.35 TB/s,
+NVLink 4 with 900 GB/s in both directions together; H200 the same with 141 GB and 4.8 TB/s; HGX B200
+2250 TFLOP/s, 180 GB, 7.7 TB/s, NVLink 5 with 1.8 TB/s; GB200 NVL72 2500 TFLOP/s, 186 GB, 8 TB/s, 72
+GPUs on one NVLink. Between hosts: one 400 Gbit/s adapter per GPU, as in DGX systems. The share of a
+peak that is reached is an assumption: 0.75 for large matmuls and 0.65 for attention
+(FlashAttention-3, Shah et al. 2024, reports up to 0.75), 0.8 for links.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds by size, from points that were measured.
+    """Seconds by size, from measured points.
 
-    Between points the logarithms go straight; beyond the last one the rate stays that of the last
-    two, and below the first one the time stays that of the first.
+    Linear in the logarithms between points. Beyond the last point the rate is that of the last
+    point; below the first one the time is that of the first point.
     """
 
     sizes: tuple[float, ...]
@@ -36,9 +36,9 @@ class Curve:
     def __post_init__(self) -> None:
         rising = all(a < b for a, b in zip(self.sizes, self.sizes[1:], strict=False))
         if not self.sizes or len(self.sizes) != len(self.seconds) or not rising:
-            raise ValueError("a curve needs as many seconds as sizes, and sizes that grow")
+            raise ValueError("a curve must have as many seconds as sizes, and increasing sizes")
         if self.sizes[0] <= 0 or min(self.seconds) <= 0:
-            raise ValueError("a curve needs sizes and seconds above 0")
+            raise ValueError("a curve must have positive sizes and seconds")
 
     def __call__(self, size: float) -> float:
         """Returns the seconds that `size` takes."""
@@ -56,16 +56,16 @@ class Curve:
         )
 
 
-#: What a curve may be of, by operations or bytes; those of kernels have the dtype behind a dot, as
-#: in "matmul.float32". "fresh" is memory that an op takes for its result, and touches first;
-#: "remote" what a kernel takes longer that reads memory which a peer has just written.
-#: "weight" is what a matmul takes for its second matrix, however many rows the first one has.
+#: The kinds of curves, over operations or bytes. Curves of kernels are named with the dtype, as in
+#: "matmul.float32". "fresh": the extra cost of first touching new memory for a result. "remote":
+#: the extra time of a kernel that reads memory which a peer has just written. "weight": the time
+#: that a matmul spends on its second matrix, independent of the rows of the first.
 CURVES = ("matmul", "weight", "attention", "copy", "transfer", "reduce", "fresh", "remote")
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of host. `curves` come before the figures."""
+    """A kind of host. Where there is a curve, it is used instead of the figures."""
 
     name: str
     flops: float
@@ -79,12 +79,12 @@ class Machine:
     link_reached: float = 0.8
     kernel_seconds: float = 4e-6
     signal_seconds: float = 2e-6
-    #: What a call of an op takes when there is next to nothing to compute or to move.
+    #: The fixed cost of a call of each op: its time when there is almost nothing to do.
     calls: Mapping[str, float] = field(default_factory=dict, hash=False)
     curves: Mapping[str, Curve] = field(default_factory=dict, hash=False)
 
     def matmul(self, flops: float, dtype: str = "bfloat16", weight: float = 0.0) -> float:
-        """Seconds of a matmul of so many operations, whose second matrix has `weight` bytes."""
+        """Seconds of a matmul of `flops` operations whose second matrix has `weight` bytes."""
         seconds = self._kernel("matmul", dtype, flops, self.matmul_reached)
         curve = self.curves.get(f"weight.{dtype}")
         if curve is not None:
@@ -92,27 +92,27 @@ class Machine:
         return max(seconds, weight / self.memory_rate)
 
     def attention(self, flops: float, dtype: str = "bfloat16") -> float:
-        """Seconds of an attention kernel of so many operations."""
+        """Seconds of an attention kernel of `flops` operations."""
         return self._kernel("attention", dtype, flops, self.attention_reached)
 
     def copy(self, nbytes: float) -> float:
-        """Seconds of a copy within one's own memory, which it reads and writes."""
+        """Seconds of a copy within local memory."""
         return self._move("copy", nbytes, 2 * nbytes / self.memory_rate)
 
     def transfer(self, nbytes: float) -> float:
-        """Seconds of a copy out of a peer's memory."""
+        """Seconds of a copy from a peer's memory."""
         return self._move("transfer", nbytes, nbytes / (self.nvlink * self.link_reached))
 
     def reduce(self, nbytes: float, parts: int) -> float:
-        """Seconds of a sum of so many parts of so many bytes."""
+        """Seconds of a sum of `parts` parts of `nbytes` bytes each."""
         return self._move("reduce", parts * nbytes, (parts + 1) * nbytes / self.memory_rate)
 
     def fresh(self, nbytes: float) -> float:
-        """Seconds of new memory, over those of memory that was used before."""
+        """Extra seconds of writing new memory compared with memory used before."""
         return self._move("fresh", nbytes, 0.0)
 
     def remote(self, nbytes: float) -> float:
-        """Seconds that a kernel takes longer when what it reads is in a peer's memory."""
+        """Extra seconds of a kernel that reads a peer's memory."""
         return self._move("remote", nbytes, 0.0)
 
     def _kernel(self, kind: str, dtype: str, flops: float, reached: float) -> float:
@@ -134,7 +134,7 @@ MACHINES = {
     )
 }
 
-#: What a core of a server does about, for machines that were not calibrated.
+#: About the rates of one server core, for machines that were not calibrated.
 TYPICAL_CPU = Machine(
     "typical CPU", 1e11, 64e9, 2e10, 1e10,
     matmul_reached=1.0, attention_reached=1.0, link_reached=1.0, kernel_seconds=1e-5,
@@ -145,52 +145,51 @@ _FIGURES = {field.name for field in fields(Machine)} - {"calls", "curves"}
 
 
 def machine(name: str) -> Machine:
-    """Returns a known machine, or one from a TOML file that says `like` which one it is else.
+    """Returns a known machine, or one from a TOML file.
 
-    Raises `ValueError` for a name that is neither, and for a file that is not of that kind.
+    In the file, `like` names the known machine that provides the values that the file leaves out.
+    Raises `ValueError` for a name that is neither, and for an invalid file.
     """
     if name in MACHINES:
         return MACHINES[name]
     path = Path(name)
     if not path.is_file():
-        raise ValueError(
-            f"--machine {name!r} is neither one of {', '.join(MACHINES)} nor a TOML file"
-        )
+        raise ValueError(f"--machine {name!r} must be one of {', '.join(MACHINES)}, or a TOML file")
     return from_toml(path.read_text(), name)
 
 
 def from_toml(text: str, name: str) -> Machine:
-    """Returns the machine that a file of that name describes; raises `ValueError`."""
+    """Returns the machine that `text` describes; raises `ValueError`, naming the file `name`."""
     try:
-        given = tomllib.loads(text)
-        like = given.pop("like", "h100")
-        calls = {op: float(seconds) for op, seconds in given.pop("calls", {}).items()}
+        figures = tomllib.loads(text)
+        like = figures.pop("like", "h100")
+        calls = {op: float(seconds) for op, seconds in figures.pop("calls", {}).items()}
         curves = {
             kind: Curve(tuple(curve["sizes"]), tuple(curve["seconds"]))
-            for kind, curve in given.pop("curves", {}).items()
+            for kind, curve in figures.pop("curves", {}).items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{name}: {error}") from error
     unknown = [kind for kind in curves if kind.split(".")[0] not in CURVES]
-    if like not in MACHINES or not given.keys() <= _FIGURES or unknown:
+    if like not in MACHINES or not figures.keys() <= _FIGURES or unknown:
         raise ValueError(
-            f"{name}: 'like' must be one of {', '.join(MACHINES)}, curves of "
-            f"{', '.join(CURVES)}, the other keys of {', '.join(sorted(_FIGURES))}"
+            f"{name}: 'like' must be one of {', '.join(MACHINES)}; curves must be among "
+            f"{', '.join(CURVES)}; other keys among {', '.join(sorted(_FIGURES))}"
         )
-    return replace(MACHINES[like], **given, calls=calls, curves=curves)
+    return replace(MACHINES[like], **figures, calls=calls, curves=curves)
 
 
-def to_toml(given: Machine) -> str:
-    """Returns the text of a file that `machine` reads."""
+def to_toml(machine: Machine) -> str:
+    """Returns the text of a file from which `from_toml` makes the machine."""
     lines = [
         f'{name} = "{value}"' if isinstance(value, str) else f"{name} = {value!r}"
         for name in sorted(_FIGURES)
-        for value in (getattr(given, name),)
+        for value in (getattr(machine, name),)
     ]
-    if given.calls:
+    if machine.calls:
         lines += ["", "[calls]"]
-        lines += [f'"{op}" = {float(f"{seconds:.4g}")}' for op, seconds in given.calls.items()]
-    for kind, curve in given.curves.items():
+        lines += [f'"{op}" = {float(f"{seconds:.4g}")}' for op, seconds in machine.calls.items()]
+    for kind, curve in machine.curves.items():
         lines += ["", f'[curves."{kind}"]']
         lines.append(f"sizes = {[float(size) for size in curve.sizes]}")
         lines.append(f"seconds = {[float(f'{second:.4g}') for second in curve.seconds]}")

@@ -1,9 +1,9 @@
-"""How long schedules take: when each step of each lane begins and ends, given what a step costs.
+"""How long schedules take: when each step of each lane begins and ends, given the cost of a step.
 
-Event-driven and exact for the semantics of steps: a lane does one step after the other, a ``Wait``
-ends when the flag has come, and nothing else takes time than what ``cost`` says. As in ``check``,
-one run is enough, since no step branches on data. What it does not know is that steps slow each
-other down (copies that share a link, kernels that share a memory): ``cost`` is per step.
+Event-driven, and exact for the semantics of steps: a lane runs one step after the other, a ``Wait``
+ends when the flag has been raised, and only what ``cost`` names takes time. As in ``check``, one
+run is enough, since no step branches on data. It does not model that steps slow each other down
+(copies that share a link, kernels that share a memory): ``cost`` is per step.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import TypeAlias
 
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
 
-#: What a step of a rank costs, in seconds; it is not asked about waits.
+#: The cost of a step of a rank, in seconds; not called for waits.
 Cost: TypeAlias = Callable[[int, Step], float]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A step that has been carried out, from ``start`` to ``end`` in seconds."""
+    """A step that ran from ``start`` to ``end``, in seconds."""
 
     rank: int
     lane: str
@@ -29,7 +29,7 @@ class Event:
     step: Step
     start: float
     end: float
-    #: Which op it belongs to, where that is known.
+    #: The op it belongs to, if known.
     op: str = ""
 
 
@@ -39,7 +39,7 @@ class DeadlockError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """All events, in the order in which they were found out."""
+    """All events, in no particular order."""
 
     events: tuple[Event, ...]
 
@@ -50,11 +50,11 @@ class Timeline:
 
     @property
     def total(self) -> float:
-        """From the beginning of the first step to the end of the last one."""
+        """The time from the begin of the first step to the end of the last one."""
         return max((event.end for event in self.events), default=0.0) - self.begin
 
     def busy(self, rank: int, kind: type[Compute] | type[Copy]) -> float:
-        """How long a rank computes, or copies, in all."""
+        """How long a rank computes, or copies, in total."""
         return sum(
             event.end - event.start
             for event in self.events
@@ -62,9 +62,9 @@ class Timeline:
         )
 
     def hidden(self) -> float:
-        """The share of the copying that takes place while the same rank computes, over all ranks.
+        """The share of all copying during which the same rank computes.
 
-        1 when there is nothing to copy.
+        1 if nothing is copied.
         """
         copying = overlapped = 0.0
         for rank in {event.rank for event in self.events}:
@@ -127,15 +127,14 @@ class _Run:
         while lane.position < len(lane.steps):
             call, step = lane.steps[lane.position]
             start = lane.time
-            if isinstance(step, Wait):
-                came = self._came(lane, call, step)
-                if came is None:
-                    key = (step.flag, step.source, lane.rank)
-                    self.waiting.setdefault(key, []).append(lane)
-                    return
-                lane.time = max(start, came)
-            else:
-                lane.time = start + self.cost(lane.rank, step)
+            waits = _waits(step, lane.rank)
+            came = [self._came(lane, call, wait) for wait in waits]
+            if None in came:
+                missing = waits[came.index(None)]
+                key = (missing.flag, missing.source, lane.rank)
+                self.waiting.setdefault(key, []).append(lane)
+                return
+            lane.time = self._end(lane, step, [time for time in came if time is not None])
             lane.position += 1
             self.events.append(Event(lane.rank, lane.name, call, step, start, lane.time))
             if isinstance(step, Signal):
@@ -145,6 +144,17 @@ class _Run:
                 self.flags.setdefault(key, []).append((call + 1, lane.time + delay))
                 ready.extend(self.waiting.pop(key, ()))
 
+    def _end(self, lane: _Lane, step: Step, came: Sequence[float]) -> float:
+        """When a step ends whose flags were raised at these times."""
+        if isinstance(step, Wait):
+            return max(lane.time, *came)
+        # A kernel that polls spends equal shares on what it reads at once and behind each flag.
+        share = self.cost(lane.rank, step) / (1 + len(came))
+        time = lane.time + share
+        for flag in came:
+            time = max(time, flag) + share
+        return time
+
     def _came(self, lane: _Lane, call: int, step: Wait) -> float | None:
         needed = call + 1 - step.lag
         if needed <= 0:
@@ -153,10 +163,16 @@ class _Run:
         return next((time for epoch, time in raised if epoch >= needed), None)
 
 
-def simulate(calls: Sequence[Sequence[Schedule]], cost: Cost, *, signal: float = 0.0) -> Timeline:
-    """Returns when everything happens in ``calls``, one after the other on the same lanes.
+def _waits(step: Step, rank: int) -> list[Wait]:
+    if isinstance(step, Compute):
+        return [Wait(rank, flag) for flag, _ in step.awaits]
+    return [step] if isinstance(step, Wait) else []
 
-    ``calls[c][r]`` is the schedule of rank r in call c; ``signal`` is how long a signal travels to
-    a peer, in seconds. Raises ``DeadlockError`` when lanes wait for each other.
+
+def simulate(calls: Sequence[Sequence[Schedule]], cost: Cost, *, signal: float = 0.0) -> Timeline:
+    """Returns when each step of ``calls`` runs, one call after the other on the same lanes.
+
+    ``calls[c][r]`` is the schedule of rank r in call c; ``signal`` is the latency of a signal to a
+    peer, in seconds. Raises ``DeadlockError`` when lanes wait for each other.
     """
     return _Run(calls, cost, signal).run()

@@ -1,8 +1,9 @@
-"""The words of a schedule: regions, steps and lanes.
+"""What schedules consist of: regions, steps and lanes.
 
-A schedule is plain data. A builder (``builders.py``) writes one, ``check`` proves it free of races
-and deadlocks, and a runtime binds its regions to memory and carries it out. Nothing here knows of
-tensors, sizes or pointers.
+A schedule is plain data. A pattern (``patterns/``) provides it, ``check`` proves it free of races
+and deadlocks, and a runtime binds its regions to memory and executes it. There are no tensors,
+sizes or pointers here: uneven shards are the runtime's business, and a step on empty memory is
+still a step, because the signals around it must happen.
 
 Calls
     Ops that share a workspace are numbered 0, 1, 2, ... on every rank, in the same order. Call
@@ -13,8 +14,7 @@ Buffers
     ``"slot"``                the workspace slot of the call; every rank can read every rank's
     ``"symmetric"``           the user's persistent symmetric tensor; every rank can read every
                               rank's; its owner may overwrite it as soon as the call has returned
-    ``"input"``,              given by the caller, private to the rank, fresh in each call
-    ``"staging"``
+    ``"input"``               filled by the caller, private to the rank, fresh in each call
     ``"output"``, any other   private to the rank, fresh in each call, holds nothing at first
     ========================  ====================================================================
 
@@ -31,8 +31,8 @@ from typing import TypeAlias
 
 #: Buffers that other ranks may access; all others are private to their rank.
 SHARED_BUFFERS = frozenset({"slot", "symmetric"})
-#: Buffers whose contents the caller provides before the call.
-GIVEN_BUFFERS = frozenset({"input", "staging", "symmetric"})
+#: Buffers that the caller fills before the call.
+GIVEN_BUFFERS = frozenset({"input", "symmetric"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +99,15 @@ class Wait:
 class Compute:
     """Run kernel ``kernel`` for shard or chunk ``index``; it reads and writes just these regions.
 
-    A region in both ``reads`` and ``writes`` is updated in place.
+    A region in both ``reads`` and ``writes`` is updated in place. ``awaits`` pairs flags to oneself
+    with further regions: the running kernel polls the flag, and reads the region only after that.
     """
 
     kernel: str
     index: int
     reads: tuple[Region, ...]
     writes: tuple[Region, ...]
+    awaits: tuple[tuple[str, Region], ...] = ()
 
     def __str__(self) -> str:
         return f"Compute({self.kernel!r}, {self.index})"
@@ -116,7 +118,7 @@ Step: TypeAlias = Copy | Signal | Wait | Compute
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Lanes(Mapping[str, tuple[Step, ...]]):
-    """An immutable, hashable mapping from lane name to its steps, in the order given."""
+    """An immutable, hashable mapping from lane name to its steps, in the order of creation."""
 
     pairs: tuple[tuple[str, tuple[Step, ...]], ...]
 
@@ -140,13 +142,12 @@ class Lanes(Mapping[str, tuple[Step, ...]]):
 class Schedule:
     """What one rank does in one call: its lanes, each an ordered list of steps.
 
-    ``lanes`` may be given as any mapping and is kept as an immutable one, so a schedule is
-    hashable. Lanes are named ``"compute"`` (the calling thread, or the current stream) and
-    ``"copy"`` (a copy engine). A lane continues from call to call in program order; lanes of a
-    call do not start or end together, only flags order them. ``slots`` is the number of slots of
-    the workspace.
+    ``lanes`` may be any mapping; a schedule keeps an immutable copy, so it is hashable. Lanes are
+    named ``"compute"`` (the calling thread, or the current stream) and ``"copy"`` (a copy engine).
+    A lane continues from call to call in program order; lanes of a call do not start or end
+    together, only flags order them. ``slots`` is the number of slots of the workspace.
 
-    Raises ``ValueError`` if a rank in it is outside of ``range(world_size)``.
+    Raises ``ValueError`` if a step names a rank outside ``range(world_size)``.
     """
 
     name: str
@@ -189,7 +190,7 @@ def accesses(step: Step) -> tuple[tuple[Region, ...], tuple[Region, ...]]:
     if isinstance(step, Copy):
         return (step.src,), (step.dst,)
     if isinstance(step, Compute):
-        return step.reads, step.writes
+        return (*step.reads, *(region for _, region in step.awaits)), step.writes
     return (), ()
 
 

@@ -1,9 +1,9 @@
-"""Which work of attention a mask leaves, as tiles of query rows and key rows.
+"""The part of attention that a mask leaves to compute, as tiles of query rows and key rows.
 
 A tile is one call of an attention kernel: some rows of this rank's queries against some rows of
-one rank's keys. What a mask rules out is in no tile, and most tiles need no mask: they are full, or
-causal from their first row and key. Documents and causal masks are cut exactly; the slanted edges
-of a sliding window are what remains for tiles with a band.
+one rank's keys. What a mask excludes is in no tile, and most tiles need no mask: they are full, or
+causal from their first row and key. Documents and causal masks are cut exactly; only the slanted
+edges of a sliding window need tiles with a band.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from symm_cp.schedule.layout import Layout, Span
+from symm_cp.schedule.layout import SequenceLayout, Span
 
-# Rows of queries in a tile with a band: bounds the memory of its mask, and the work it wastes.
+# Query rows in a tile with a band: bounds the memory of its mask and the work wasted on it.
 _BAND_ROWS = 256
 
 
@@ -56,12 +56,12 @@ class Tile:
 
     @property
     def causal(self) -> bool:
-        """Query i sees keys 0 to i: what kernels know as causal, aligned at the upper left."""
+        """Query i sees keys 0 to i: the causal mask of kernels, aligned at the upper left."""
         return self.low is None and self.high == 0
 
     @property
     def pairs(self) -> int:
-        """How many pairs of a query and a key that it sees there are."""
+        """The number of (query, key) pairs in which the query sees the key."""
         rows, keys = self.q_end - self.q_begin, self.k_end - self.k_begin
         if self.full:
             return rows * keys
@@ -74,9 +74,9 @@ class Tile:
 
 
 def squares(tile: Tile) -> tuple[Tile, ...]:
-    """A causal tile as square ones and full ones; any other as it is.
+    """Splits a causal tile into square and full ones; returns any other tile unchanged.
 
-    Kernels disagree about where a causal mask begins in a tile that is not square.
+    Kernels disagree about the alignment of a causal mask in a tile that is not square.
     """
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
     if not tile.causal or rows == keys:
@@ -84,13 +84,13 @@ def squares(tile: Tile) -> tuple[Tile, ...]:
     both = min(rows, keys)
     cut, end = tile.q_begin + both, tile.k_begin + both
     square = Tile(tile.q_begin, cut, tile.k_begin, end, high=0)
-    # Rows beyond the keys see all of them; keys beyond the rows are seen by none.
+    # Rows beyond the keys see all keys; keys beyond the rows are seen by no row.
     return (square,) if rows < keys else (square, Tile(cut, tile.q_end, tile.k_begin, tile.k_end))
 
 
 @lru_cache(maxsize=1024)
-def tiles(layout: Layout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
-    """The tiles of a rank's queries and the keys of rank `owner`, of one sequence."""
+def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
+    """The tiles of a rank's queries against the keys of rank `owner`, for one sequence."""
     if rank == owner and _is_causal(mask) and _ascends(layout.spans(rank)):
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
@@ -106,8 +106,8 @@ def tiles(layout: Layout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]
     return tuple(_join_rows(_join_keys(found)))
 
 
-def pairs(layout: Layout, mask: Mask, rank: int) -> int:
-    """How many pairs of a query and a key a rank computes: its share of the work."""
+def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
+    """The number of (query, key) pairs that a rank computes: its share of the work."""
     return sum(
         tile.pairs
         for owner in range(layout.world_size)
@@ -120,17 +120,17 @@ def _is_causal(mask: Mask) -> bool:
 
 
 def _ascends(spans: tuple[Span, ...]) -> bool:
-    # Rows in sequence order: then causal by row is causal by position, gaps or not.
+    # Rows in sequence order: then causal by row is causal by position, even with gaps.
     return all(a.start < b.start for a, b in itertools.pairwise(spans))
 
 
 def _by_document(spans: tuple[Span, ...], mask: Mask) -> Iterator[tuple[int, Span]]:
-    """Cuts spans where documents end, and numbers the documents."""
+    """Cuts spans at document boundaries; yields each part with the number of its document."""
     edges = mask.documents or ()
     for span in spans:
         begin, end = span.start, span.start + span.length
         while begin < end:
-            # Boundaries may repeat (empty documents): the last one that is not beyond counts.
+            # Boundaries may repeat (empty documents): the last one not beyond `begin` counts.
             document = bisect_right(edges, begin)
             stop = min(end, edges[document]) if document < len(edges) else end
             yield document, Span(begin, stop - begin, span.row + begin - span.start)
@@ -138,12 +138,12 @@ def _by_document(spans: tuple[Span, ...], mask: Mask) -> Iterator[tuple[int, Spa
 
 
 def _cut(q: Span, k: Span, mask: Mask) -> Iterator[Tile]:
-    """The tiles of two spans; positions become rows, the band's limits follow."""
+    """The tiles of two spans, with the band's limits in rows instead of positions."""
     shift = k.start - q.start
     low = None if mask.left is None else -mask.left - shift
     high = None if mask.right is None else mask.right - shift
     whole = Tile(q.row, q.row + q.length, k.row, k.row + k.length, low, high)
-    if low is None or low <= -(q.length - 1):  # no query is too far to the right
+    if low is None or low <= -(q.length - 1):  # the left limit excludes no key
         yield from _below(whole)
         return
     for begin in range(0, q.length, _BAND_ROWS):
@@ -152,7 +152,7 @@ def _cut(q: Span, k: Span, mask: Mask) -> Iterator[Tile]:
 
 
 def _below(tile: Tile) -> Iterator[Tile]:
-    """Cuts "j <= i + high" into full tiles and one that is causal from its first row."""
+    """Splits "j <= i + high" into full tiles and one that is causal from its first row."""
     rows, keys, high = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin, tile.high
     if high is None or high >= keys - 1:
         yield Tile(tile.q_begin, tile.q_end, tile.k_begin, tile.k_end)
@@ -172,7 +172,7 @@ def _below(tile: Tile) -> Iterator[Tile]:
 
 
 def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> Iterator[Tile]:
-    """The tiles of a few rows whose first sees keys low to high."""
+    """The tiles of `rows` rows, the first of which sees keys `low` to `high`."""
     keys = whole.k_end - whole.k_begin
     first = max(0, low)
     last = keys if high is None else min(keys, high + rows)
@@ -198,7 +198,7 @@ def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> I
             None if far or high is None else high - k_from,
         )
 
-    # In between, all rows see all keys.
+    # All rows see the keys from `middle` to `until`.
     middle = max(first, low + rows - 1)
     until = last if high is None else min(last, high + 1)
     if until - middle < rows:
@@ -210,7 +210,7 @@ def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> I
 
 
 def _join_keys(found: list[Tile]) -> list[Tile]:
-    """Joins full tiles of the same queries whose keys adjoin."""
+    """Joins full tiles of the same queries with adjoining keys."""
     joined: list[Tile] = []
     for tile in found:
         last = joined[-1] if joined else None
@@ -227,7 +227,7 @@ def _join_keys(found: list[Tile]) -> list[Tile]:
 
 
 def _join_rows(found: list[Tile]) -> list[Tile]:
-    """Joins full tiles of the same keys whose queries adjoin."""
+    """Joins full tiles of the same keys with adjoining queries."""
     joined: list[Tile] = []
     ends: dict[tuple[int, int, int], int] = {}  # (k_begin, k_end, q_end) -> place in joined
     for tile in found:

@@ -1,7 +1,6 @@
-"""Timelines to look at: a file for Perfetto or chrome://tracing, and a Gantt chart.
+"""Timelines as files: for Perfetto or chrome://tracing, and as a Gantt chart.
 
-Both take timelines by name, simulated or measured: those of `simulate` and those of a recording of
-what ran are of one type.
+Both take timelines by name, simulated (`simulate`) or measured (a recording): one type for both.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
 
 
 def chrome(timelines: Mapping[str, Timeline]) -> dict[str, Any]:
-    """Returns the trace-event form (JSON Object Format of Chrome's tracing): a process a rank.
+    """Returns trace events (JSON Object Format of Chrome's tracing), with one process per rank.
 
-    Times are in microseconds, from the first event of each timeline.
+    Times are in microseconds since the first event of each timeline.
     """
     rows: list[dict[str, Any]] = []
     process = 0
@@ -74,7 +73,7 @@ def save(path: Path, timelines: Mapping[str, Timeline]) -> None:
 
 
 def load_pyplot() -> Any:
-    """Returns matplotlib's pyplot, for files; raises `RuntimeError` where it is missing."""
+    """Returns matplotlib's pyplot, set to write files; raises `RuntimeError` if it is missing."""
     try:
         import matplotlib
     except ImportError as error:
@@ -86,7 +85,7 @@ def load_pyplot() -> Any:
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Writes a figure of matplotlib, in the format that the file's name ends in (else PNG)."""
+    """Writes a matplotlib figure in the format of the file's suffix (PNG without one)."""
     content = io.BytesIO()
     figure.savefig(content, dpi=150, format=path.suffix.removeprefix(".") or "png")
     write_output(path, content.getvalue())
@@ -95,7 +94,7 @@ def save_figure(figure: Any, path: Path) -> None:
 def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
     """Writes a Gantt chart (PNG): timelines below each other, on one scale.
 
-    Raises `RuntimeError` where matplotlib is missing.
+    Raises `RuntimeError` if matplotlib is missing.
     """
     pyplot = load_pyplot()
     from matplotlib import patches

@@ -1,41 +1,40 @@
-"""What an op should take: its schedule, on a machine, with the work that one rank has."""
+"""Predicts how long an op takes: its schedule, on a machine, with the work of one rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from symm_cp.schedule.builders import all_ranks
 from symm_cp.schedule.machine import Machine
+from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.simulate import Cost, Timeline, simulate
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Step
 
 
 @dataclass(frozen=True)
 class Work:
-    """An op of equal ranks: its schedule, and how much each step does.
+    """An op with equal work on all ranks: the variant that it runs, and the size of each step.
 
-    `kernel` gives the seconds of the kernel for one shard; `shard` and `partial` are the bytes of
-    what a rank gives to each peer to be read, and of each of its partial sums; `fresh` those of
-    the result. `op` names what a call takes when there is nothing to do.
+    `kernel` returns the seconds of the kernel for one shard. `shard` is the bytes that each peer
+    reads of a rank, `partial` those of a partial sum, `fresh` those of the newly allocated result.
+    `op` is the key of the machine's fixed cost per call.
     """
 
     op: str
-    builder: Callable[..., Schedule]
+    variant: Variant
     kernel: Callable[[Machine], float]
     shard: float = 0.0
     partial: float = 0.0
     fresh: float = 0.0
-    options: Mapping[str, bool | int] = field(default_factory=dict)
 
     def schedules(self, ranks: int) -> tuple[Schedule, ...]:
-        """One of each rank."""
-        return all_ranks(self.builder, ranks, **self.options)
+        """The schedules of all ranks."""
+        return self.variant.schedules(ranks)
 
     def cost(self, machine: Machine, ranks: int) -> Cost:
-        """Returns what each step costs."""
+        """Returns the cost of each step."""
         steps = [step for lane in self.schedules(ranks)[0].lanes.values() for step in lane]
-        # A call's own cost, and that of new memory, show in its kernels and copies.
+        # Spread the fixed cost of a call, and that of new memory, over its kernels and copies.
         busy = sum(isinstance(step, (Compute, Copy)) for step in steps)
         fixed = (machine.calls.get(self.op, 0.0) + machine.fresh(self.fresh)) / max(1, busy)
         one = self.kernel(machine)
@@ -55,7 +54,7 @@ class Work:
         return cost
 
     def predict(self, machine: Machine, ranks: int, calls: int = 1) -> Timeline:
-        """Returns when everything happens in so many calls, one after the other."""
+        """Returns when each step runs in that many calls, one after the other."""
         return simulate(
             [self.schedules(ranks)] * calls,
             self.cost(machine, ranks),

@@ -14,6 +14,7 @@ from symm_cp import native, trusted
 from symm_cp.bench import report
 from symm_cp.cli import main
 from symm_cp.schedule.machine import CURVES, machine
+from tests.exhaustive import exhaustive
 
 
 @pytest.fixture
@@ -102,6 +103,7 @@ def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> No
     assert shown.count("simulated:") == 4
 
 
+@exhaustive
 def test_trace_on_a_machine_that_was_never_calibrated(
     tmp_path: Path, run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,14 +14,15 @@ import torch.distributed as dist
 
 from symm_cp import tuning
 from symm_cp.bench import tune
-from symm_cp.ops import arrival_attention
+from symm_cp.ops.attention import arrival as arrival_attention
 from tests.cuda.simulated import build, simulation
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 
-def takes(group: Any, query: Any, key: Any, layout: Any, mask: Any, scale: Any) -> bool:
-    if arrival_attention.fits(group, query, key, layout, mask, scale):
-        question = arrival_attention.question(query, key, layout, mask)
+def takes(group: Any, query: Any, key: Any, spec: Any) -> bool:
+    if arrival_attention.fits(group, query, key, spec):
+        question = arrival_attention.question(query, key, spec)
         way = tuning.choose_attention(group, query.device, question)
         assert way in tuning.ATTENTION_WAYS
     return False
@@ -40,7 +41,7 @@ def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
         return tune.run_rank(args, group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_attention_is_tuned(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
     build()
     path = tmp_path / "tuned.json"

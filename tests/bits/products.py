@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -20,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp import runtime
 from symm_cp.alignment import ALIGN
+from symm_cp.runtime.api import Runtime
 
 #: torch's products, and attention, which is made of them.
 PRODUCTS = (
@@ -75,11 +75,11 @@ class Watch(TorchDispatchMode):
 class _Runtime:
     """A runtime whose kernels run under a watch."""
 
-    def __init__(self, module: ModuleType, watch: Watch) -> None:
-        self._module, self._watch = module, watch
+    def __init__(self, inner: Runtime, watch: Watch) -> None:
+        self._inner, self._watch = inner, watch
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        pipeline = getattr(self._module, name)
+        pipeline = getattr(self._inner, name)
 
         def run(*args: Any, **options: Any) -> None:
             pipeline(*map(self._watched, args), **options)

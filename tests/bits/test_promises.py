@@ -20,29 +20,27 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import alignment, device, memory, tuning
+from symm_cp import alignment, devices, memory, tuning
 from symm_cp.ops.scaled_mm import _torch_scales_rows_on_cpu
+from tests import device as test_device
 from tests.bits.products import watched
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 #: Several, so that two places seldom err alike.
 ULPS = 1000
 Run = Callable[[], Any]
 
-WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-STREAMS = pytest.mark.parametrize("streams", [False, True], ids=["cpu", "streams"])
+WORLD_SIZES = pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
+pytestmark = test_device.devices("cpu", "simulated")
 
 
 @contextmanager
-def moved(group: dist.ProcessGroup, streams: bool, unit: int = alignment.ALIGN) -> Iterator[None]:
-    """Inside, slots and scratch lie at other multiples of `unit`; runs as on CUDA or on CPU."""
-    state = memory.resolve(group)
+def moved(group: dist.ProcessGroup, unit: int = alignment.ALIGN) -> Iterator[None]:
+    """Inside, slots and scratch lie at other multiples of `unit`."""
+    state, streams = memory.resolve(group), test_device.chosen() == "simulated"
     with (
         mock.patch.dict(os.environ, {"SYMM_CP_DEBUG_OFFSETS": "7"}),
         mock.patch.object(alignment, "_unit", unit),
@@ -50,13 +48,13 @@ def moved(group: dist.ProcessGroup, streams: bool, unit: int = alignment.ALIGN) 
     ):
         dist.barrier(group)
         state.workspace("sync").renew()
-        state.device_workspaces.clear()
+        devices.workspaces_of(state).current.clear()
         yield
         dist.barrier(group)
         if streams:
-            device.device_of(torch.device("cpu")).synchronize()
+            devices.device_of(torch.device("cpu")).synchronize()
         state.workspace("sync").renew()
-        state.device_workspaces.clear()
+        devices.workspaces_of(state).current.clear()
 
 
 def flattened(results: Any) -> list[torch.Tensor]:
@@ -153,14 +151,14 @@ def all_ops(group: dist.ProcessGroup) -> dict[str, tuple[Run, tuple[str, ...]]]:
     }
 
 
-def repeated(group: dist.ProcessGroup, streams: bool, unit: int) -> list[str]:
+def repeated(group: dist.ProcessGroup, unit: int) -> list[str]:
     """The ops of which a call gave other bits than the same call before, or had other operands."""
     differ = []
     torch.manual_seed(group.rank())
     _torch_scales_rows_on_cpu()  # it multiplies to find out
     for name, (run, ways) in all_ops(group).items():
         for way in ways:
-            with moved(group, streams, unit), tuning.forced(way), watched(ULPS) as calls:
+            with moved(group, unit), tuning.forced(way), watched(ULPS) as calls:
                 first, before = run(), list(calls)
                 for size in (1, 2, 40):  # the last one makes the slots larger
                     x = torch.randn(8 * size, 64)
@@ -172,15 +170,13 @@ def repeated(group: dist.ProcessGroup, streams: bool, unit: int) -> list[str]:
     return differ
 
 
-@STREAMS
 @WORLD_SIZES
-def test_a_call_repeats_its_bits(ranks: Ranks, world_size: int, streams: bool) -> None:
-    assert ranks.run(world_size, repeated, streams, alignment.ALIGN) == [[]] * world_size
+def test_a_call_repeats_its_bits(ranks: Ranks, world_size: int) -> None:
+    assert ranks.run(world_size, repeated, alignment.ALIGN) == [[]] * world_size
 
 
-@STREAMS
-def test_other_offsets_would_be_noticed(ranks: Ranks, streams: bool) -> None:
-    for differ in ranks.run(2, repeated, streams, 8):
+def test_other_offsets_would_be_noticed(ranks: Ranks) -> None:
+    for differ in ranks.run(2, repeated, 8):
         assert any(name.startswith("gather") for name in differ)
         assert any(name.startswith("scatter") for name in differ)
         assert any(name.startswith("scaled gather") for name in differ)
@@ -239,13 +235,13 @@ def scatter_backward(
     )
 
 
-def variants(group: dist.ProcessGroup, streams: bool) -> None:
+def variants(group: dist.ProcessGroup) -> None:
     kinds = ["view", "symmetric", "symmetric view", "transposed", "strides of 1"]
     shapes = [(0, (3, 7)), (1, (2, 5, 33)), (-1, (3, 5, 7)), (0, (1, 33)), (0, (5, 1))]
     for dtype, (dim, shape) in itertools.product((torch.float32, torch.bfloat16), shapes):
         for op, way in itertools.product((gather, scatter_backward), tuning.WAYS):
             case = (op.__name__, dtype, dim, shape, way)
-            with moved(group, streams), tuning.forced(way), watched(ULPS):
+            with moved(group), tuning.forced(way), watched(ULPS):
                 x, run = op(group, dtype, dim, shape)
                 plain = run(x)
                 for kind in kinds:
@@ -257,17 +253,16 @@ def variants(group: dist.ProcessGroup, streams: bool) -> None:
                 assert all(same(plain[0], other) for other in found), case
 
 
-@STREAMS
 @WORLD_SIZES
-def test_where_a_shard_lies_changes_no_bit(ranks: Ranks, world_size: int, streams: bool) -> None:
-    ranks.run(world_size, variants, streams)
+def test_where_a_shard_lies_changes_no_bit(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, variants)
 
 
-def operands(group: dist.ProcessGroup, streams: bool) -> None:
+def operands(group: dist.ProcessGroup) -> None:
     """What the ops of shards multiply begins at multiples of 64 bytes and has a shape's strides."""
     _torch_scales_rows_on_cpu()  # it multiplies to find out
     for kind in ("view", "symmetric view"):
-        with moved(group, streams), tuning.forced("shards"), watched() as calls:
+        with moved(group), tuning.forced("shards"), watched() as calls:
             x = elsewhere(torch.randn(3, 5, 7), kind, group)
             w = torch.randn(7, 3)
             symm_cp.all_gather_matmul(x, w, gather_dim=1, group=group, return_gathered=True)
@@ -291,10 +286,9 @@ def operands(group: dist.ProcessGroup, streams: bool) -> None:
                 assert [call[1][-1][0] for call in calls] == [0] * group.size()
 
 
-@STREAMS
-@WORLD_SIZES
-def test_operands_are_aligned(ranks: Ranks, world_size: int, streams: bool) -> None:
-    ranks.run(world_size, operands, streams)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_operands_are_aligned(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, operands)
 
 
 def by_the_library(group: dist.ProcessGroup) -> None:

@@ -7,16 +7,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from symm_cp import device, memory
+from symm_cp import devices, memory
 from tests.bits.products import watched
-from tests.cuda.simulated import build, simulation
+from tests.cuda.simulated import simulation
 from tests.ops import test_random
 from tests.pool import Ranks
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int) -> None:
@@ -25,7 +20,7 @@ def random_ops(group: dist.ProcessGroup, mode: dict[str, Any] | None, count: int
             test_random.repeat(group, test_random.gathers, count)
             return
         with simulation(delays_us=0, **mode) as made:
-            device.reserve_on(memory.resolve(group), made, 1 << 20)
+            devices.reserve_on(memory.resolve(group), made, 1 << 20)
             test_random.repeat(group, test_random.gathers, count)
 
 

@@ -216,8 +216,11 @@ def positions(group: dist.ProcessGroup) -> None:
     ]
     for balancer, options, message in cases:
         packed = message == "packed documents"
-        if packed and group.rank() == 0:
-            continue  # these are its own positions; its peer says so
+        if packed and group.rank() == 0:  # these are its own positions; its peer refuses
+            q = torch.randn(1, 2, 8, 8)
+            with pytest.raises(RuntimeError, match="rank 1 failed: NotImplementedError on rank 1"):
+                symm_cp.all_gather_attention(q, q, q, group=group)
+            continue
         # No collectives where the other rank is not here.
         model.model.config.num_hidden_layers = 0 if packed else 2
         with (

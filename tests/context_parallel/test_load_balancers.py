@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 import symm_cp
-from symm_cp.schedule.layout import Layout
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Mask, pairs
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
@@ -28,7 +28,9 @@ def all_of(length: int, world_size: int) -> list[symm_cp.LoadBalancer]:
         symm_cp.PerDocumentHeadTail([3, 0, length - 4, 1], world_size),
         symm_cp.ProcessingTimeRoundRobin(block_mask(length), world_size),
         symm_cp.LoadBalancer(
-            Layout(world_size, tuple(range(world_size)), (length,) + (0,) * (world_size - 1))
+            SequenceLayout(
+                world_size, tuple(range(world_size)), (length,) + (0,) * (world_size - 1)
+            )
         ),
     ]
 

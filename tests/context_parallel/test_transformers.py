@@ -24,6 +24,7 @@ from transformers import (
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 STEPS, VOCABULARY = 3, 97
@@ -78,7 +79,7 @@ def trains_like_one_process(group: dist.ProcessGroup, length: int, recompute: bo
             optimizer.step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", some(1, 4, of=[1, 2, 3, 4]))
 def test_llama_trains_like_in_one_process(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, trains_like_one_process, 44, False)
 
@@ -185,12 +186,12 @@ def flex_trains(
         )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
 def test_llama_with_flex_attention(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, flex_trains, compiled=False)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2]))
 def test_compiled_llama_with_flex_attention(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, flex_trains, compiled=True)
 

@@ -16,8 +16,8 @@ from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.kernels.merge_attention import merge_attention as merge
-from symm_cp.schedule.builders import peers
-from symm_cp.schedule.layout import Layout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule.patterns import peers
 from tests.cuda import interpreted
 
 SMALL = Tiling(16, 16, 4, 1)
@@ -91,7 +91,7 @@ class Case:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: SequenceLayout,
         rank: int,
         *,
         causal: bool,
@@ -148,7 +148,7 @@ class Case:
         torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-4, atol=1e-4)
 
 
-def layouts() -> list[Layout]:
+def layouts() -> list[SequenceLayout]:
     return [
         sequential(40, 1),
         sequential(64, 2),

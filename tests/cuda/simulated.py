@@ -1,7 +1,7 @@
-"""The CUDA runtime on CPU memory: real schedules, launches and peers, but not the real driver.
+"""The runtime for devices with streams on CPU memory: real schedules, launches and peers.
 
-`tests/cuda/driver.cpp` does what the driver promises and no more. What it leaves out is the device:
-kernels run in the calling thread.
+`tests/cuda/driver.cpp` is its driver; it guarantees what CUDA's does and no more. There is no
+device: kernels of the caller's stream run in the calling thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from symm_cp import device, memory, native, runtime
+from symm_cp import devices, memory, native
+from symm_cp.devices.symmetric import SymmetricWorkspace
 
 _SOURCE = Path(__file__).with_name("driver.cpp")
 
@@ -42,7 +43,8 @@ def build() -> str:
     return str(target)
 
 
-_CALL = ctypes.CFUNCTYPE(None)
+#: A function that a stream calls.
+CALL = ctypes.CFUNCTYPE(None)
 
 
 class _Event:
@@ -53,8 +55,11 @@ class _Event:
         self._library.simulated_drain(self._stream)
 
 
-class SimulatedDevice(device.Device):
+class SimulatedDevice(devices.Device):
     """A device whose memory is the CPU's; its null stream is the calling thread."""
+
+    torch_type, dispatch_key = "cpu", "CPU"
+    captures = True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
@@ -62,7 +67,7 @@ class SimulatedDevice(device.Device):
         self.library = ctypes.CDLL(self.driver)
         self.library.simulated_stream.restype = ctypes.c_void_p
         self.library.simulated_drain.argtypes = [ctypes.c_void_p]
-        self.library.simulated_call.argtypes = [ctypes.c_void_p, _CALL]
+        self.library.simulated_call.argtypes = [ctypes.c_void_p, CALL]
         self._sides: dict[str, int] = {}
         self._calls: list[Any] = []
         self.in_capture = False
@@ -80,17 +85,18 @@ class SimulatedDevice(device.Device):
         if lane == "compute":
             kernel()
             return
-        call = _CALL(lambda: kernel() and None)
-        self._calls = [*self._calls[-1000:], call]  # the stream calls them later
-        self.library.simulated_call(self._side(channel), call)
+        self.call(self._side(channel), kernel)
 
-    def mark(self, lane: str, channel: str) -> device.Mark:
+    def call(self, stream: int, function: Callable[[], object]) -> None:
+        """Has a stream call a function."""
+        wrapped = CALL(lambda: function() and None)
+        self._calls = [*self._calls[-1000:], wrapped]  # the stream calls them later
+        self.library.simulated_call(stream, wrapped)
+
+    def mark(self, lane: str, channel: str) -> devices.Mark:
         times: list[int] = []
         self.launch(lane, channel, lambda: times.append(time.monotonic_ns()))
         return lambda: times[0]
-
-    def guard(self) -> Any:
-        return contextlib.nullcontext()
 
     def capturing(self) -> bool:
         return self.in_capture
@@ -109,6 +115,11 @@ class SimulatedDevice(device.Device):
     def signals_by_stream(self) -> bool:
         return self.by_stream
 
+    def workspace(
+        self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
+    ) -> devices.DeviceWorkspace:
+        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph)
+
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return memory.is_symmetric(tensor, group)
 
@@ -126,19 +137,13 @@ def simulated_device() -> SimulatedDevice:
 
 @contextlib.contextmanager
 def simulation(*, delays_us: int = 100, graph: bool = False, by_stream: bool = True) -> Any:
-    """Ops on CPU tensors run as on CUDA; `graph`: as while a graph is captured."""
+    """Inside, ops on CPU tensors run on streams; `graph`: as while a graph is captured."""
     made = simulated_device()
     made.library.simulated_delays(delays_us)
-    cpu = torch.device("cpu")
-    before = device._devices.get(cpu)
-    device._devices[cpu] = made
     made.in_capture, made.by_stream = graph, by_stream
-    with runtime.replaced("cpu", "cuda"):
+    with devices.replaced(torch.device("cpu"), made):
         try:
             yield made
         finally:
             made.synchronize()
             made.in_capture, made.by_stream = False, True
-            del device._devices[cpu]
-            if before is not None:
-                device._devices[cpu] = before

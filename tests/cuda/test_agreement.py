@@ -13,17 +13,12 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 import symm_cp
-from symm_cp.ops import low_contention
-from tests.cuda.simulated import build, simulation
+from symm_cp.ops.common import device_kernels
+from tests.cuda.simulated import simulation
 from tests.pool import Ranks
 
-GATHER = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
-SCATTER = low_contention.CUDA_KERNELS["_low_contention_reduce_scatter"]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
+GATHER = device_kernels["_low_contention_all_gather"]
+SCATTER = device_kernels["_low_contention_reduce_scatter"]
 
 
 def debugging(**more: str) -> Any:

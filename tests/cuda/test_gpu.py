@@ -14,8 +14,9 @@ import torch
 
 import symm_cp
 from symm_cp import kernels, native
-from symm_cp.device import Device, device_of
-from symm_cp.ops import attention_kernels
+from symm_cp.devices import device_of
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.override import CudaOverride
 from tests.cuda import kernel_cases
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 
 def test_the_driver_has_what_streams_need() -> None:
-    assert native.load().symm_cp_driver(Device.driver.encode()) in (1, 2), native.error()
+    assert native.load().symm_cp_driver(CudaDevice.driver.encode()) in (1, 2), native.error()
 
 
 def test_types_are_those_of_cuda_h(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Ranks on GPUs, which they may share: graphs, streams, polling, masks and compiled code.
 
-The ops themselves, eagerly: `pytest --device cuda`.
+The ops themselves, eagerly, are tested where their marker `devices` names CUDA.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import symm_cp
 from symm_cp import inductor
-from tests import device
+from tests.device import devices
 from tests.pool import Ranks
 
-pytestmark = pytest.mark.gpu
+pytestmark = devices("cuda")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 4])
 FLOAT8 = torch.float8_e4m3fn
 OPS = torch.ops.symm_mem
@@ -116,25 +116,25 @@ def calls(group: dist.ProcessGroup) -> dict[str, Call]:
 
 
 def replays(group: dist.ProcessGroup) -> None:
-    with device.gpu(group.rank()) as here:
-        symm_cp.reserve(group, 1 << 20, device=here)
-        for name, call in calls(group).items():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(3):  # what libraries allocate at first use
-                    call.run()
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                captured = call.run()
-            for _ in range(20):
-                call.refresh()
-                graph.replay()
-                found = [t.clone() for t in captured]
-                for got, want in zip(found, call.run(), strict=True):
-                    # Gradients are added up in another order.
-                    assert error(got, want) <= 2**-6, name
+    here = torch.get_default_device()
+    symm_cp.reserve(group, 1 << 20, device=here)
+    for name, call in calls(group).items():
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # what libraries allocate at first use
+                call.run()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = call.run()
+        for _ in range(20):
+            call.refresh()
+            graph.replay()
+            found = [t.clone() for t in captured]
+            for got, want in zip(found, call.run(), strict=True):
+                # Gradients are added up in another order.
+                assert error(got, want) <= 2**-6, name
 
 
 @WORLD_SIZES
@@ -143,17 +143,16 @@ def test_graphs_are_replayed_with_other_inputs(ranks: Ranks, world_size: int) ->
 
 
 def grows_in_a_capture(group: dist.ProcessGroup) -> None:
-    with device.gpu(group.rank()):
-        x, w = torch.randn(1 << 12, 256), torch.randn(256, 16)
-        symm_cp.all_gather_matmul(x[:16], w, group=group)
-        with (
-            pytest.raises(RuntimeError, match=r"symm_cp\.reserve\(group, \d+"),
-            torch.cuda.graph(torch.cuda.CUDAGraph()),
-        ):
-            symm_cp.all_gather_matmul(x, w, group=group)
-        torch.cuda.synchronize()
-        out = symm_cp.all_gather_matmul(x, w, group=group)
-        assert out.shape == (group.size() << 12, 16)
+    x, w = torch.randn(1 << 12, 256), torch.randn(256, 16)
+    symm_cp.all_gather_matmul(x[:16], w, group=group)
+    with (
+        pytest.raises(RuntimeError, match=r"symm_cp\.reserve\(group, \d+"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        symm_cp.all_gather_matmul(x, w, group=group)
+    torch.cuda.synchronize()
+    out = symm_cp.all_gather_matmul(x, w, group=group)
+    assert out.shape == (group.size() << 12, 16)
 
 
 def test_no_workspace_is_made_in_a_capture(ranks: Ranks) -> None:
@@ -161,23 +160,22 @@ def test_no_workspace_is_made_in_a_capture(ranks: Ranks) -> None:
 
 
 def on_other_streams(group: dist.ProcessGroup) -> None:
-    with device.gpu(group.rank()):
-        late = torch.randn(4096, 4096)
-        streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
-        for turn in range(12):
-            stream = streams[turn % 3]
-            stream.wait_stream(streams[(turn - 1) % 3])
-            with torch.cuda.stream(stream):
-                for _ in range(3):
-                    late = late @ late / 64  # what follows comes late
-                x = torch.full((64, 32), float(turn + group.rank())) + late[0, 0] * 0
-                if turn % 2:
-                    out = symm_cp.all_gather_matmul(x, torch.eye(32), group=group)
-                else:
-                    out = wait(OPS._low_contention_all_gather(x, group.group_name))
-                x.fill_(-1.0)  # read by then
-                found = out.view(group.size(), 64, 32)[:, 0, 0].tolist()
-            assert found == [float(turn + rank) for rank in range(group.size())]
+    late = torch.randn(4096, 4096)
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream(), torch.cuda.Stream()]
+    for turn in range(12):
+        stream = streams[turn % 3]
+        stream.wait_stream(streams[(turn - 1) % 3])
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                late = late @ late / 64  # what follows comes late
+            x = torch.full((64, 32), float(turn + group.rank())) + late[0, 0] * 0
+            if turn % 2:
+                out = symm_cp.all_gather_matmul(x, torch.eye(32), group=group)
+            else:
+                out = wait(OPS._low_contention_all_gather(x, group.group_name))
+            x.fill_(-1.0)  # read by then
+            found = out.view(group.size(), 64, 32)[:, 0, 0].tolist()
+        assert found == [float(turn + rank) for rank in range(group.size())]
 
 
 @WORLD_SIZES
@@ -188,19 +186,18 @@ def test_callers_may_use_other_streams(ranks: Ranks, world_size: int) -> None:
 def polls(group: dist.ProcessGroup) -> None:
     W = group.size()
     torch.manual_seed(torch.initial_seed() + group.rank())
-    with device.gpu(group.rank()):
-        for features, causal in ((64, False), (128, True)):
-            q, k, v = (torch.randn(2, 4, 256, features).bfloat16() for _ in range(3))
-            balancer = symm_cp.HeadTail(256 * W, W)
-            results = []
-            for way in ("pipeline", "arrival"):
-                with unittest.mock.patch.dict(os.environ, {"SYMM_CP_ATTENTION": way}):
-                    results.append(
-                        symm_cp.all_gather_attention(
-                            q, k, v, group=group, is_causal=causal, load_balancer=balancer
-                        )
+    for features, causal in ((64, False), (128, True)):
+        q, k, v = (torch.randn(2, 4, 256, features).bfloat16() for _ in range(3))
+        balancer = symm_cp.HeadTail(256 * W, W)
+        results = []
+        for way in ("pipeline", "arrival"):
+            with unittest.mock.patch.dict(os.environ, {"SYMM_CP_ATTENTION": way}):
+                results.append(
+                    symm_cp.all_gather_attention(
+                        q, k, v, group=group, is_causal=causal, load_balancer=balancer
                     )
-            torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)
+                )
+        torch.testing.assert_close(*results, rtol=2**-6, atol=2**-6)
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -211,29 +208,29 @@ def test_attention_that_polls(ranks: Ranks, world_size: int) -> None:
 def masked(group: dist.ProcessGroup, seed: int) -> None:
     W, rank = group.size(), group.rank()
     length = 128 * W + 5
-    with device.gpu(rank) as here:
-        generator = torch.Generator(here).manual_seed(seed)
-        whole = [torch.randn(1, 4, length, 64, generator=generator).half() for _ in range(4)]
-        at = torch.arange(length)
-        visible = (at[:, None] >= at) | (at < 7)
-        full = [t.clone().requires_grad_() for t in whole[:3]]
-        expected = F.scaled_dot_product_attention(*full, attn_mask=visible)
-        wanted = [expected, *torch.autograd.grad(expected, full, whole[3])]
-        mask = create_block_mask(
-            lambda b, h, i, j: (i >= j) | (j < 7), None, None, length, length, device=here
-        )
-        mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("cp",))
-        balancer = symm_cp.HeadTail(length, W)
-        rows = balancer.positions(rank).to(here)
-        parts = [t[:, :, rows].requires_grad_() for t in whole[:3]]
-        with symm_cp.context_parallel(mesh, load_balancer=balancer):
-            for out in (
-                F.scaled_dot_product_attention(*parts, attn_mask=visible),
-                flex_attention(*parts, block_mask=mask),
-            ):
-                found = [out, *torch.autograd.grad(out, parts, whole[3][:, :, rows])]
-                for got, want in zip(found, wanted, strict=True):
-                    torch.testing.assert_close(got, want[:, :, rows], rtol=2**-6, atol=2**-6)
+    here = torch.get_default_device()
+    generator = torch.Generator(here).manual_seed(seed)
+    whole = [torch.randn(1, 4, length, 64, generator=generator).half() for _ in range(4)]
+    at = torch.arange(length)
+    visible = (at[:, None] >= at) | (at < 7)
+    full = [t.clone().requires_grad_() for t in whole[:3]]
+    expected = F.scaled_dot_product_attention(*full, attn_mask=visible)
+    wanted = [expected, *torch.autograd.grad(expected, full, whole[3])]
+    mask = create_block_mask(
+        lambda b, h, i, j: (i >= j) | (j < 7), None, None, length, length, device=here
+    )
+    mesh = DeviceMesh.from_group(group, "cuda", mesh_dim_names=("cp",))
+    balancer = symm_cp.HeadTail(length, W)
+    rows = balancer.positions(rank).to(here)
+    parts = [t[:, :, rows].requires_grad_() for t in whole[:3]]
+    with symm_cp.context_parallel(mesh, load_balancer=balancer):
+        for out in (
+            F.scaled_dot_product_attention(*parts, attn_mask=visible),
+            flex_attention(*parts, block_mask=mask),
+        ):
+            found = [out, *torch.autograd.grad(out, parts, whole[3][:, :, rows])]
+            for got, want in zip(found, wanted, strict=True):
+                torch.testing.assert_close(got, want[:, :, rows], rtol=2**-6, atol=2**-6)
 
 
 @WORLD_SIZES
@@ -257,25 +254,24 @@ def compiled(group: dist.ProcessGroup) -> None:
         return symm_cp.matmul_reduce_scatter(wide.relu(), down, group=group)
 
     torch.manual_seed(torch.initial_seed() + group.rank())
-    with device.gpu(group.rank()):
-        half = torch.bfloat16
-        heads = [torch.randn(1, 4, 128, 64).to(half).requires_grad_() for _ in range(3)]
-        shapes = ((128, 64), (64, 128), (128, 64))
-        matrices = [torch.randn(shape).to(half).requires_grad_() for shape in shapes]
-        cases = (
-            (attend, symm_cp.all_gather_attention, heads, 1),
-            (feed_forward, fused_feed_forward, matrices, 2),
-        )
-        for function, reference, inputs, count in cases:
-            out = reference(*inputs, group=group)
-            wanted = [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
-            with inductor.enable(min_flops=0):
-                report = inductor.explain(function, *inputs)
-                assert len([d for d in report.decisions if d.fused_into]) >= count, report
-                out = torch.compile(function)(*inputs)
-                found = [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
-            for got, want in zip(found, wanted, strict=True):
-                assert error(got, want) <= 2**-5, function.__name__
+    half = torch.bfloat16
+    heads = [torch.randn(1, 4, 128, 64).to(half).requires_grad_() for _ in range(3)]
+    shapes = ((128, 64), (64, 128), (128, 64))
+    matrices = [torch.randn(shape).to(half).requires_grad_() for shape in shapes]
+    cases = (
+        (attend, symm_cp.all_gather_attention, heads, 1),
+        (feed_forward, fused_feed_forward, matrices, 2),
+    )
+    for function, reference, inputs, count in cases:
+        out = reference(*inputs, group=group)
+        wanted = [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+        with inductor.enable(min_flops=0):
+            report = inductor.explain(function, *inputs)
+            assert len([d for d in report.decisions if d.fused_into]) >= count, report
+            out = torch.compile(function)(*inputs)
+            found = [out, *torch.autograd.grad(out.float().square().sum(), inputs)]
+        for got, want in zip(found, wanted, strict=True):
+            assert error(got, want) <= 2**-5, function.__name__
 
 
 @pytest.mark.parametrize("world_size", [2])
@@ -283,6 +279,7 @@ def test_compiled_code_is_fused(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiled, timeout=600)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -1,6 +1,6 @@
 """The CUDA runtime over a simulated driver: the tests of the ops, run as on CUDA.
 
-Real ranks, schedules, launches, signals and copies; streams are threads that dawdle at random.
+Real ranks, schedules, launches, signals and copies; streams are threads with random delays.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import device, memory
-from tests.cuda.simulated import build, simulation
+from symm_cp import devices, memory
+from tests.cuda.simulated import simulation
+from tests.exhaustive import some
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
@@ -25,14 +26,9 @@ MODES = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
-
-
 def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> None:
     with simulation(**mode) as made:
-        device.reserve_on(memory.resolve(group), made, 1 << 20)
+        devices.reserve_on(memory.resolve(group), made, 1 << 20)
         for index in range(count):
             test_random.gathers(group, index)
             test_random.scatters(group, index)
@@ -49,7 +45,7 @@ def gradients(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
         test_gradients.gather_gradients(group)
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_gradients_of_gathers(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, gradients, {})
 
@@ -65,7 +61,7 @@ def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None
         for rotate, dtype in (("allgather", torch.float32), ("alltoall", torch.bfloat16))
     ]
     with simulation(**mode) as made:
-        device.reserve_on(memory.resolve(group), made, 1 << 20)
+        devices.reserve_on(memory.resolve(group), made, 1 << 20)
         test_attention.run_all(group, cases, seed)
 
 

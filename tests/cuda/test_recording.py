@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.ops import low_contention
+from symm_cp.ops.common import device_kernels
 from symm_cp.schedule.simulate import Event
 from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
 from tests.cuda.simulated import simulation
@@ -60,7 +60,7 @@ def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, by_stream: bool)
 
 def in_the_background(group: dist.ProcessGroup) -> None:
     with simulation(), symm_cp.trace() as recording:
-        gather = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
+        gather = device_kernels["_low_contention_all_gather"]
         torch.ops._c10d_functional.wait_tensor(gather(torch.ones(8), group.group_name))
     events = recording.timeline.events
     assert {event.op.split()[0] for event in events} == {"_low_contention_all_gather"}

@@ -11,9 +11,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import device, memory
-from symm_cp.ops import low_contention
-from tests.cuda.simulated import build, simulated_device, simulation
+from symm_cp import devices, memory, wire
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.ops.common import device_kernels
+from tests.cuda.simulated import simulated_device, simulation
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -22,12 +23,9 @@ MODES = pytest.mark.parametrize(
     [{}, {"graph": True}, {"by_stream": False}, {"graph": True, "by_stream": False}],
     ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
 )
+all_gather = device_kernels["_low_contention_all_gather"]
+reduce_scatter = device_kernels["_low_contention_reduce_scatter"]
 wait = torch.ops._c10d_functional.wait_tensor
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -44,7 +42,7 @@ def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
 def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
     rank, W = group.rank(), group.size()
     with simulation(**mode) as made:
-        device.reserve_on(memory.resolve(group), made, 1 << 16)
+        devices.reserve_on(memory.resolve(group), made, 1 << 16)
         for turn in range(6):
             rows = stacked(group, 3, 5)
             full = stacked(group, W * 2, 3)
@@ -52,9 +50,9 @@ def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
             in_place = turn % 2 == 1
             if in_place:
                 shard, whole = symmetric(shard, group), symmetric(whole, group)
-            gathered = low_contention._all_gather_cuda(shard, group.group_name)
+            gathered = all_gather(shard, group.group_name)
             op = random.choice(["sum", "avg"])
-            scattered = low_contention._reduce_scatter_cuda(whole, op, group.group_name)
+            scattered = reduce_scatter(whole, op, group.group_name)
             if not in_place:  # the caller may have its input back at once
                 shard.fill_(torch.nan)
                 whole.fill_(torch.nan)
@@ -72,10 +70,10 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
     with simulation() as made:
         shard = symmetric(torch.randn(64, 4), group)
-        wait(low_contention._all_gather_cuda(shard, group.group_name))
+        wait(all_gather(shard, group.group_name))
         made.synchronize()
         made.count()
-        wait(low_contention._all_gather_cuda(shard, group.group_name))
+        wait(all_gather(shard, group.group_name))
         return made.count()
 
 
@@ -116,7 +114,7 @@ def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any])
     """Ops of all kinds in a row, of sizes that grow and shrink, on both channels at once."""
     rank, W, choose = group.rank(), group.size(), random.Random(seed)
     with simulation(**mode) as made:
-        device.reserve_on(memory.resolve(group), made, 1 << 18)
+        devices.reserve_on(memory.resolve(group), made, 1 << 18)
         pending = []
         for _ in range(count):
             n, kind = choose.choice([1, 3, 40]), choose.randrange(5)
@@ -134,7 +132,7 @@ def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any])
                 assert torch.equal(key, rows.flatten(0, 1))
                 assert torch.equal(value, -key)
             elif kind == 3:
-                gathered = low_contention._all_gather_cuda(rows[rank], group.group_name)
+                gathered = all_gather(rows[rank], group.group_name)
                 pending.append((gathered, rows))
             elif pending:
                 gathered, expected = pending.pop(0)
@@ -152,17 +150,17 @@ def test_mixes_of_ops(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> No
 def epochs_end(group: dist.ProcessGroup) -> None:
     with simulation() as made:
         state = memory.resolve(group)
-        space = device.workspace(state, made, "sync", 1 << 12)
+        space = devices.workspace(state, made, "sync", 1 << 12)
         dist.barrier(group)
-        space.epoch = memory.LAST_EPOCH - 4
+        space.epoch = wire.LAST_EPOCH - 4
         for _ in range(8):
             rows = stacked(group, 4, 4)
             out = symm_cp.all_gather_matmul(
                 rows[group.rank()], torch.eye(4), gather_dim=0, group=group
             )
             assert torch.equal(out, rows.flatten(0, 1))
-        assert space.epoch == memory.LAST_EPOCH
-        assert device.workspace(state, made, "sync", 1 << 12).epoch == 4
+        assert space.epoch == wire.LAST_EPOCH
+        assert devices.workspace(state, made, "sync", 1 << 12).epoch == 4
 
 
 def test_a_workspace_is_replaced_before_its_epochs_end(ranks: Ranks) -> None:
@@ -177,14 +175,14 @@ def capture_refuses(group: dist.ProcessGroup) -> None:
         return symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=group)
 
     with simulation() as made:
-        memory.resolve(group).device_workspaces.clear()
+        devices.workspaces_of(memory.resolve(group)).current.clear()
         dist.barrier(group)
         expected = call()
         made.in_capture = True
         with pytest.raises(RuntimeError, match=r"of 64 bytes.*reserve\(group, 64"):
             call()
         made.in_capture = False
-        device.reserve_on(memory.resolve(group), made, 64)
+        devices.reserve_on(memory.resolve(group), made, 64)
         made.in_capture = True
         assert torch.equal(call(), expected)
 
@@ -195,16 +193,19 @@ def test_a_capture_does_not_grow_a_workspace(ranks: Ranks) -> None:
 
 def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
     """What a captured graph has in its commands must not be freed by a later, larger reserve."""
+    own = dist.new_group(list(range(group.size())))
     with simulation() as made:
-        state = memory.resolve(group)
-        device.reserve_on(state, made, 1 << 12)
+        state = memory.resolve(own)
+        devices.reserve_on(state, made, 1 << 12)
         made.in_capture = True
-        first = device.workspace(state, made, "sync", 64)
+        first = devices.workspace(state, made, "sync", 64)
         made.in_capture = False
-        device.reserve_on(state, made, 1 << 22)
-        assert any(kept is first for kept in state.retained)
+        devices.reserve_on(state, made, 1 << 22)
+        workspaces = devices.workspaces_of(state)
+        assert any(kept is first for kept in workspaces.retained)
         state.close()
-        assert not state.retained
+        assert not workspaces.retained
+    dist.destroy_process_group(own)
 
 
 def test_workspaces_of_graphs_outlive_growth(ranks: Ranks) -> None:
@@ -233,7 +234,7 @@ def test_a_driver_that_is_not_there_is_named() -> None:
 def test_override_puts_kernels_over_torchs_and_takes_them_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device.Device, "driver", simulated_device().driver)
+    monkeypatch.setattr(CudaDevice, "driver", simulated_device().driver)
 
     def kernel() -> str:
         lines = torch._C._dispatch_dump("symm_mem::fused_all_gather_matmul").splitlines()

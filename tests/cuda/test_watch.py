@@ -1,66 +1,30 @@
-"""Streams that wait in vain: the process is told which op, step and rank, and does not hang."""
+"""Streams that wait for nothing: the process ends, saying which op, step and rank, and why."""
 
 from __future__ import annotations
 
-import json
-import os
 import re
 import signal
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 
-from tests import device
-from tests.cuda.in_vain import SHORT_MS
-from tests.cuda.simulated import build
+from tests.cuda import waits
+from tests.device import devices
+from tests.pool import Outcome, Ranks
 
-ROOT = Path(__file__).resolve().parents[2]
-DIES = ["dies:3:attention", "dies:2:background", "dies:2:matmul_scatter"]
-FAILS = "fails:3:matmul_scatter"
-STOPS = "stops:2:gather_matmul"
-DAWDLES = "dawdles:3:matmul_scatter"
-ALL = [*DIES, FAILS, STOPS, DAWDLES]
-NAMES = {
-    "attention": "fused_all_gather_attention",
-    "background": "_low_contention_all_gather",
-    "gather_matmul": "fused_all_gather_matmul",
-    "matmul_scatter": "fused_matmul_reduce_scatter",
-}
+pytestmark = devices("simulated", "cuda")
 
 
-def run(kind: str) -> dict[str, Any]:
-    """What came of all cases, which one process carries out."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.cuda.in_vain", *ALL],
-        cwd=ROOT,
-        env={**os.environ, device.VARIABLE: kind},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.fixture(scope="module", params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
-def outcomes(request: pytest.FixtureRequest) -> dict[str, Any]:
-    build()
-    return run(request.param)
-
-
-def check(outcome: dict[str, Any], op: str, why: str) -> None:
+def check(outcomes: Sequence[Outcome], op: str, why: str) -> None:
     """All but the last rank have ended by themselves, saying why."""
-    *survivors, _ = zip(outcome["outcomes"], outcome["stderr"], strict=True)
+    *survivors, _ = outcomes
     waited = r"waiting for flag '\w+' of rank (\d) \(call \d+, seen \d+\)"
     last, causes = len(survivors), []
-    for rank, (came, said) in enumerate(survivors):
-        assert came.get("ended by") == signal.SIGABRT, (came, said)
-        pattern = rf"symm_cp: {NAMES[op]}.* in group '.+': rank {rank} {waited}: (.*)\. A stream"
-        found = re.search(pattern, said)
-        assert found is not None, said
+    for rank, outcome in enumerate(survivors):
+        assert outcome.signal == signal.SIGABRT, outcome
+        pattern = rf"symm_cp: {op}.* in group '.+': rank {rank} {waited}: (.*)\. A stream"
+        found = re.search(pattern, outcome.output)
+        assert found is not None, outcome.output
         causes.append((int(found[1]), found[2]))
     # A survivor that ended took others with it.
     assert (last, why.format(last)) in causes, causes
@@ -68,19 +32,34 @@ def check(outcome: dict[str, Any], op: str, why: str) -> None:
         assert cause in (why.format(last), f"rank {peer} died"), causes
 
 
-@pytest.mark.parametrize("case", DIES)
-def test_a_rank_dies(outcomes: dict[str, Any], case: str) -> None:
-    check(outcomes[case], case.split(":")[2], "rank {} died")
+@pytest.mark.parametrize(
+    ("world_size", "run", "op"),
+    [
+        (3, waits.attention, "fused_all_gather_attention"),
+        (2, waits.background, "_low_contention_all_gather"),
+        (2, waits.matmul_scatter, "fused_matmul_reduce_scatter"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_rank_dies(ranks: Ranks, world_size: int, run: waits.Op, op: str) -> None:
+    with ranks.own(world_size, waits.others_wait, run, waits.dies) as running:
+        check(running.outcomes(), op, "rank {} died")
 
 
-def test_a_rank_fails_in_the_middle_of_a_call(outcomes: dict[str, Any]) -> None:
-    check(outcomes[FAILS], "matmul_scatter", "rank {} gave up: it says why")
-    assert outcomes[FAILS]["outcomes"][-1] == "no memory"
+def test_a_rank_fails_in_the_middle_of_a_call(ranks: Ranks) -> None:
+    with ranks.own(3, waits.others_wait, waits.matmul_scatter, waits.fails) as running:
+        outcomes = running.outcomes()
+    check(outcomes, "fused_matmul_reduce_scatter", "rank {} gave up: it says why")
+    assert outcomes[-1].result == "no memory"
 
 
-def test_a_rank_stops(outcomes: dict[str, Any]) -> None:
-    check(outcomes[STOPS], "gather_matmul", f"timed out after {SHORT_MS} ms")
+def test_a_rank_stops(ranks: Ranks) -> None:
+    with ranks.own(2, waits.others_wait, waits.gather_matmul, waits.stops) as running:
+        outcomes = running.outcomes(apart_from=[1])
+    check(outcomes, "fused_all_gather_matmul", f"timed out after {waits.SHORT_MS} ms")
 
 
-def test_who_comes_in_time_is_waited_for(outcomes: dict[str, Any]) -> None:
-    assert outcomes[DAWDLES] == {"outcomes": ["done"] * 3, "stderr": [""] * 3}
+def test_a_late_rank_is_waited_for(ranks: Ranks) -> None:
+    with ranks.own(3, waits.last_is_late, waits.matmul_scatter) as running:
+        outcomes = running.outcomes()
+    assert [(outcome.result, outcome.output) for outcome in outcomes] == [("done", "")] * 3

@@ -1,14 +1,8 @@
-"""Ranks that make different calls: `python -m tests.faults.mismatches COUNT SEED`.
-
-COUNT random pairs of unequal calls, two ranks each, and a call that is the same on both ranks after
-each; prints as JSON what the ranks had to say.
-"""
+"""Ranks that make different calls."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +13,6 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
-from tests.faults.forked import fork_ranks, prepare
 
 OPS = torch.ops.symm_mem
 Call = Callable[[dist.ProcessGroup], Any]
@@ -95,28 +88,12 @@ def attempt(call: Call, group: dist.ProcessGroup) -> dict[str, Any]:
     return {"said": said, "seconds": time.monotonic() - begin}
 
 
-def mismatch(random_: random.Random) -> dict[str, Any]:
-    """A pair, on two ranks that have made a call before or none, and a call that is the same."""
-    pair, warm = random_pair(random_), random_.random() < 0.7
-
-    def work(group: dist.ProcessGroup) -> list[Any]:
-        for _, rows, columns, dtype, in_place in pair:
-            if in_place:
-                _symmetric(group, _tensor(rows, columns, dtype))
-        found = [attempt(SAME, group)] if warm else []
-        found += [attempt(call_of(pair[group.rank()]), group), attempt(SAME, group)]
-        dist.barrier(group)  # nobody leaves before the other has its answer
-        return found[-2:]
-
-    outcomes = fork_ranks(2, work)
-    return {"pair": pair, "warm": warm, "ranks": outcomes}
-
-
-def main() -> None:
-    prepare()
-    count, random_ = int(sys.argv[1]), random.Random(int(sys.argv[2]))
-    print(json.dumps([mismatch(random_) for _ in range(count)]))
-
-
-if __name__ == "__main__":
-    main()
+def unequal(group: dist.ProcessGroup, pair: list[tuple[Any, ...]], warm: bool) -> list[Any]:
+    """What comes of a pair of calls, and of equal ones after it; `warm`: after a first call."""
+    for _, rows, columns, dtype, in_place in pair:
+        if in_place:
+            _symmetric(group, _tensor(rows, columns, dtype))
+    found = [attempt(SAME, group)] if warm else []
+    found += [attempt(call_of(pair[group.rank()]), group), attempt(SAME, group)]
+    dist.barrier(group)  # nobody leaves before the other has its answer
+    return found[-2:]

@@ -1,18 +1,10 @@
-"""A rank that is killed, stopped or interrupted, or raises, at any moment after its group was made.
-
-`python -m tests.faults.moments COUNT SEED` does so COUNT times, with ranks forked from one process,
-and prints as JSON what the others had to say. The first moments fall into rendezvous and tuning,
-later ones into calls, growth of workspaces and the time between calls.
-"""
+"""Calls of all kinds during which something happens to a rank, after its group was made."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import random
 import signal
-import sys
 import threading
 import time
 from typing import Any
@@ -20,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.faults.forked import fork_ranks, prepare
+from tests.faults.kills import go_on
 from tests.faults.ops import ALL
 
 OPS = torch.ops.symm_mem
@@ -56,49 +48,24 @@ def strike(event: str, delay: float) -> None:
     threading.Timer(delay, lambda: os.kill(os.getpid(), number)).start()
 
 
-def moment(random_: random.Random) -> dict[str, Any]:
-    """Something happens to the last rank; the others go on until they are told."""
-    world_size, event = random_.randint(2, 4), random_.choice(EVENTS)
-    delay = random_.choice((0.02, 0.1, 0.4)) * random_.random()
-    victim = world_size - 1
+def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, Any]:
+    """Something happens to the last rank; the others go on until they are told, then without it.
+
+    The first moments fall into rendezvous and tuning, later ones into calls, growth of workspaces
+    and the time between calls.
+    """
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
-
-    def work(group: dist.ProcessGroup) -> dict[str, Any]:
-        store = dist.distributed_c10d._get_default_store()
-        store.add("made", 1)
-        while store.add("made", 0) < world_size:  # the groups of all ranks
-            time.sleep(0.001)
-        begin = time.monotonic()
-        if group.rank() == victim:
-            strike(event, delay)
-            with contextlib.suppress(KeyboardInterrupt, RuntimeError):
-                calls(group)
-            os._exit(1)  # as a program ends that catches nothing
-        try:
+    dist.barrier(group)
+    begin = time.monotonic()
+    if group.rank() == group.size() - 1:
+        strike(event, delay)
+        with contextlib.suppress(KeyboardInterrupt, RuntimeError):
             calls(group)
-        except RuntimeError as error:
-            message, seconds = str(error), time.monotonic() - begin - delay
-        del os.environ["SYMM_CP_TIMEOUT_MS"]
-        # The same process goes on at once with those that are left.
-        others = dist.new_group(list(range(victim)), use_local_synchronization=True)
-        for name in ("gather_matmul", "low_contention"):
-            ALL[name](others)
-        return {"message": message, "seconds": seconds}
-
-    found = fork_ranks(world_size, work, stopped=victim if event == "stop" else None)
-    return {
-        "ranks": world_size,
-        "event": event,
-        "delay": delay,
-        "survivors": found[:-1],
-    }
-
-
-def main() -> None:
-    prepare()
-    random_ = random.Random(int(sys.argv[2]))
-    print(json.dumps([moment(random_) for _ in range(int(sys.argv[1]))]))
-
-
-if __name__ == "__main__":
-    main()
+        os._exit(1)  # as a program ends that catches nothing
+    try:
+        calls(group)
+    except RuntimeError as error:
+        message, seconds = str(error), time.monotonic() - begin - delay
+    del os.environ["SYMM_CP_TIMEOUT_MS"]
+    go_on(group)
+    return {"message": message, "seconds": seconds}

@@ -25,14 +25,15 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
-from tests.launch import launch
+from tests.pool import Ranks
+from tests.rank_process import say
 
 OPS = torch.ops.symm_mem
-#: Between two looks at what a rank holds, groups come and go so many times.
+#: How many times groups come and go between two looks at what a rank holds.
 GENERATIONS = 8
 #: Elements of an op's input: from a cache line to memory that the copy engine is woken for.
 SMALLEST, LARGEST = 16, 1 << 17
-#: One op in so many is always the same, and timed.
+#: One op in this many is always the same, and timed.
 TIMED = 10
 
 
@@ -120,10 +121,8 @@ def _new_groups(choose: random.Random) -> list[dist.ProcessGroup]:
     return [world, made[0], made[1] if world.rank() in everyone[:half] else made[2]]
 
 
-def soak(
-    world: dist.ProcessGroup, say: Callable[[object], None], ops: int, seed: int, looks: int
-) -> None:
-    """Runs so many ops, and says what it held and how long ops took, as JSON."""
+def soak(world: dist.ProcessGroup, ops: int, seed: int, looks: int) -> None:
+    """Runs this many ops, and says what it held and how long ops took, as JSON."""
     everywhere = random.Random(seed)  # the same choices on all ranks
     samples, latencies, done = [], [], 0
     torch.manual_seed(seed)
@@ -163,15 +162,15 @@ def percentiles(latencies: list[tuple[int, float]]) -> dict[str, float]:
 def run(
     ranks: int, ops: int, seed: int, *, looks: int = 20, progress: bool = False
 ) -> dict[str, Any]:
-    """Soaks so many new ranks; returns each rank's samples, and latencies early and late."""
+    """Soaks `ranks` new ranks; returns each rank's samples, and latencies early and late."""
     limit = datetime.timedelta(minutes=5)
     start = time.monotonic()
-    with launch(ranks, soak, ops, seed, looks, timeout=limit) as launched:
+    with Ranks(seed).own(ranks, soak, ops, seed, looks, group_timeout=limit) as running:
         for _ in range(looks):
-            said = launched.hear(0, timeout=3600)
+            said = running.hear(0, timeout=3600)
             if progress:
                 print(f"\r{json.loads(said)['ops']:>9,} ops", end="", file=sys.stderr, flush=True)
-        found = [json.loads(launched.hear(rank)) for rank in range(ranks)]
+        found = [json.loads(text) for text in running.hear_all()]
     latencies = found[0]["latencies"]
     fifth = len(latencies) // 5
     return {
@@ -206,7 +205,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its name: the ranks import what they are to run.
-    from tests.faults import soak as named
-
-    named.main()
+    main()

@@ -5,7 +5,6 @@ And a good call after each, so that nothing of what was refused is left behind.
 
 from __future__ import annotations
 
-import os
 from math import nan
 from typing import Any
 
@@ -14,13 +13,14 @@ import torch
 import torch.distributed as dist
 from hypothesis import Phase, given, settings
 
+from tests.exhaustive import some
 from tests.faults.bad_input import KINDS, Case, cases, group_argument, wide
 from tests.ops.test_errors import works
 from tests.pool import Ranks
 
-SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
-#: Cases by the number of ranks; 5 times as many are 5,000.
-CASES = {1: 100, 2: 500, 3: 400}
+#: World sizes and numbers of cases; 5,000 with --all.
+FEW = ((1, 100), (2, 500), (3, 400))
+CASES = some(*FEW, of=[*FEW, (1, 400), (2, 2000), (3, 1600)])
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
 Outcome = tuple[str, str]
 
@@ -107,10 +107,10 @@ def drawn(world_size: int, count: int) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("world_size", CASES)
-def test_each_call_is_refused_or_right(ranks: Ranks, world_size: int) -> None:
-    given = drawn(world_size, CASES[world_size] * SCALE)
-    assert len(given) > 0.9 * CASES[world_size] * SCALE
+@pytest.mark.parametrize(("world_size", "count"), CASES)
+def test_each_call_is_refused_or_right(ranks: Ranks, world_size: int, count: int) -> None:
+    given = drawn(world_size, count)
+    assert len(given) > 0.9 * count
     of_ranks = ranks.run(world_size, attempts, given, timeout=300)
     faults = [
         f"{what}: {case}: {outcomes}"

@@ -1,8 +1,7 @@
-"""Ranks that dawdle between any two steps: the results are the same, to the last bit."""
+"""Ranks with random delays between any two steps: the results are the same, to the last bit."""
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
@@ -10,12 +9,13 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.runtime.probe import probing
+from tests.exhaustive import some
 from tests.faults.ops import ALL, results
 from tests.pool import Ranks
 
-#: Random sequences of ops, so many times as many where that is asked for: 5 times are 2,000.
-SEQUENCES = {2: 180, 3: 140, 4: 80}
-SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
+#: World sizes and numbers of random sequences of ops; 2,000 with --all.
+FEW = ((2, 180), (3, 140), (4, 80))
+SEQUENCES = some(*FEW, of=[*FEW, (2, 720), (3, 560), (4, 320)])
 _OPS = 4
 _DELAY_US = 200
 
@@ -34,8 +34,7 @@ def fuzz(group: dist.ProcessGroup, count: int) -> int:
     return steps
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_delays_change_nothing(ranks: Ranks, world_size: int) -> None:
-    count = SEQUENCES[world_size] * SCALE
+@pytest.mark.parametrize(("world_size", "count"), SEQUENCES)
+def test_delays_change_nothing(ranks: Ranks, world_size: int, count: int) -> None:
     for steps in ranks.run(world_size, fuzz, count, timeout=240):
         assert steps > 10 * count  # the probe was there

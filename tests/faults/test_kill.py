@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import os
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.exhaustive import some
+from tests.faults import kills
 from tests.faults.ops import ALL
+from tests.pool import Ranks
 
-SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
-ROOT = Path(__file__).resolve().parents[2]
 #: What the errors call the ops.
 NAMES = {
     "gather_matmul": "fused_all_gather_matmul",
@@ -33,57 +30,55 @@ NAMES = {
 }
 #: Seconds from a death to the last survivor's error. Sleepers look around every 50 ms.
 LIMIT = 2.0
+#: Schedules of all kinds; with --all every op on 2, 3 and 4 ranks, which are 451 kills.
+OPS = some(
+    (2, "gather_in_place"),
+    (2, "matmul_scatter"),
+    (2, "low_contention"),
+    (2, "two_shot_in_place"),
+    (3, "attention_ring"),
+    of=itertools.product((2, 3, 4), ALL),
+)
 
 
-#: Schedules of all kinds; with SYMM_CP_TEST_SCALE above 1 all ops on 2, 3 and 4 ranks: 451 kills.
-KILLS = [
-    *(f"kill:2:{op}" for op in ("gather_in_place", "matmul_scatter", "low_contention")),
-    "kill:2:two_shot_in_place",
-    "kill:3:attention_ring",
-]
-if SCALE > 1:
-    KILLS = [f"kill:{world_size}:{op}" for world_size in (2, 3, 4) for op in ALL]
-ASLEEP = [f"asleep:3:{kind}" for kind in ("barrier", "wait_signal", "rendezvous")]
-STOPPED = "stop:3:gather_matmul"
-
-
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, Any]:
-    """What came of all cases, which one process carries out."""
-    command = [sys.executable, "-m", "tests.faults.forked", *KILLS, *ASLEEP, STOPPED]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-@pytest.mark.parametrize("case", KILLS)
-def test_a_rank_that_is_killed(outcomes: dict[str, Any], case: str) -> None:
+@pytest.mark.parametrize(("world_size", "op"), OPS)
+def test_a_rank_that_is_killed(ranks: Ranks, world_size: int, op: str) -> None:
     assert set(NAMES) == set(ALL)
-    assert outcomes[case]
-    for found in outcomes[case]:
-        victim = found["ranks"] - 1
-        assert "died at" in found["killed"], found
-        assert found["left behind"] == [], found
-        for said, seconds in zip(found["survivors"], found["seconds"], strict=True):
-            assert "message" in said, found
-            assert NAMES[found["op"]] in said["message"], found
-            assert re.search(rf"rank {victim}\b.*(ended|died|gone|killed)", said["message"]), found
-            assert seconds <= LIMIT, found
+    with ranks.own(world_size, kills.count_steps, op) as running:
+        steps = running.outcomes()[-1].result
+    assert steps
+    for step in range(steps):
+        before = set(os.listdir("/dev/shm"))
+        with ranks.own(world_size, kills.killed_before, op, step) as running:
+            *survivors, killed = running.outcomes()
+        assert killed.died_at is not None, (step, killed)
+        assert set(os.listdir("/dev/shm")) <= before
+        for outcome in survivors:
+            assert outcome.result is not None, (step, outcome)
+            message = outcome.result["message"]
+            assert NAMES[op] in message, (step, message)
+            victim = world_size - 1
+            assert re.search(rf"rank {victim}\b.*(ended|died|gone|killed)", message), message
+            assert outcome.result["at"] - killed.died_at <= LIMIT, (step, outcome)
 
 
-@pytest.mark.parametrize("case", ASLEEP)
-def test_a_rank_that_is_killed_while_the_others_sleep(outcomes: dict[str, Any], case: str) -> None:
-    found = outcomes[case]
-    for said, seconds in zip(found["survivors"], found["seconds"], strict=True):
-        assert re.search(r"rank 2 (died|left|is gone)", said["message"]), found
-        assert seconds < 1.0, found
+@pytest.mark.parametrize("kind", ["barrier", "wait_signal", "rendezvous"])
+def test_a_rank_that_is_killed_while_the_others_sleep(ranks: Ranks, kind: str) -> None:
+    with ranks.own(3, kills.killed_while_others_sleep, kind) as running:
+        *survivors, killed = running.outcomes()
+    assert killed.died_at is not None, killed
+    for outcome in survivors:
+        assert re.search(r"rank 2 (died|left|is gone)", outcome.result["message"]), outcome
+        assert outcome.result["at"] - killed.died_at < 1.0, outcome
 
 
-def test_a_rank_that_is_stopped_is_no_dead_one(outcomes: dict[str, Any]) -> None:
+def test_a_rank_that_is_stopped_is_no_dead_one(ranks: Ranks) -> None:
     """It may go on: the others' time is over, and their error says so."""
-    found = outcomes[STOPPED]
-    for said, seconds in zip(found["survivors"], found["seconds"], strict=True):
-        assert "fused_all_gather_matmul" in said["message"], found
-        assert "400 ms" in said["message"], found
-        assert "died" not in said["message"], found
-        assert 0.3 < seconds < LIMIT, found
+    with ranks.own(3, kills.stopped, "gather_matmul") as running:
+        *survivors, _ = running.outcomes(apart_from=[2])
+    for outcome in survivors:
+        message = outcome.result["message"]
+        assert "fused_all_gather_matmul" in message, outcome
+        assert f"{kills.TIMEOUT_MS} ms" in message, outcome
+        assert "died" not in message, outcome
+        assert 0.3 < outcome.result["seconds"] < LIMIT, outcome

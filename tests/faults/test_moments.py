@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
+import random
 import re
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
 
-SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
-ROOT = Path(__file__).resolve().parents[2]
+import pytest
+
+from tests.exhaustive import some
+from tests.faults import mismatches, moments
+from tests.pool import Ranks
+
 OPS = re.compile(
     r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous"
 )
@@ -19,37 +18,38 @@ OPS = re.compile(
 LIMIT = 2.0
 
 
-def run(module: str, count: int) -> list[dict[str, Any]]:
-    seed = int.from_bytes(os.urandom(3), "big")
-    command = [sys.executable, "-m", f"tests.faults.{module}", str(count), str(seed)]
-    print("repeat with:", " ".join(command[1:]))
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == count
-    return found
-
-
-def test_at_any_moment() -> None:
+@pytest.mark.parametrize("event", moments.EVENTS)
+@pytest.mark.parametrize("count", some(4, of=(4, 20)))
+def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
     """The others hear within two seconds who it was, in which op, and go on without it."""
-    for found in run("moments", 16 * SCALE):
-        victim = f"rank {found['ranks'] - 1}"
+    for _ in range(count):
+        world_size = random.randint(2, 4)
+        delay = random.choice((0.02, 0.1, 0.4)) * random.random()
+        stopped = [world_size - 1] if event == "stop" else []
+        with ranks.own(world_size, moments.until_told, event, delay) as running:
+            *survivors, _ = running.outcomes(apart_from=stopped)
+        case = world_size, delay, survivors
+        assert all(outcome.result is not None for outcome in survivors), case
+        messages = [outcome.result["message"] for outcome in survivors]
+        named = [f"rank {world_size - 1}" in message for message in messages]
         # Of a rank that was stopped only those know that wait for it; others wait for them.
-        named = [victim in said.get("message", "") for said in found["survivors"]]
-        assert any(named) if found["event"] == "stop" else all(named), found
-        for said in found["survivors"]:
-            assert "message" in said, found
-            assert OPS.search(said["message"]), found
-            assert said["seconds"] < LIMIT, found
+        assert any(named) if event == "stop" else all(named), case
+        assert all(OPS.search(message) for message in messages), case
+        assert all(outcome.result["seconds"] < LIMIT for outcome in survivors), case
 
 
-def test_different_calls() -> None:
+@pytest.mark.parametrize("count", some(60, of=(60, 300)))
+def test_different_calls(ranks: Ranks, count: int) -> None:
     """Both ranks hear of it within two seconds, and the next call is as good as ever."""
-    for found in run("mismatches", 60 * SCALE):
-        for bad, good in found["ranks"]:
-            assert bad["said"], found
-            assert bad["seconds"] < LIMIT, found
-            assert not good["said"], found
-        said = [bad["said"] for bad, _ in found["ranks"]]
-        if not any(spec[0] == "wrong" for spec in found["pair"]):
-            assert all("ranks disagree" in text for text in said), found
+    for _ in range(count):
+        pair, warm = mismatches.random_pair(random.Random(random.random())), random.random() < 0.7
+        with ranks.own(2, mismatches.unequal, pair, warm) as running:
+            outcomes = running.outcomes()
+        case = pair, warm, outcomes
+        assert all(outcome.result is not None for outcome in outcomes), case
+        for bad, good in (outcome.result for outcome in outcomes):
+            assert bad["said"], case
+            assert bad["seconds"] < LIMIT, case
+            assert not good["said"], case
+        if not any(spec[0] == "wrong" for spec in pair):
+            assert all("ranks disagree" in outcome.result[0]["said"] for outcome in outcomes), case

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+import random
 from pathlib import Path
 
 import pytest
 
+from tests.exhaustive import some
 from tests.faults import soak
 
-SCALE = int(os.environ.get("SYMM_CP_TEST_SCALE", "1"))
 RESULT = Path(__file__).resolve().parents[2] / "benchmarks/results/soak.json"
 _MEMORY_MIB = 24.0  # torch's and Python's own memory settles slowly
 
@@ -23,8 +23,9 @@ def holds_no_more(samples: list[dict[str, float]], margin_mib: float, margin: in
     assert last["resident_mib"] <= resident + margin_mib, samples
 
 
-def test_nothing_grows() -> None:
-    report = soak.run(4, 600 * SCALE, seed=int.from_bytes(os.urandom(3)), looks=3)
+@pytest.mark.parametrize("ops", some(600, of=(600, 3000)))
+def test_nothing_grows(ops: int) -> None:
+    report = soak.run(4, ops, random.randrange(1 << 24), looks=3)
     for samples in report["samples_by_rank"]:
         # Less than one thing a group: there were 32 of them since.
         holds_no_more(samples, _MEMORY_MIB, margin=8)

@@ -13,7 +13,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 
-from tests.launch import Launched, Place
+from tests.pool import Place, Running
 
 _SWITCH = "switch"
 
@@ -54,7 +54,7 @@ class Fabric:
             with contextlib.suppress(OSError, subprocess.CalledProcessError):
                 _ip("netns", "del", name)
 
-    def cut(self, host: int, ranks: Launched, per_host: int) -> list[int]:
+    def cut(self, host: int, ranks: Running, per_host: int) -> list[int]:
         """Takes the link of a host down; returns the ranks that live to tell."""
         everybody = range(self.hosts * per_host)
         if self.real:
@@ -66,9 +66,8 @@ class Fabric:
     def place(self, host: int) -> Place:
         """Where the ranks of a host run."""
         if not self.real:
-            return Place((), {"SYMM_CP_HOST": f"host {host}"})
-        prefix = ("ip", "netns", "exec", self._names[host])
-        return Place(prefix, {"GLOO_SOCKET_IFNAME": "eth0"})
+            return Place(environment={"SYMM_CP_HOST": f"host {host}"})
+        return Place(self._names[host], {"GLOO_SOCKET_IFNAME": "eth0"})
 
 
 @contextlib.contextmanager

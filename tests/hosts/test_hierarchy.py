@@ -17,16 +17,19 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import env, hosts, memory
+from symm_cp import env, hosts, liveness, memory
+from tests.exhaustive import some
 from tests.hosts.fabric import fabric
-from tests.launch import launch
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
+from tests.rank_process import say
 
 CPU = torch.device("cpu")
 wait = torch.ops._c10d_functional.wait_tensor
 #: Ranks, and how many of them are on a host.
-SPREADS = pytest.mark.parametrize(("world_size", "per_host"), [(2, 1), (3, 1), (4, 2), (4, 1)])
+SPREADS = pytest.mark.parametrize(
+    ("world_size", "per_host"), some((3, 1), (4, 2), of=[(2, 1), (3, 1), (4, 2), (4, 1)])
+)
 
 
 #: What was found out about a group of the pool, which lives on: its ranks on so many a host.
@@ -39,7 +42,6 @@ def _forget(group: dist.ProcessGroup) -> None:
     store = dist.distributed_c10d._get_process_group_store(group)
     store.delete_key(f"symm_cp/host/cpu/{group.rank()}")
     dist.distributed_c10d._get_default_store().delete_key(f"symm_cp/host/{dist.get_rank()}")
-    hosts._published.discard(str(group.group_name))
     dist.barrier(group)
 
 
@@ -47,13 +49,14 @@ def _forget(group: dist.ProcessGroup) -> None:
 def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.ProcessGroup]:
     """Ranks take each other for ranks of several hosts, inside."""
     state, key = memory.resolve(group), (group.group_name, per_host)
-    before, state.hosts = state.hosts, _found.get(key, {})
+    before = state.state(hosts.SPREADS, dict)
+    state.put(hosts.SPREADS, _found.setdefault(key, {}))
     os.environ["SYMM_CP_HOST"] = f"host {group.rank() // per_host}"
     _forget(group)
     try:
         yield group
     finally:
-        _found[key], state.hosts = state.hosts, before
+        state.put(hosts.SPREADS, before)
         del os.environ["SYMM_CP_HOST"]
         _forget(group)
 
@@ -189,7 +192,8 @@ def test_gpus_that_do_not_reach_each_other_are_as_on_several_hosts() -> None:
 def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
     """Two pairs of GPUs on one host, with nothing between the pairs."""
     state, rank = memory.resolve(group), group.rank()
-    before, state.hosts = state.hosts, {}
+    before = state.state(hosts.SPREADS, dict)
+    state.put(hosts.SPREADS, {})
     _forget(group)
     here = connected("01 23")[rank]
     patch = unittest.mock.patch.object(hosts, "_place", return_value=here)
@@ -203,10 +207,10 @@ def gpus_apart(group: dist.ProcessGroup, seed: int) -> None:
         assert (found.ranks, found.host, found.place) == (((0, 1), (2, 3)), rank // 2, rank % 2)
         said = [str(w.message) for w in caught if "symm_cp" in str(w.message)]
         assert len(said) == (rank == 0)
-        assert all("between ranks [0, 1], [2, 3] goes what goes between hosts" in s for s in said)
+        assert all("ranks [0, 1], [2, 3] exchange data as if on different hosts" in s for s in said)
         all_ops(group, seed, layouts=1)
     finally:
-        state.hosts = before
+        state.put(hosts.SPREADS, before)
         _forget(group)
 
 
@@ -216,15 +220,15 @@ def test_ops_between_gpus_that_do_not_reach_each_other(ranks: Ranks) -> None:
 
 def test_identity_is_no_host_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SYMM_CP_HOST", raising=False)
-    assert re.fullmatch(r"[0-9a-f-]{36} net:\[\d+\]", hosts.identity())
+    assert re.fullmatch(r"[0-9a-f-]{36} net:\[\d+\]", liveness.host_identity())
     monkeypatch.setenv("SYMM_CP_HOST", "here")
-    assert env.host() == hosts.identity() == "here"
+    assert env.host() == liveness.host_identity() == "here"
 
 
 # --- network namespaces ------------------------------------------------------------------------
 
 
-def over_the_network(group: dist.ProcessGroup, say: Any, seed: int) -> None:
+def over_the_network(group: dist.ProcessGroup, seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     laid_out = test_random.laid_out
@@ -236,15 +240,15 @@ def over_the_network(group: dist.ProcessGroup, say: Any, seed: int) -> None:
     say(f"right on {len(found.ranks)} hosts")
 
 
-def test_three_hosts_of_two_ranks_each() -> None:
+def test_three_hosts_of_two_ranks_each(ranks: Ranks) -> None:
     """Nothing tells the ranks that they are on several hosts, but what they find out."""
     with fabric(3) as made:
         places = [made.place(rank // 2) for rank in range(6)]
-        with launch(6, over_the_network, random.randrange(1 << 30), places=places) as ranks:
-            assert set(ranks.hear_all(timeout=120)) == {"right on 3 hosts"}
+        with ranks.own(6, over_the_network, random.randrange(1 << 30), places=places) as running:
+            assert set(running.hear_all(timeout=120)) == {"right on 3 hosts"}
 
 
-def until_the_link_is_cut(group: dist.ProcessGroup, say: Any) -> None:
+def until_the_link_is_cut(group: dist.ProcessGroup) -> None:
     tensor = torch.randn(64, 64)
     symm_cp.all_gather_matmul(tensor, tensor, group=group)
     say("ready")
@@ -252,17 +256,17 @@ def until_the_link_is_cut(group: dist.ProcessGroup, say: Any) -> None:
         while True:
             symm_cp.all_gather_matmul(tensor, tensor, group=group)
     except RuntimeError as error:
-        say(error)
+        say(str(error))
 
 
-def test_a_link_that_goes_down_is_an_error_that_names_the_ranks() -> None:
+def test_a_link_that_goes_down_is_an_error_that_names_the_ranks(ranks: Ranks) -> None:
     with fabric(2) as made:
         places = [made.place(rank // 2) for rank in range(4)]
         limit = datetime.timedelta(seconds=2)
-        with launch(4, until_the_link_is_cut, places=places, timeout=limit) as ranks:
-            ranks.hear_all()
-            for rank in made.cut(1, ranks, per_host=2):
-                line = ranks.hear(rank, timeout=20)
+        with ranks.own(4, until_the_link_is_cut, places=places, group_timeout=limit) as running:
+            running.hear_all()
+            for rank in made.cut(1, running, per_host=2):
+                line = running.hear(rank, timeout=20)
                 peer = (rank + 2) % 4
                 lost = f"rank {rank} lost the link from rank {peer} or to rank {peer}"
                 # Or the other rank of this host noticed first, and says so here.

@@ -39,6 +39,7 @@ import symm_cp
 from symm_cp import inductor
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import fuse_post_grad
+from tests.exhaustive import some
 from tests.inductor.graphs import through_passes
 from tests.pool import Ranks
 
@@ -196,7 +197,7 @@ def test_generated_code_has_the_fused_ops(ranks: Ranks) -> None:
     ranks.run(2, generates_code, timeout=300)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
 @pytest.mark.parametrize("make", [with_dtensor, with_functional])
 def test_every_collective_of_a_block_is_fused(
     ranks: Ranks, world_size: int, make: Callable[..., nn.Module]

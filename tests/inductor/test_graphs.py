@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.inductor.options import Options
+from tests.exhaustive import some
 from tests.inductor import attention_graphs, matmul_graphs, scaled_graphs
 from tests.inductor.graphs import AG, ATTENTION, RS, GraphCase, gather, run, scatter, through_passes
 from tests.inductor.matmul_graphs import block
@@ -124,10 +125,11 @@ def test_groups_of_a_mesh_are_told_apart(ranks: Ranks) -> None:
     ranks.run(4, two_groups, int(torch.randint(1 << 30, ())))
 
 
+ON_TWO = [(2, name) for name in graphs(2)]
+ON_FOUR = [(4, name) for name in graphs(4)]
+
+
 # Each on two ranks, every third one on four as well.
-@pytest.mark.parametrize(
-    ("world_size", "name"),
-    [(2, name) for name in graphs(2)] + [(4, name) for name in [*graphs(4)][::3]],
-)
+@pytest.mark.parametrize(("world_size", "name"), some(*ON_TWO, of=[*ON_TWO, *ON_FOUR[::3]]))
 def test_graph(ranks: Ranks, world_size: int, name: str) -> None:
     ranks.run(world_size, check, name, int(torch.randint(1 << 30, ())))

@@ -1,4 +1,4 @@
-/* How the calls of a group share a workspace of two slots (symm_cp/schedule/builders.py), with
+/* How the calls of a group share a workspace of two slots (symm_cp/schedule/README.md), with
  * epochs that wrap around, workspaces that are replaced, and ranks that die at any moment.
  *
  * Checked: nobody reads memory that is not of the call, whole; nobody who lives waits for ever.

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from symm_cp import native
-from symm_cp.memory import FLAGS
+from symm_cp.wire import FLAGS
 from tests.native import plans
 
 HERE = Path(__file__).resolve().parent

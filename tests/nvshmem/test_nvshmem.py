@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import device, memory, nvshmem
-from tests.cuda.simulated import SimulatedDevice, build, simulation
+from symm_cp import devices, memory
+from symm_cp.devices import nvshmem
+from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.nvshmem.double import Double
 from tests.ops import test_attention, test_random
 from tests.pool import Ranks
@@ -29,21 +30,21 @@ MAPPED = {
 }
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _built() -> None:
-    build()
-
-
 class _Both(SimulatedDevice):
     """Streams of the simulation, workspaces of NVSHMEM."""
 
+    captures = False
+
     def __init__(self, heap: nvshmem.Heap) -> None:
         super().__init__()
-        self.heap = heap
+        self._heap = heap
 
-    def workspace(self, *given: Any, **options: Any) -> nvshmem.NvshmemWorkspace:
-        group, *rest = given
-        return nvshmem.NvshmemWorkspace(group, self, *rest, **options)
+    def workspace(
+        self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
+    ) -> nvshmem.NvshmemWorkspace:
+        return nvshmem.NvshmemWorkspace(
+            group, self, channel, slot_bytes, graph=graph, heap=self._heap
+        )
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return False
@@ -51,7 +52,7 @@ class _Both(SimulatedDevice):
 
 @contextmanager
 def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) -> Iterator[Double]:
-    """Inside, ops of CPU tensors go by NVSHMEM; all ranks of the world call it together."""
+    """Inside, ops on CPU tensors use NVSHMEM. Collective over all ranks of the world."""
     cpu, state = torch.device("cpu"), memory.resolve(group)
     with simulation() as streams:
         double = Double(streams, MAPPED[mapped])
@@ -61,18 +62,19 @@ def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) ->
         dist.barrier()
         with (
             mock.patch.object(nvshmem, "library", return_value=(double, double)),
-            mock.patch.object(nvshmem, "_bound", lambda device: device),
+            mock.patch.object(nvshmem, "bind_gpu", lambda device: device),
             mock.patch.object(torch.cuda, "synchronize"),
         ):
             nvshmem.init(heap_bytes, device=cpu)
-            assert nvshmem._heap is not None
-            both = _Both(nvshmem._heap)
-            state.device_workspaces.clear()
-            with mock.patch.dict(device._devices, {cpu: both}):
+            heap = nvshmem.heap()
+            assert heap is not None
+            both = _Both(heap)
+            devices.workspaces_of(state).current.clear()
+            with devices.replaced(cpu, both):
                 yield double
                 both.synchronize()
             dist.barrier()
-            state.device_workspaces.clear()
+            devices.workspaces_of(state).current.clear()
             nvshmem.finalize()
         assert double.calls[-2:] == [("free",), ("finalize",)]
 

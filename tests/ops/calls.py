@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.memory import resolve
-from symm_cp.ops.flex_attention import flex_all_gather_attention
-from symm_cp.schedule.layout import Layout
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.schedule.layout import SequenceLayout
 
 OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]
@@ -46,7 +46,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         return (torch.randn(*shape) * (1 + rank)).to(dtype)
 
     q, k, v = (rand(1, 2, 20, 4) for _ in range(3))
-    layout = Layout(W, tuple(range(W)), (20,) * W)
+    layout = SequenceLayout(W, tuple(range(W)), (20,) * W)
 
     def flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         return list(

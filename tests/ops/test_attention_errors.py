@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.ops import attention_kernels
+from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.schedule.layout import head_tail_order
 from tests.pool import Ranks
@@ -32,8 +32,8 @@ CASES: list[tuple[Any, Any, Any, dict[str, Any], type[Exception], str]] = [
     (x(*Q), x(1, 3, 8, 16), x(1, 3, 8, 16), {"enable_gqa": True}, ValueError, "3 key heads"),
     (x(*Q), x(1, 0, 8, 16), x(1, 0, 8, 16), {"enable_gqa": True}, ValueError, "0 key heads"),
     (x(*Q), x(*Q), x(*SHORT), {}, ValueError, r"key \[1, 4, 8, 16\] and value \[1, 4, 6, 16\]"),
-    (x(*Q), x(1, 4, 8, 8), x(1, 4, 8, 8), {}, ValueError, "needs batch 1 and 16 features"),
-    (x(*Q), x(2, 4, 8, 16), x(2, 4, 8, 16), {}, ValueError, "needs batch 1 and 16 features"),
+    (x(*Q), x(1, 4, 8, 8), x(1, 4, 8, 8), {}, ValueError, "must have batch 1 and 16 features"),
+    (x(*Q), x(2, 4, 8, 16), x(2, 4, 8, 16), {}, ValueError, "must have batch 1 and 16 features"),
     (x(4, 8, 16), x(*Q), x(*Q), {}, ValueError, r"query must be .*\[4, 8, 16\]"),
     (x(*Q), x(*Q, dtype=torch.float64), x(*Q), {}, TypeError, "key is torch.float64 and query"),
     (*(x(*Q, dtype=torch.int32),) * 3, {}, TypeError, "query is torch.int32"),
@@ -41,7 +41,7 @@ CASES: list[tuple[Any, Any, Any, dict[str, Any], type[Exception], str]] = [
     (*(x(*Q),) * 3, {"window_right": -2}, ValueError, "window_right=-2"),
     (*(x(*Q),) * 3, {"chunk_order": [0, 0]}, ValueError, r"chunk_order=\[0, 0\] must be a perm"),
     (*(x(*Q),) * 3, {"chunk_order": [0, 1, 2]}, ValueError, "3 chunks, which 2 ranks"),
-    (*(x(*Q),) * 3, {"chunk_order": [*range(6)]}, ValueError, "3 chunks of a rank do not divide"),
+    (*(x(*Q),) * 3, {"chunk_order": [*range(6)]}, ValueError, "split into its 3 chunks"),
     (*(x(*Q),) * 3, {"chunk_lengths": [8, 8, 8]}, ValueError, "3 chunks, which 2 ranks"),
     (*(x(*Q),) * 3, {"chunk_lengths": [7, 7]}, ValueError, "7 keys, key has 8"),
     (*(x(*Q),) * 3, {"chunk_lengths": [9, -1]}, ValueError, "must not be negative"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from symm_cp.ops import attention_kernels
+from symm_cp.ops.attention import kernels as attention_kernels
 from symm_cp.schedule.tiles import Tile, squares
 
 

@@ -22,10 +22,10 @@ from symm_cp.context_parallel.load_balancers import (
     Sequential,
 )
 from symm_cp.memory import resolve
-from symm_cp.ops import flex_mask
 from symm_cp.ops.attention import set_rotate_method
-from symm_cp.ops.flex_attention import flex_all_gather_attention
-from symm_cp.schedule.layout import Layout
+from symm_cp.ops.attention.flex import mask as flex_mask
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.schedule.layout import SequenceLayout
 from tests.pool import Ranks
 
 # Rounding of 16-bit weights and outputs, of values of size 1; 600 terms for the others.
@@ -76,7 +76,7 @@ def balancers(length: int, W: int, mask: BlockMask | None) -> list[LoadBalancer]
         Sequential(length, W),
         HeadTail(length, W),
         PerDocumentHeadTail(parts, W),
-        LoadBalancer(Layout(W, tuple(reversed(range(2 * W))), sizes)),  # all on one rank
+        LoadBalancer(SequenceLayout(W, tuple(reversed(range(2 * W))), sizes)),  # all on one rank
     ]
     if mask is not None and mask.seq_lengths[0] == mask.seq_lengths[1]:
         found.append(ProcessingTimeRoundRobin(mask, W))

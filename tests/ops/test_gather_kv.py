@@ -11,6 +11,8 @@ from tests import device
 from tests.pool import Ranks
 from tests.reference import reduce_scatter
 
+pytestmark = device.devices(*device.NAMES)
+
 
 def gathers(group: dist.ProcessGroup, seed: int) -> None:
     W, rank = group.size(), group.rank()

@@ -13,6 +13,8 @@ from symm_cp import tuning
 from tests import device
 from tests.pool import Ranks
 
+pytestmark = device.devices(*device.NAMES)
+
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 SHAPES = [(3, 4), (2, 3, 5), (2, 2, 3, 4)]
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.ops import attention_tiles
+from symm_cp.ops.attention import tiles as attention_tiles
 from tests.ops.calls import OPS, Tensors, calls, leaves, trained
 from tests.pool import Ranks
 

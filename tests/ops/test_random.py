@@ -17,10 +17,10 @@ from symm_cp import tuning
 from tests import device, reference
 from tests.pool import Ranks
 
+pytestmark = device.devices(*device.NAMES)
+
 FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 FLOAT8 = torch.float8_e4m3fn
-# What products of float8 may be rounded to: cuBLAS knows only one type for rows with scales.
-SCALED_DTYPES = [torch.bfloat16] + [torch.float32] * (device.name() == "cpu")
 OPS = torch.ops.symm_mem
 
 
@@ -93,6 +93,12 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     expected.check(output)
 
 
+def scaled_dtype() -> torch.dtype:
+    """What products of float8 are rounded to: cuBLAS knows only one type for rows with scales."""
+    on_cpu = device.name() == "cpu"
+    return random.choice([torch.bfloat16, torch.float32]) if on_cpu else torch.bfloat16
+
+
 def scaled_gathers(group: dist.ProcessGroup, index: int) -> None:
     W, rank = group.size(), group.rank()
     dims = random.choice([2, 3])
@@ -101,7 +107,7 @@ def scaled_gathers(group: dist.ProcessGroup, index: int) -> None:
     shape = random_shape(dims, [1, 2, 3, 5, 8], [16, 32, 48])
     shape[-1] = shape[-1] or 16
     mode = ["tensor", "replicated", "sharded"][index % (2 if columns else 3)]
-    dtype = random.choice(SCALED_DTYPES)
+    dtype = scaled_dtype()
     shards = [torch.randn(shape).to(FLOAT8) for _ in range(W)]
     K, N = shape[-1] * (W if columns else 1), random.choice([16, 32])
     weight = torch.randn(N, K).to(FLOAT8).t()
@@ -138,7 +144,7 @@ def scaled_scatters(group: dist.ProcessGroup, index: int) -> None:
     else:
         shape[dim] *= W
     by_row, by_column = bool(index % 2), random.choice([False, True])
-    dtype = random.choice(SCALED_DTYPES)
+    dtype = scaled_dtype()
     a = [torch.randn(shape).to(FLOAT8) for _ in range(W)]
     b = [torch.randn(N, shape[-1]).to(FLOAT8).t() for _ in range(W)]
     a_scale = [torch.rand((*shape[:-1], 1) if by_row else ()) + 0.5 for _ in a]

@@ -3,22 +3,15 @@
 import pytest
 
 from symm_cp.schedule import (
-    CHANNELS,
     Compute,
     Copy,
-    Pattern,
     Region,
     Report,
     Schedule,
     Signal,
     Step,
     Wait,
-    all_gather_and_consume,
-    all_ranks,
     check,
-    check_builder,
-    one_shot_all_reduce,
-    two_shot_all_reduce,
 )
 from symm_cp.schedule.check import (
     CALLER,
@@ -28,6 +21,12 @@ from symm_cp.schedule.check import (
     TwoWriters,
     UninitialisedRead,
 )
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_COMBINE,
+    ALL_GATHER_AND_CONSUME,
+    TWO_SHOT_ALL_REDUCE,
+)
+from tests.schedule.calls import FEWEST_SLOTS, Place
 
 INPUT, OUTPUT = Region(0, "input"), Region(0, "output")
 
@@ -161,7 +160,7 @@ def test_chunks_tell_apart_within_a_call_only() -> None:
 
 def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
     def hasty(rank: int) -> Schedule:
-        full = one_shot_all_reduce(rank, 2)
+        full = ALL_GATHER_AND_COMBINE.direct(in_place=True).schedule(rank, 2)
         return schedule(rank, *full.lanes["compute"][:-1])  # less the wait for "done"
 
     report = check([[hasty(0), hasty(1)]])
@@ -174,12 +173,12 @@ def test_the_caller_overwrites_the_symmetric_tensor_after_the_call() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_two_shot_without_the_slot_would_need_another_exchange(world_size: int) -> None:
-    """Why the builder goes by way of the slot: peers would still read the tensor at return."""
+    """Why the pattern goes through the slot: peers would still read the tensor at return."""
 
     def direct(rank: int) -> Schedule:
         own = Region(rank, "symmetric", rank)
         steps: list[Step] = []
-        for step in two_shot_all_reduce(rank, world_size).lanes["compute"]:
+        for step in TWO_SHOT_ALL_REDUCE.direct().schedule(rank, world_size).lanes["compute"]:
             if isinstance(step, Compute):
                 step = Compute(step.kernel, step.index, step.reads, (own,))
             elif isinstance(step, Copy):
@@ -192,39 +191,18 @@ def test_two_shot_without_the_slot_would_need_another_exchange(world_size: int) 
     assert kinds(check([[direct(rank) for rank in range(world_size)]])) == {Race}
 
 
-def waits_for_the_last_call(pattern: Pattern) -> bool:
-    (steps,) = pattern.schedules(2, slots=1)[0].lanes.values()
-    return any(isinstance(step, Wait) and step.lag > 0 for step in steps)
-
-
-# The patterns that write their slot without having heard from the peers in this call.
-NEED_DONE = [
-    pattern for group in CHANNELS.values() for pattern in group if waits_for_the_last_call(pattern)
-]
+ONE_SLOT = [place for place in FEWEST_SLOTS if place.workspace.slots == 1]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize("pattern", NEED_DONE, ids=str)
-def test_one_slot_is_unsafe_without_waits_for_done(pattern: Pattern, world_size: int) -> None:
+@pytest.mark.parametrize("place", ONE_SLOT, ids=str)
+def test_one_slot_is_unsafe_without_waits_for_done(place: Place, world_size: int) -> None:
     def as_if_one_slot(full: Schedule) -> Schedule:
         return Schedule(full.name, full.rank, full.world_size, full.lanes, slots=1)
 
-    assert check([pattern.schedules(world_size, slots=1)] * 4).ok
-    stripped = [as_if_one_slot(full) for full in pattern.schedules(world_size, slots=2)]
+    assert check([place.variant.schedules(world_size, slots=1)] * 4).ok
+    stripped = [as_if_one_slot(full) for full in place.variant.schedules(world_size, slots=2)]
     assert kinds(check([stripped] * 4)) == {Race}
-
-
-def test_which_patterns_wait_for_done_with_one_slot() -> None:
-    names = {pattern.builder.__name__ for pattern in NEED_DONE}
-    assert names == {
-        "all_gather_and_consume",
-        "produce_and_reduce_scatter",
-        "consume_and_reduce_scatter",
-        "one_shot_all_reduce",
-        "all_to_all",
-        "all_gather",
-        "reduce_scatter",
-    }
 
 
 def prefetch(rank: int, *, handed_over: bool) -> Schedule:
@@ -246,25 +224,47 @@ def prefetch(rank: int, *, handed_over: bool) -> Schedule:
 
 
 def test_a_signal_to_oneself_orders_two_lanes() -> None:
-    assert check_builder(lambda rank, _: prefetch(rank, handed_over=True), 2, calls=4).ok
-    report = check_builder(lambda rank, _: prefetch(rank, handed_over=False), 2, calls=4)
+    assert check([[prefetch(rank, handed_over=True) for rank in (0, 1)]] * 4).ok
+    report = check([[prefetch(rank, handed_over=False) for rank in (0, 1)]] * 4)
     assert Race in kinds(report) or UninitialisedRead in kinds(report)
 
 
-def test_check_builder_passes_options_on() -> None:
-    assert check_builder(all_gather_and_consume, 3, in_place=True, slots=1).ok
-    report = check_builder(all_gather_and_consume, 3, calls=5)
+def polling(rank: int, awaits: tuple[tuple[str, Region], ...], *reads: Region) -> Schedule:
+    """As `prefetch`, with a kernel that polls; it also reads its own input from the start."""
+    copy = (*prefetch(rank, handed_over=True).lanes["copy"],)
+    kernel = Compute(
+        "poll", rank, (Region(rank, "input"), *reads), (Region(rank, "output"),), awaits
+    )
+    return Schedule("polling", rank, 2, {"compute": (kernel,), "copy": copy}, 2)
+
+
+def test_a_kernel_that_polls_reads_what_it_polled_for() -> None:
+    def call(flag: str) -> list[Schedule]:
+        return [polling(rank, ((flag, Region(rank, "pulled", 1 - rank)),)) for rank in (0, 1)]
+
+    assert check([call("arrived")] * 3).ok
+    report = check([call("another")] * 3)
+    assert kinds(report) == {Deadlock}
+    assert "Compute('poll', 0)" not in str(report)
+    assert "Wait('another' from rank 0)" in str(report)
+    unasked = [polling(rank, (), Region(rank, "pulled", 1 - rank)) for rank in (0, 1)]
+    report = check([unasked] * 3)
+    assert Race in kinds(report) or UninitialisedRead in kinds(report)
+
+
+def test_a_report_says_what_was_checked() -> None:
+    report = check([ALL_GATHER_AND_CONSUME.direct().schedules(3)] * 5)
     assert (report.ok, report.calls, report.world_size) == (True, 5, 3)
     assert str(report) == "5 calls on 3 ranks: no problem"
 
 
 def test_schedules_that_do_not_fit_together_are_refused() -> None:
-    good = all_ranks(all_gather_and_consume, 2)
+    good = ALL_GATHER_AND_CONSUME.staged().schedules(2)
     with pytest.raises(ValueError, match="at least one call of at least one rank"):
         check([])
-    with pytest.raises(ValueError, match=r"calls\[1\] has 1 schedules, but world_size=2"):
+    with pytest.raises(ValueError, match=r"calls\[1\] has 1 schedules, .* world_size=2 ranks"):
         check([good, good[:1]])
-    with pytest.raises(ValueError, match=r"calls\[0\]\[0\] .* has .*=\(1, 2, 2\), but needs \(0"):
+    with pytest.raises(ValueError, match=r"calls\[0\]\[0\] .* has .*=\(1, 2, 2\), must have \(0"):
         check([good[::-1]])
-    with pytest.raises(ValueError, match=r"=\(0, 2, 1\), but needs \(0, 2, 2\)"):
-        check([good, all_ranks(all_gather_and_consume, 2, slots=1)])
+    with pytest.raises(ValueError, match=r"=\(0, 2, 1\), must have \(0, 2, 2\)"):
+        check([good, ALL_GATHER_AND_CONSUME.staged().schedules(2, slots=1)])

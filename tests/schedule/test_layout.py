@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symm_cp.schedule.layout import Layout, Span, even_lengths, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, Span, even_lengths, head_tail, sequential
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
@@ -29,10 +29,10 @@ def test_sequential_and_head_tail() -> None:
 
 
 def test_empty_chunks_have_no_span() -> None:
-    layout = Layout(2, (2, 0, 1, 3), (0, 2, 3, 0))
+    layout = SequenceLayout(2, (2, 0, 1, 3), (0, 2, 3, 0))
     assert layout.spans(0) == (Span(2, 3, 0),)
     assert layout.spans(1) == (Span(0, 2, 0),)
-    assert Layout(2, (0, 1), (0, 0)).spans(0) == ()
+    assert SequenceLayout(2, (0, 1), (0, 0)).spans(0) == ()
 
 
 @given(st.integers(0, 200), st.integers(1, 20))
@@ -48,18 +48,18 @@ def test_even_lengths(length: int, chunks: int) -> None:
     ("arguments", "message"),
     [
         ((0, (0,), (1,)), "world_size=0"),
-        ((2, (0, 1, 2), (1, 1, 1)), "3 chunks, which 2 ranks do not divide"),
-        ((2, (), ()), "0 chunks"),
+        ((2, (0, 1, 2), (1, 1, 1)), "length 3 must be a positive multiple of world size 2"),
+        ((2, (), ()), "length 0 must be"),
         ((2, (0, 2), (1, 1)), r"chunk_order=\[0, 2\] must be a permutation of 0..1"),
         ((2, (0, 0), (1, 1)), "must be a permutation"),
         ((2, (0, 1), (1,)), "1 entries for 2 chunks"),
         ((2, (0, 1), (1, -1)), r"chunk_lengths=\[1, -1\] must not be negative"),
     ],
 )
-def test_what_is_no_layout(
+def test_inconsistent_layouts_are_refused(
     arguments: tuple[int, tuple[int, ...], tuple[int, ...]], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        Layout(*arguments)
+        SequenceLayout(*arguments)
     with pytest.raises(ValueError, match="must not be negative"):
         even_lengths(-1, 2)

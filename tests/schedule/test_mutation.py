@@ -1,28 +1,25 @@
-"""The builders carry the least synchronisation: without any one signal or wait, ``check`` objects.
+"""Patterns carry the least synchronisation: without any one signal or wait, ``check`` objects.
 
-A step is needed if a run without it (in every call of its pattern, on one rank) fails, alone or
-mixed with some other pattern of its channel.
+A step is needed if a run without it (in every call of its variant, on one rank) fails, alone or
+mixed with some other variant on its workspace.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 
-from symm_cp.schedule import CHANNELS, Pattern, Schedule, Signal, Wait, check
-
-# All eight orders of three consecutive calls of two patterns; a slot comes back within three.
-MIX = (0, 0, 0, 1, 0, 1, 1, 1, 0, 0)
-
-PATTERNS = [(channel, pattern) for channel in CHANNELS for pattern in CHANNELS[channel]]
+from symm_cp.schedule import Compute, Schedule, Signal, Step, Wait, check
+from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL
+from tests.schedule.calls import FEWEST_SLOTS, MIX, Place
 
 
-def without(call: Sequence[Schedule], rank: int, lane: str, index: int) -> list[Schedule]:
-    """The schedules of a call, less one step of one rank."""
-    old = call[rank]
-    lanes = dict(old.lanes)
-    lanes[lane] = lanes[lane][:index] + lanes[lane][index + 1 :]
-    new = Schedule(old.name, rank, old.world_size, lanes, old.slots)
-    return [*call[:rank], new, *call[rank + 1 :]]
+def with_lane(
+    call: Sequence[Schedule], rank: int, lane: str, steps: Sequence[Step]
+) -> list[Schedule]:
+    """The schedules of a call, with other steps in one lane of one rank."""
+    lanes = {**call[rank].lanes, lane: tuple(steps)}
+    return [*call[:rank], replace(call[rank], lanes=lanes), *call[rank + 1 :]]
 
 
 def synchronisation(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int]]:
@@ -34,21 +31,38 @@ def synchronisation(call: Sequence[Schedule]) -> Iterator[tuple[int, str, int]]:
                     yield schedule.rank, lane, index
 
 
-@pytest.mark.parametrize("slots", [1, 2])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-@pytest.mark.parametrize(("channel", "pattern"), PATTERNS, ids=str)
-def test_no_signal_or_wait_is_redundant(
-    channel: str, pattern: Pattern, world_size: int, slots: int
-) -> None:
-    call = pattern.schedules(world_size, slots)
-    others = [other.schedules(world_size, slots) for other in CHANNELS[channel]]
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
+    slots = place.workspace.slots
+    call = place.variant.schedules(world_size, slots)
+    others = [other.schedules(world_size, slots) for other in place.workspace.variants]
     tried = 0
     for rank, lane, index in synchronisation(call):
-        mutant = without(call, rank, lane, index)
+        steps = call[rank].lanes[lane]
+        mutant = with_lane(call, rank, lane, (*steps[:index], *steps[index + 1 :]))
         noticed = not check([mutant] * (slots + 2)).ok or any(
             not check([(mutant, other)[which] for which in MIX]).ok for other in others
         )
-        assert noticed, f"rank {rank}: {call[rank].lanes[lane][index]} is redundant"
+        assert noticed, f"rank {rank}: {steps[index]} is redundant"
         tried += 1
     # Or nothing was tried: each rank signals each peer and waits for it.
     assert tried >= 2 * world_size * (world_size - 1)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int) -> None:
+    call = ALL_GATHER_AND_POLL.staged().schedules(world_size)
+    (kernel,) = call[0].lanes["compute"]
+    assert isinstance(kernel, Compute)
+    for index, (_, shard) in enumerate(kernel.awaits):
+        unasked = replace(
+            kernel,
+            reads=(*kernel.reads, shard),
+            awaits=kernel.awaits[:index] + kernel.awaits[index + 1 :],
+        )
+        assert not check([with_lane(call, 0, "compute", [unasked])] * 3).ok
+    if world_size > 2:
+        flags, shards = zip(*kernel.awaits, strict=True)
+        crossed = replace(kernel, awaits=tuple(zip(flags, shards[::-1], strict=True)))
+        assert not check([with_lane(call, 0, "compute", [crossed])] * 3).ok

@@ -6,21 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symm_cp.schedule import (
-    CHANNELS,
-    Compute,
-    Copy,
-    Schedule,
-    Signal,
-    Step,
-    Wait,
-    staged,
-    staged_channels,
-)
-from symm_cp.schedule.builders import all_gather_and_consume, all_ranks
+from symm_cp.schedule import Compute, Copy, Schedule, Signal, Step, Wait
+from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, ALL_GATHER_AND_POLL
 from symm_cp.schedule.simulate import DeadlockError, simulate
+from tests.schedule.calls import FEWEST_SLOTS, Place
 
 TIMES = st.floats(0.001, 10.0)
+DIRECT, STAGED = ALL_GATHER_AND_CONSUME.direct(), ALL_GATHER_AND_CONSUME.staged()
 
 
 def costs(compute: float, copy: float):  # type: ignore[no-untyped-def]
@@ -32,7 +24,7 @@ def costs(compute: float, copy: float):  # type: ignore[no-untyped-def]
 
 @given(st.integers(1, 8), TIMES)
 def test_without_copies_a_pipeline_takes_the_time_of_its_kernels(ranks: int, kernel: float) -> None:
-    timeline = simulate([all_ranks(all_gather_and_consume, ranks)], costs(kernel, 0.0))
+    timeline = simulate([DIRECT.schedules(ranks)], costs(kernel, 0.0))
     assert timeline.total == pytest.approx(ranks * kernel)
     assert timeline.busy(0, Compute) == pytest.approx(ranks * kernel)
 
@@ -42,7 +34,7 @@ def test_a_pulled_pipeline_takes_the_longer_of_copies_and_kernels(
     ranks: int, kernel: float, copy: float
 ) -> None:
     """Equal shards: one copy to the slot, then W - 1 pulls; W kernels, the first at once."""
-    timeline = simulate([all_ranks(staged.gather_and_consume, ranks)], costs(kernel, copy))
+    timeline = simulate([STAGED.schedules(ranks)], costs(kernel, copy))
     # Pull t ends at (t + 1) copies; kernel t begins when it and kernel t - 1 have ended.
     end = kernel
     for turn in range(1, ranks):
@@ -55,7 +47,7 @@ def test_a_pulled_pipeline_takes_the_longer_of_copies_and_kernels(
 
 @given(st.integers(2, 6), TIMES, TIMES, TIMES)
 def test_signals_take_time(ranks: int, kernel: float, copy: float, signal: float) -> None:
-    schedules = all_ranks(staged.gather_and_consume, ranks)
+    schedules = STAGED.schedules(ranks)
     timeline = simulate([schedules], costs(kernel, copy), signal=signal)
     end = kernel
     for turn in range(1, ranks):
@@ -65,26 +57,38 @@ def test_signals_take_time(ranks: int, kernel: float, copy: float, signal: float
 
 @given(st.integers(2, 6), TIMES)
 def test_what_is_hidden(ranks: int, kernel: float) -> None:
-    schedules = all_ranks(staged.gather_and_consume, ranks)
+    schedules = STAGED.schedules(ranks)
     assert simulate([schedules], costs(kernel, kernel / 1e6)).hidden() == pytest.approx(1.0)
     exposed = simulate([schedules], costs(1e-9, kernel)).hidden()
     assert exposed < 1e-6
 
 
 def test_calls_follow_one_another() -> None:
-    schedules = all_ranks(all_gather_and_consume, 3)
+    schedules = DIRECT.schedules(3)
     one = simulate([schedules], costs(1.0, 0.5)).total
     assert simulate([schedules] * 4, costs(1.0, 0.5)).total == pytest.approx(4 * one)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
-def test_every_pattern_ends(world_size: int) -> None:
-    channels = (*CHANNELS.values(), *staged_channels().values())
-    patterns = [pattern for channel in channels for pattern in channel]
-    for pattern in patterns:
-        timeline = simulate([pattern.schedules(world_size)] * 3, costs(1.0, 0.1), signal=0.01)
-        steps = sum(len(s) for q in pattern.schedules(world_size) for s in q.lanes.values())
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_every_variant_ends(place: Place) -> None:
+    for world_size in (1, 2, 3, 5, 8):
+        schedules = place.variant.schedules(world_size, place.workspace.slots)
+        timeline = simulate([schedules] * 3, costs(1.0, 0.1), signal=0.01)
+        steps = sum(len(lane) for schedule in schedules for lane in schedule.lanes.values())
         assert len(timeline.events) == 3 * steps
+
+
+@given(st.integers(1, 8), TIMES, TIMES)
+def test_a_kernel_that_polls_begins_at_once(ranks: int, shard: float, copy: float) -> None:
+    """And ends as W kernels would, one for each shard."""
+    schedules = ALL_GATHER_AND_POLL.staged().schedules(ranks)
+    timeline = simulate([schedules], costs(ranks * shard, copy))
+    end = shard
+    for turn in range(1, ranks):
+        end = max(end, (turn + 1) * copy) + shard
+    assert timeline.total == pytest.approx(end)
+    (kernel,) = (e for e in timeline.events if e.rank == 0 and isinstance(e.step, Compute))
+    assert kernel.start == 0.0
 
 
 def test_lanes_that_wait_for_each_other_are_named() -> None:

@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp.schedule import tiles as module
-from symm_cp.schedule.layout import Layout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.schedule.tiles import Mask, Tile, pairs, tiles
 
 CAUSAL = Mask(right=0)
 
 
-def wanted(layout: Layout, mask: Mask, rank: int, owner: int) -> set[tuple[int, int]]:
+def wanted(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> set[tuple[int, int]]:
     def document(position: int) -> int:
         return sum(edge <= position for edge in mask.documents or ())
 
@@ -44,11 +44,11 @@ def covered(found: tuple[Tile, ...]) -> set[tuple[int, int]]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[Layout, Mask]:
+def problems(draw: st.DrawFn) -> tuple[SequenceLayout, Mask]:
     world_size = draw(st.integers(1, 4))
     chunks = world_size * draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(0, 9), min_size=chunks, max_size=chunks))
-    layout = Layout(world_size, tuple(draw(st.permutations(range(chunks)))), tuple(lengths))
+    layout = SequenceLayout(world_size, tuple(draw(st.permutations(range(chunks)))), tuple(lengths))
     side = st.none() | st.integers(0, 12)
     edges = st.none() | st.lists(st.integers(0, layout.length), max_size=4)
     inner = draw(edges)
@@ -58,7 +58,9 @@ def problems(draw: st.DrawFn) -> tuple[Layout, Mask]:
 
 @settings(max_examples=300, deadline=None)
 @given(problems(), st.sampled_from([2, 5, 256]))
-def test_tiles_are_exactly_what_the_mask_leaves(problem: tuple[Layout, Mask], rows: int) -> None:
+def test_tiles_are_exactly_what_the_mask_leaves(
+    problem: tuple[SequenceLayout, Mask], rows: int
+) -> None:
     layout, mask = problem
     before = module._BAND_ROWS
     module._BAND_ROWS = rows  # so that small examples are cut as large ones are

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from symm_cp.schedule import trace
-from symm_cp.schedule.builders import all_ranks
+from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME
 from symm_cp.schedule.simulate import Event, Timeline, simulate
-from symm_cp.schedule.staged import gather_and_consume
 from symm_cp.schedule.steps import Compute, Copy, Signal, Step
 
 
@@ -19,7 +18,7 @@ def seconds(rank: int, step: Step) -> float:
     return {Compute: 2e-3, Copy: 1e-3}.get(type(step), 0.0)
 
 
-TIMELINE = simulate([all_ranks(gather_and_consume, 3)] * 2, seconds, signal=1e-6)
+TIMELINE = simulate([ALL_GATHER_AND_CONSUME.staged().schedules(3)] * 2, seconds, signal=1e-6)
 
 
 def test_every_step_is_in_the_file(tmp_path: Path) -> None:

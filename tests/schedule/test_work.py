@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symm_cp.schedule import builders, staged
 from symm_cp.schedule.machine import Curve, Machine
+from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.work import Work
 
 #: A byte takes a second wherever it goes; reading at a peer's takes half a second more.
@@ -24,6 +24,7 @@ SLOW = Machine(
     signal_seconds=0.0,
     curves={"remote": Curve((1e-3, 1e3), (5e-4, 500.0))},
 )
+CONSUME = ALL_GATHER_AND_CONSUME.direct()
 RANKS = st.integers(1, 8)
 TIMES = st.floats(0.01, 100.0)
 
@@ -31,7 +32,7 @@ TIMES = st.floats(0.01, 100.0)
 @given(RANKS, TIMES, TIMES)
 def test_consuming_in_place(ranks: int, kernel: float, shard: float) -> None:
     """A copy to the slot, W kernels, of which W - 1 read at peers."""
-    work = Work("op", builders.all_gather_and_consume, lambda _: kernel, shard=shard)
+    work = Work("op", CONSUME, lambda _: kernel, shard=shard)
     expected = ranks * kernel + (shard + (ranks - 1) * shard / 2 if ranks > 1 else 0.0)
     assert work.predict(SLOW, ranks).total == pytest.approx(expected)
 
@@ -39,7 +40,7 @@ def test_consuming_in_place(ranks: int, kernel: float, shard: float) -> None:
 @given(RANKS, TIMES, TIMES)
 def test_producing(ranks: int, kernel: float, partial: float) -> None:
     """W kernels, then a sum that reads W partial sums and writes one."""
-    work = Work("op", builders.produce_and_reduce_scatter, lambda _: kernel, partial=partial)
+    work = Work("op", PRODUCE_AND_REDUCE_SCATTER.direct(), lambda _: kernel, partial=partial)
     expected = ranks * kernel + (ranks + 1) * partial / 2
     assert work.predict(SLOW, ranks).total == pytest.approx(expected)
 
@@ -47,7 +48,7 @@ def test_producing(ranks: int, kernel: float, partial: float) -> None:
 @given(RANKS, TIMES, TIMES)
 def test_staged_transfers_hide_behind_kernels(ranks: int, kernel: float, shard: float) -> None:
     """A pull ends at (t + 2) copies, a kernel begins when it and the kernel before have ended."""
-    work = Work("op", staged.gather_and_consume, lambda _: kernel, shard=shard)
+    work = Work("op", ALL_GATHER_AND_CONSUME.staged(), lambda _: kernel, shard=shard)
     end = kernel
     for turn in range(1, ranks):
         end = max(end, (turn + 1) * shard) + kernel
@@ -57,7 +58,7 @@ def test_staged_transfers_hide_behind_kernels(ranks: int, kernel: float, shard: 
 def test_a_call_and_new_memory_are_paid_once() -> None:
     machine = replace(SLOW, calls={"op": 5.0}, curves={"fresh": Curve((1.0, 10.0), (2.0, 20.0))})
     for ranks in (1, 2, 5):
-        work = Work("op", builders.all_gather_and_consume, lambda _: 1.0, fresh=10.0)
+        work = Work("op", CONSUME, lambda _: 1.0, fresh=10.0)
         assert work.predict(machine, ranks).total == pytest.approx(ranks + 5.0 + 20.0)
         other = replace(work, op="another", fresh=0.0)
         assert other.predict(machine, ranks).total == pytest.approx(ranks)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from symm_cp.tensor_parallel import FusedColwiseGroup
+from tests.exhaustive import some
 from tests.pool import Ranks
 from tests.tensor_parallel.common import Block, S, fused_plan, leaf, mesh_of, part
 
@@ -61,7 +62,12 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequence_norm", "backend"), [(False, "counted"), (True, "counted"), (True, "inductor")]
+    ("sequence_norm", "backend"),
+    some(
+        (False, "counted"),
+        (True, "inductor"),
+        of=[(False, "counted"), (True, "counted"), (True, "inductor")],
+    ),
 )
 def test_trains(ranks: Ranks, sequence_norm: bool, backend: str) -> None:
     ranks.run(2, trains, sequence_norm, backend)

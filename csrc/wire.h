@@ -1,0 +1,179 @@
+// The contract between the native part and Python, mirrored by symm_cp/wire.py: what crosses the C
+// functions, and how a workspace is laid out. native.py compares both sides (symm_cp_wire) when it
+// loads the library.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace symm_cp {
+
+// A word in shared memory that other processes read and write.
+using Word = std::atomic<uint32_t>;
+static_assert(sizeof(Word) == 4 && Word::is_always_lock_free);
+
+// An enumeration, and its enumerators as text for the comparison with Python.
+#define SYMM_CP_WIRE_ENUM(Name, ...)         \
+  enum class Name : int32_t { __VA_ARGS__ }; \
+  inline constexpr const char* k##Name##Text = #__VA_ARGS__
+
+// Where a step's bytes are: kOperand is an address given with the call (operands[index]), kSlot the
+// workspace slot of rank `index` in this call, kShard the shard that rank `index` published in this
+// call (its slot, or its symmetric tensor).
+SYMM_CP_WIRE_ENUM(Space, kOperand, kSlot, kShard);
+
+struct Reference {
+  Space space;
+  int32_t index;
+  int64_t offset;
+};
+
+// The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
+// step of a call and throws if a peer has failed it meanwhile.
+SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify);
+
+// `bytes` is per row; rows are `pitch` bytes apart.
+struct Command {
+  Kind kind;
+  int32_t peer;      // signal: to; wait: from
+  int32_t flag;      // signal, wait: index in kFlagNames
+  int32_t lag;       // wait: for the signal of that many calls ago
+  Reference to;      // copy, reduce
+  Reference source;  // copy; publish: the shard when it is in place
+  int64_t bytes;     // copy, reduce
+  int64_t rows;
+  int64_t to_pitch;
+  int64_t from_pitch;
+  int32_t dtype;         // reduce: DType
+  int32_t mean;          // reduce: 1 to average; publish: 1 when the shard is in place
+  int32_t first_source;  // reduce: its sources are references[first_source ...]
+  int32_t sources;
+};
+
+// The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the
+// lane wait for one; kArrived writes the epoch to number `peer` of this rank's own flags `flag`,
+// which a kernel polls.
+SYMM_CP_WIRE_ENUM(StreamKind, kCopy, kSignal, kWait, kRecord, kWaitEvent, kArrived);
+
+// Only the fields of its kind are read.
+struct StreamCommand {
+  StreamKind kind;
+  int32_t lane;
+  int32_t peer;   // signal: to; wait: from
+  int32_t flag;   // signal, wait, arrived: index in kFlagNames
+  int32_t lag;    // wait: for the signal of that many calls ago
+  int32_t event;  // record, wait for an event
+  int32_t alone;  // copy: it depends on the one before and must not share a batch with it
+  int32_t reserved;
+  Reference to;      // copy; never kShard: the caller knows the peers' addresses
+  Reference source;  // copy
+  int64_t bytes;     // per row
+  int64_t rows;
+  int64_t to_pitch;
+  int64_t from_pitch;
+};
+
+// A step that was carried out. Times are of the monotonic clock, which all processes of a host
+// share.
+struct TraceEvent {
+  Command command;
+  int64_t start;  // nanoseconds
+  int64_t end;
+  uint32_t epoch;
+  int32_t engine;  // 1: on the copy engine; 0: in a calling thread
+  char call_name[40];
+};
+
+// Element types of native reductions, numbered as torch numbers its scalar types.
+SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat32, kFloat64,
+                  kBfloat16 = 15);
+
+// The channels of a group.
+enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
+inline constexpr const char* kChannelNames[] = {"sync", "async"};
+
+// Flags of a workspace. The first kFlags are raised by a rank at a peer; the others exist on
+// devices only: those that a rank raises for its own polling kernel, and that a rank has given up.
+inline constexpr const char* kFlagNames[] = {"ready", "partial", "reduced", "taken",
+                                             "done",  "arrived", "gave up"};
+inline constexpr int kFlags = 5;
+inline constexpr int kDeviceFlags = 7;
+inline constexpr int kReadyFlag = 0;
+inline constexpr int kGaveUpFlag = 6;
+inline constexpr int64_t kFlagBytes = 64;  // a cache line for each flag and writer
+
+// Where the flag that `writer` raises lies behind the first flag of its owner.
+constexpr int64_t flag_offset(int flag, int writer, int world_size) {
+  return (int64_t{flag} * world_size + writer) * kFlagBytes;
+}
+
+// The last call that a workspace takes. A wait compares 32-bit numbers by their difference: a flag
+// that few ops raise would, 2^31 calls later, look as if it had been raised
+// (tests/model/protocol.pml, WRAP). The call after it announces that the workspace is replaced.
+inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
+
+// Whether a flag that shows `seen` was raised to `epoch`: epochs stay below 2^31, so the difference
+// tells which is later.
+inline bool reached(uint32_t seen, uint32_t epoch) {
+  return static_cast<int32_t>(seen - epoch) >= 0;
+}
+
+// The place of the data of a call: in the slot, in the caller's symmetric tensor, or nowhere yet,
+// because the ranks replace the workspace first.
+enum class Place : uint32_t { kSlot = 0, kInPlace = 1, kReplaced = 2 };
+
+// What a rank writes about its call before it signals that its shard is ready. Peers compare it, so
+// ranks that disagree on the op, dtype, shape or place raise instead of mixing their bytes.
+struct Record {
+  Word epoch;
+  Word failed;  // the call failed after this was written
+  Place place;
+  uint32_t reserved;
+  int64_t sequence;  // in place: which rendezvous made the memory,
+  int64_t offset;    // and where in it the shard begins
+  char call_name[104];
+};
+inline constexpr int64_t kRecordBytes = 192;  // a multiple of a cache line
+inline constexpr size_t kMaxCallName = sizeof(Record::call_name) - 1;
+static_assert(sizeof(Record) <= kRecordBytes);
+
+// Why a call failed on a rank. There is room for the last kFailures; the mark itself is in the
+// record.
+struct Failure {
+  Word epoch;
+  int32_t other_channel;  // ranks that disagree have also given up this call of another channel
+  int64_t other_number;   // (0: none), so that all go on with the same numbers
+  char cause[240];
+};
+inline constexpr int64_t kFailures = 8;
+
+// Parts of a workspace begin on pages; its slots are taken by the calls in turn.
+inline constexpr int64_t kPageBytes = 4096;
+inline constexpr int64_t kSlots = 2;
+
+// Where the parts of a workspace lie, in bytes from its beginning.
+struct WorkspaceLayout {
+  int64_t flags;  // see flag_offset
+  int64_t flag_count;
+  int64_t records;  // one for each slot; the failures follow
+  int64_t slots;
+  int64_t slot_bytes;
+  int64_t slot_count;
+
+  int64_t slot_offset(uint32_t epoch) const { return slots + epoch % slot_count * slot_bytes; }
+  int64_t record_offset(uint32_t epoch) const {
+    return records + epoch % slot_count * kRecordBytes;
+  }
+  int64_t failure_offset(uint32_t epoch) const {
+    return records + slot_count * kRecordBytes +
+           epoch % kFailures * static_cast<int64_t>(sizeof(Failure));
+  }
+};
+
+// All of the above as text, one line for each enumeration, struct, list of names and limit.
+// wire.py computes the same.
+std::string wire_description();
+
+}  // namespace symm_cp

@@ -1,0 +1,235 @@
+"""What a device has to offer: streams, memory that peers can reach, and signals between ranks.
+
+`Device` and `DeviceWorkspace` are abstract; README.md says what a new kind of device implements.
+
+A workspace takes
+
+    4096 * ceil(7 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+
+flags, then slots, as in memory.py. A group has one for each channel and device:
+
+    "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
+    "async"  low-contention collectives, which outlive the call. Likewise.
+
+and each of them twice: a second one is for calls that are captured into a graph, where epochs
+cannot change from replay to replay. It has one slot, and flags that the waiter resets. Each of its
+calls is complete in itself, so graphs may be replayed in any order and any number of times, as long
+as all ranks replay them in the same order.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import ClassVar, Protocol, TypeAlias
+
+import torch
+
+from symm_cp import native, wire
+from symm_cp.alignment import debug_offset
+from symm_cp.liveness import wait_limit, watched_processes
+from symm_cp.memory import Calls, Group, pages
+from symm_cp.modes import ordinary_tensors
+
+#: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
+LANES = ("compute", "copy")
+
+#: Returns a time in nanoseconds of the monotonic clock; call it after `Device.synchronize`.
+Mark: TypeAlias = Callable[[], int]
+
+
+class Pending(Protocol):
+    """Work on a stream that has not ended yet."""
+
+    def wait(self) -> object:
+        """Makes the current stream wait for it."""
+
+
+class Device(ABC):
+    """The streams of one device, and the memory on it that peers can reach."""
+
+    #: The type of its torch devices, and the key by which torch dispatches to kernels on them.
+    torch_type: ClassVar[str]
+    dispatch_key: ClassVar[str]
+    #: A library that exports the functions listed in csrc/driver.h.
+    driver: str
+    #: Whether calls can be captured into graphs.
+    captures: ClassVar[bool] = False
+    #: Whether it reaches ranks on other hosts, so that groups need no hierarchy.
+    spans_hosts: ClassVar[bool] = False
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.torch_device})"
+
+    @abstractmethod
+    def streams(self, channel: str) -> tuple[int, int]:
+        """The driver's handles of the streams of `LANES`: the caller's current one first.
+
+        Each channel has a copy stream of its own, so that background transfers do not delay others.
+        """
+
+    @abstractmethod
+    def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to the stream of a lane."""
+
+    @abstractmethod
+    def mark(self, lane: str, channel: str) -> Mark:
+        """Records the time at which the stream of a lane reaches this point."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Returns when all work on the device has ended."""
+
+    @abstractmethod
+    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+        """Keeps tensors' memory allocated until the copies issued so far have ended."""
+
+    @abstractmethod
+    def copies_ended(self, channel: str) -> Pending:
+        """Returns the copies issued so far."""
+
+    @abstractmethod
+    def workspace(
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool
+    ) -> DeviceWorkspace:
+        """Makes a workspace. Collective."""
+
+    @abstractmethod
+    def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
+        """Whether peers may be able to read a tensor where it lies."""
+
+    def guard(self) -> AbstractContextManager[object]:
+        """Makes this device the current one inside the `with` block."""
+        return nullcontext()
+
+    def capturing(self) -> bool:
+        """Whether the current stream is being captured into a graph."""
+        return False
+
+    def signals_by_stream(self) -> bool:
+        """Whether streams signal and wait themselves; otherwise `DeviceWorkspace.signal` does."""
+        return True
+
+
+class DeviceWorkspace(Calls, ABC):
+    """Memory of one channel of a group on a device. Not thread-safe: `Group.lock` serialises calls.
+
+    `graph`: for calls that are captured.
+    """
+
+    def __init__(
+        self, group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool
+    ) -> None:
+        self.device, self.channel = device, channel
+        self.rank, self.world_size = group.rank, group.world_size
+        self.slots = 1 if graph else wire.SLOTS
+        offset = debug_offset("slots", slot_bytes)
+        self.slot_bytes = pages(slot_bytes) + offset
+        flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
+        self.header_bytes = pages(flag_bytes) + offset
+        self.last_stream: int | None = None
+        self.limit_ms = int(wait_limit(group).total_seconds() * 1000)
+        self.given_up = False
+        nbytes = self.header_bytes + self.slots * self.slot_bytes
+        with ordinary_tensors():
+            self.memory, addresses = self.allocate(group, nbytes)
+        self.handle = self._open(group, graph, addresses)
+        weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
+        self.memory[: self.header_bytes].zero_()
+        if graph and device.signals_by_stream():
+            # Nobody has read this rank's slot before the first call.
+            self.flags("done").fill_(1)
+        self.meet(group, graph=graph)
+        device.synchronize()
+
+    @abstractmethod
+    def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        """Returns this rank's memory, and the address here of each rank's. Collective.
+
+        An address is 0 where a rank's memory is not mapped here.
+        """
+
+    @abstractmethod
+    def meet(self, group: Group, *, graph: bool) -> None:
+        """Returns when all ranks have cleared their flags: from then on peers may signal."""
+
+    def signal(self, flag: str, peer: int) -> None:
+        """Signals a peer by a kernel in the current stream."""
+        raise NotImplementedError(f"{self.device}: has no kernels that signal")
+
+    def wait(self, flag: str, peer: int) -> None:
+        """Waits for a peer's signal by a kernel in the current stream, and resets it."""
+        raise NotImplementedError(f"{self.device}: has no kernels that wait")
+
+    def _open(self, group: Group, graph: bool, addresses: Sequence[int]) -> int:
+        self.layout = wire.WorkspaceLayout(
+            flags=0,
+            flag_count=len(wire.DEVICE_FLAGS),
+            records=0,  # of CPU workspaces only
+            slots=self.header_bytes,
+            slot_bytes=self.slot_bytes,
+            slot_count=self.slots,
+        )
+        handle: int | None = native.load().symm_cp_streams_open(
+            self.device.driver.encode(),
+            (ctypes.c_void_p * self.world_size)(*addresses),
+            self.world_size,
+            self.rank,
+            ctypes.byref(self.layout),
+            int(graph),
+            events_needed(self.world_size),
+            group.name.encode(),
+            self.limit_ms,
+            (ctypes.c_int * self.world_size)(*watched_processes(group)),
+        )
+        if not handle:
+            raise RuntimeError(native.error())
+        return handle
+
+    def issue(
+        self,
+        commands: ctypes.Array[wire.StreamCommand],
+        operands: ctypes.Array[ctypes.c_void_p],
+        lanes: ctypes.Array[ctypes.c_void_p],
+        epoch: int,
+        *,
+        capturing: bool,
+        call_name: bytes,
+    ) -> None:
+        """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
+        run, count = native.load().symm_cp_streams_run, len(commands)
+        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing), call_name) < 0:
+            raise RuntimeError(f"symm_cp: {native.error()}")
+
+    def give_up(self) -> None:
+        """After an error in the middle of a call: tells the peers, and serves no other call."""
+        if self.slots == 1:  # a graph's: nothing runs before it is replayed
+            return
+        native.load().symm_cp_streams_give_up(self.handle)
+        self.given_up = True
+
+    def serves(self, slot_bytes: int) -> bool:
+        """Whether a call with a slot of `slot_bytes` can be made."""
+        return super().serves(slot_bytes) and not self.given_up
+
+    def flags(self, name: str) -> torch.Tensor:
+        """Returns the flag of that name of each rank, as int32, in this rank's memory."""
+        flag = wire.DEVICE_FLAGS.index(name)
+        first, end = (wire.flag_offset(f, 0, self.world_size) for f in (flag, flag + 1))
+        return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]
+
+    def slot(self, epoch: int, offset: int, nbytes: int) -> torch.Tensor:
+        """Returns bytes of this rank's slot in call `epoch`."""
+        begin = self.layout.slot_offset(epoch) + offset
+        return self.memory[begin : begin + nbytes]
+
+
+def events_needed(world_size: int) -> int:
+    """The events of a call: its begin and end, and those of the flags to oneself."""
+    return 3 + 4 * world_size

@@ -1,0 +1,82 @@
+"""Which kinds of device there are, and which device serves a group's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from symm_cp.devices.base import Device
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.memory import Group, StateKey
+
+# By the type of torch devices. A new kind of device adds itself here.
+_kinds: dict[str, type[Device]] = {kind.torch_type: kind for kind in (CudaDevice,)}
+
+_devices: dict[torch.device, Device] = {}
+
+#: What a group uses for all its tensors that are not on CPU, as NVSHMEM does.
+_CHOSEN: StateKey[Device] = StateKey("device")
+
+
+def known() -> tuple[type[Device], ...]:
+    """Returns the kinds of device that ops run on, besides CPUs."""
+    return tuple(_kinds.values())
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether tensors on a torch device are served by a `Device`, not by the CPU runtime."""
+    return device.type in _kinds
+
+
+def device_of(device: torch.device) -> Device:
+    """Returns the `Device` of a torch device; raises `NotImplementedError` for an unknown kind."""
+    made = _devices.get(device)
+    if made is None:
+        kind = _kinds.get(device.type)
+        if kind is None:
+            raise NotImplementedError(
+                f"symm_cp: tensors on {device.type!r} are not supported, only on CPU and "
+                f"{', '.join(map(repr, _kinds))}"
+            )
+        if device.index is None:
+            current = torch.get_device_module(device).current_device()
+            return device_of(torch.device(device.type, current))
+        made = _devices.setdefault(device, kind(device))
+    return made
+
+
+def device_for(group: Group, device: torch.device) -> Device:
+    """Returns the `Device` on which a group's ops on tensors of a torch device run."""
+    chosen = group.find(_CHOSEN)
+    return chosen if chosen is not None and device.type != "cpu" else device_of(device)
+
+
+def spans_hosts(group: Group, device: torch.device) -> bool:
+    """Whether a group's ops on a torch device reach other hosts by themselves."""
+    chosen = group.find(_CHOSEN)
+    return chosen is not None and chosen.spans_hosts and device.type != "cpu"
+
+
+def choose(group: Group, device: Device | None) -> None:
+    """Sets the device of a group's tensors that are not on CPU; None: that of each tensor."""
+    if device is None:
+        group.drop(_CHOSEN)
+    else:
+        group.put(_CHOSEN, device)
+
+
+@contextmanager
+def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
+    """Has another device serve tensors on a torch device, CPU included. For tests."""
+    kind, made = _kinds.get(torch_device.type), _devices.get(torch_device)
+    _kinds[torch_device.type], _devices[torch_device] = type(by), by
+    try:
+        yield
+    finally:
+        del _kinds[torch_device.type], _devices[torch_device]
+        if kind is not None:
+            _kinds[torch_device.type] = kind
+        if made is not None:
+            _devices[torch_device] = made

@@ -1,0 +1,107 @@
+"""Attention on CUDA as one kernel that starts before the peers' keys have arrived."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from symm_cp import runtime, tuning
+from symm_cp.devices import device_of
+from symm_cp.hosts import hosts_of
+from symm_cp.memory import Group
+from symm_cp.modes import ordinary_tensors
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.tiles import dense_features
+from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.patterns import peers
+from symm_cp.schedule.tiles import Mask
+
+_DTYPES = (torch.bfloat16, torch.float16)
+_FEATURES = (64, 128)
+_CAPABILITY = (8, 0)  # tensor cores for bfloat16, asynchronous copies to shared memory
+
+
+def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Tells whether this kernel runs a call: it supports it, and was chosen for it."""
+    if query.device.type != "cuda" or not fits(group, query, key, spec):
+        return False
+    if torch.cuda.get_device_capability(query.device) < _CAPABILITY:
+        return False
+    device = device_of(query.device)
+    # Kernels that signal might find no multiprocessor free while this one polls on all of them.
+    spread = hosts_of(group, query.device)
+    if spread is not None or device.capturing() or not device.signals_by_stream():
+        return False
+    chosen = tuning.choose_attention(group, query.device, question(query, key, spec))
+    return chosen == "arrival"
+
+
+def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
+    """Names a call in the file of measured choices."""
+    B, H, S, E = query.shape
+    sizes = f"{B}x{H}x{key.shape[1]}x{S}x{key.shape[2]}x{E}"
+    kind, chunks = "causal" if spec.mask else "full", len(spec.layout.chunks(0))
+    return f"all_gather_attention {str(query.dtype)[6:]} {sizes} {kind} {chunks} chunks"
+
+
+def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
+    """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked."""
+    known = AttentionSpec(spec.layout, spec.mask, spec.scale, spec.method)
+    return (
+        group.world_size > 1
+        and query.dtype in _DTYPES
+        and query.shape[3] in _FEATURES
+        and len(set(spec.layout.lengths)) == 1
+        and spec == known
+        and spec.mask in (Mask(), Mask(right=0))
+        and min(query.shape[2], key.shape[2]) > 0
+        and (spec.scale is None or spec.scale > 0)
+    )
+
+
+@lru_cache(maxsize=64)
+def _tables(
+    layout: SequenceLayout, rank: int, rows: int, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
+    from symm_cp.kernels.arrival_attention import chunk_table
+
+    shards = [
+        [(span.row, span.length, span.start) for span in layout.spans(owner)]
+        for owner in (rank, *peers(rank, layout.world_size))
+    ]
+    with ordinary_tensors():
+        positions = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
+        # Without a mask, queries may be of another sequence: positions do not matter then.
+        positions = positions if len(positions) == rows else positions.new_zeros(rows)
+        return positions.to(device), chunk_table(shards).to(device)
+
+
+def attend(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spec: AttentionSpec,
+    call_name: bytes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the attention over all ranks' keys, and its log-sum-exp. Collective."""
+    from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention
+
+    positions, chunks = _tables(spec.layout, group.rank, query.shape[2], query.device)
+    query = dense_features(query)
+    key, value = key.contiguous(), value.contiguous()
+    results: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
+        arrivals = Arrivals(pulled[0], pulled[1], words, step, epoch)
+        causal = bool(spec.mask)
+        results.append(
+            arrival_attention(
+                query, key, value, arrivals, positions, chunks, causal=causal, scale=spec.scale
+            )
+        )
+
+    runtime.of(key, group).all_gather_and_poll(group, [key, value], kernel, call_name)
+    return results[0]

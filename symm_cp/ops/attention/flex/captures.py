@@ -1,0 +1,173 @@
+"""Tensors that a `score_mod` captures and that want a gradient: found, and put in their places.
+
+A `score_mod` takes indices only; learnable tables come through its closure, the arguments of a
+`functools.partial`, or the module whose method it is. Autograd has to be told of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from symm_cp.ops.attention.flex.mask import Modifier, over_indices
+
+
+class Rebinding(Protocol):
+    """Lets a backward pass put tensors of its own into a `score_mod`."""
+
+    def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
+        """Returns the function to differentiate, and what to take gradients of."""
+
+
+class Captures:
+    """The tensors that a `score_mod` captures and that want a gradient, each once.
+
+    `tensors` are those of closures and partials (also where nested), parameters of modules, and
+    other leaves that its result depends on.
+    """
+
+    def __init__(self, score_mod: Modifier) -> None:
+        self._score_mod = score_mod
+        self.tensors: list[torch.Tensor] = []
+        self._seen: set[int] = set()
+        self._collect(score_mod)
+        self._collect_leaves()
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad and all(tensor is not known for known in self.tensors):
+            self.tensors.append(tensor)
+
+    def _collect(self, value: Any) -> None:
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self._add(value)
+        elif isinstance(value, torch.nn.Module):
+            for parameter in value.parameters():
+                self._add(parameter)
+        else:
+            for part in _parts(value):
+                self._collect(part)
+
+    def _collect_leaves(self) -> None:
+        """Adds the leaves that only running the function shows, such as those of globals."""
+        zero = torch.zeros(1, dtype=torch.int64, device="cpu")
+        with torch.enable_grad():
+            score = torch.zeros(1, 1, 1, 1, device="cpu", requires_grad=True)
+            modified = over_indices(self._score_mod, score=True)(score, zero, zero, zero, zero)
+        known = {_node(tensor) for tensor in (score, *self.tensors)}
+        todo = [_node(modified)] if modified.requires_grad else []
+        visited = set(todo)
+        while todo:
+            node = todo.pop()
+            if node in known:
+                continue
+            if hasattr(node, "variable"):  # the end of the graph: a leaf
+                self._add(node.variable)
+            fresh = {following for following, _ in node.next_functions} - visited - {None}
+            visited |= fresh
+            todo += fresh
+
+    def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
+        """Returns the function to differentiate, and what to take gradients of.
+
+        `tensors` are the captured ones as autograd saved them. What was computed from others is
+        replaced by a leaf of its own, so that no gradient goes further back than to itself.
+        """
+        inputs = [
+            old if old.is_leaf else new.detach().requires_grad_()
+            for old, new in zip(self.tensors, tensors, strict=True)
+        ]
+        places = {id(old): new for old, new in zip(self.tensors, inputs, strict=True)}
+        return _replaced(self._score_mod, places, {}), inputs
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    """Where a tensor stands in the graph of autograd."""
+    if tensor.requires_grad:
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+    return None
+
+
+def captures_tensors(function: Any) -> bool:
+    """Tells whether a function holds tensors or modules: in closures, defaults or partials."""
+    seen: set[int] = set()
+    todo = [function]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor | torch.nn.Module):
+            return True
+        if id(value) not in seen:
+            seen.add(id(value))
+            todo += _parts(value)
+    return False
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a function or a container holds."""
+    if isinstance(value, types.FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, functools.partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, types.MethodType):
+        return [value.__self__]
+    if type(value) in (list, tuple):
+        return list(value)
+    return list(value.values()) if type(value) is dict else []
+
+
+def _is_filled(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # a variable that has not been assigned yet
+        return False
+    return True
+
+
+def _replaced(value: Any, places: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
+    """A copy of a function or container with other tensors; the same one where none is in it."""
+    if isinstance(value, torch.Tensor):
+        return places.get(id(value), value)
+    if id(value) in done:
+        return done[id(value)]
+    done[id(value)] = value  # what refers to itself stays
+
+    def replace(part: Any) -> Any:
+        return _replaced(part, places, done)
+
+    result = value
+    if isinstance(value, types.FunctionType):
+        result = _replaced_function(value, replace)
+    elif isinstance(value, functools.partial):
+        keywords = {name: replace(part) for name, part in value.keywords.items()}
+        result = functools.partial(replace(value.func), *map(replace, value.args), **keywords)
+    elif type(value) in (list, tuple):
+        result = type(value)(map(replace, value))
+    elif type(value) is dict:
+        result = {name: replace(part) for name, part in value.items()}
+    done[id(value)] = result
+    return result
+
+
+def _replaced_function(
+    function: types.FunctionType, replace: Callable[[Any], Any]
+) -> types.FunctionType:
+    cells = tuple(
+        types.CellType(replace(cell.cell_contents)) if _is_filled(cell) else cell
+        for cell in function.__closure__ or ()
+    )
+    defaults = None if function.__defaults__ is None else tuple(map(replace, function.__defaults__))
+    made = types.FunctionType(
+        function.__code__, function.__globals__, function.__name__, defaults, cells
+    )
+    if function.__kwdefaults__ is not None:
+        made.__kwdefaults__ = {
+            name: replace(part) for name, part in function.__kwdefaults__.items()
+        }
+    return made

@@ -1,0 +1,292 @@
+"""Flex attention as an op in a graph: what Dynamo, AOTAutograd and Inductor see of it.
+
+The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what they capture::
+
+    flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
+                              mask_tensors, mask_numbers, modifiers, group_name, layout, scale,
+                              enable_gqa, by_position)
+
+`blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
+`sizes` its sequence lengths and block sizes; both are empty without one.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+
+from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
+from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
+from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
+from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
+from symm_cp.ops.attention.spec import AttentionSpec, rotate_method
+from symm_cp.ops.attention.tiles import wide
+from symm_cp.ops.common import attention_runs, group_of, lib
+from symm_cp.ops.transforms import check_transforms, once_differentiable
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+
+_FORWARD = "flex_all_gather_attention"
+_BACKWARD = "flex_all_gather_attention_backward"
+
+# Dispatch keys of vmap and autograd.
+_TRANSFORMS = (
+    "FuncTorchDynamicLayerFrontMode",
+    "FuncTorchDynamicLayerBackMode",
+    "FuncTorchBatched",
+    "FuncTorchVmapMode",
+    "FuncTorchGradWrapper",
+    "AutogradFunctionality",
+    "ADInplaceOrView",
+)
+_REST = (
+    "Tensor[] blocks, SymInt[] sizes, Tensor[] score_tensors, SymInt[] score_numbers, "
+    "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, str layout, "
+    "float? scale, bool enable_gqa, bool by_position"
+)
+lib.define(f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)")
+lib.define(
+    f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
+    f"Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
+)
+
+
+# --- layouts ---------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def layout_text(layout: SequenceLayout | None) -> str:
+    """Returns a layout as the op takes it; None is head-tail over a sequence of any length."""
+    if layout is None:
+        return ""
+    return json.dumps([layout.world_size, layout.chunk_order, layout.chunk_lengths])
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(text: str, local_length: int, world_size: int) -> SequenceLayout:
+    if text:
+        ranks, order, lengths = json.loads(text)
+        return SequenceLayout(ranks, tuple(order), tuple(lengths))
+    if local_length % 2 != 0:
+        raise ValueError(
+            f"{_FORWARD}: {local_length} positions on this rank cannot be split into two equal "
+            "chunks: pass a load_balancer, which knows the length of the whole sequence"
+        )
+    return head_tail(local_length * world_size, world_size)
+
+
+# --- kernels ---------------------------------------------------------------------------------
+
+
+class _Arguments(NamedTuple):
+    """The arguments that the forward and the backward op share, in the order of the schemas."""
+
+    blocks: list[torch.Tensor]
+    sizes: list[int]
+    score_tensors: list[torch.Tensor]
+    score_numbers: list[int]
+    mask_tensors: list[torch.Tensor]
+    mask_numbers: list[int]
+    modifiers: str
+    group_name: str
+    layout: str
+    scale: float | None
+    enable_gqa: bool
+    by_position: bool
+
+    def block_mask(self, mask: TracedModifier | None) -> BlockMask | None:
+        """Returns the block mask that `blocks` and `sizes` stand for."""
+        if not self.blocks:
+            return None
+        full = self.blocks[2:] or [None, None]
+        bound = {} if mask is None else {"mask_mod": mask.bound(*self._mask_captures)}
+        return BlockMask(
+            (self.sizes[0], self.sizes[1]),
+            *self.blocks[:2],
+            *full,
+            *(None,) * 4,
+            BLOCK_SIZE=(self.sizes[2], self.sizes[3]),
+            **bound,
+        )
+
+    @property
+    def _mask_captures(self) -> tuple[list[torch.Tensor], list[int]]:
+        return self.mask_tensors, self.mask_numbers
+
+    def attention(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        wanted: Sequence[bool] | None = None,
+    ) -> FlexAttention:
+        """Returns the checked call; `wanted` are the score tensors that a backward pass wants."""
+        score, mask = kept_modifiers(_FORWARD, self.modifiers)
+        group = group_of(self.group_name)
+        W, local = group.world_size, (query.shape[2], key.shape[2])
+        queries = _layout(self.layout, local[0], W)
+        keys = queries if local[0] == local[1] else sequential(local[1] * W, W)
+        block_mask, mask_mod = whole_mask(
+            self.block_mask(mask),
+            local=local,
+            whole=(queries.length, keys.length),
+            by_position=self.by_position,
+        )
+        check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
+        heads = (query.shape[0], query.shape[1])
+        masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
+        spec = AttentionSpec(keys, scale=self.scale, method=rotate_method())
+        if score is None:
+            return FlexAttention(group, spec, masks)
+        score_mod = score.bound(self.score_tensors, self.score_numbers)
+        captures = None if wanted is None else _WantedCaptures(score, self, wanted)
+        return FlexAttention(group, spec, masks, score_mod, captures)
+
+
+class _WantedCaptures:
+    """Captured tensors of a `score_mod`, some of which a backward pass wants gradients of."""
+
+    def __init__(
+        self, score: TracedModifier, arguments: _Arguments, wanted: Sequence[bool]
+    ) -> None:
+        self._score, self._arguments, self._wanted = score, arguments, wanted
+
+    def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
+        """Returns the function to differentiate, and what to take gradients of."""
+        leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+        remaining = iter(leaves)
+        captured = [
+            next(remaining) if wanted else tensor.detach()
+            for tensor, wanted in zip(self._arguments.score_tensors, self._wanted, strict=True)
+        ]
+        return self._score.bound(captured, self._arguments.score_numbers), leaves
+
+
+def _transforms() -> torch._C._ForceDispatchKeyGuard:
+    """Lets a kernel use vmap and autograd, which are off while the dispatcher calls it."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for name in _TRANSFORMS:
+        excluded = excluded.remove(getattr(torch._C.DispatchKey, name))
+    return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded)
+
+
+def _kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    attention_runs.count += 1  # also when it is refused
+    with _transforms():
+        attention = _Arguments(*rest).attention(query, key, value)
+        out, lse = attention.forward(query, key, value)
+    return heads_in_rows(out), lse
+
+
+def _backward_kernel(
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    wanted: list[bool],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *rest: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    arguments = _Arguments(*rest)
+    captured = itertools.compress(arguments.score_tensors, wanted)
+    # Collective: every rank takes part, also without a gradient of its own.
+    grad_out = torch.zeros_like(out) if grad_out is None else grad_out
+    with _transforms(), torch.no_grad():
+        attention = arguments.attention(query, key, value, wanted)
+        grads = attention.backward((query, key, value, out, lse, *captured), grad_out, grad_lse)
+    of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads[:3])
+    return of_query, of_key, of_value, [grad.contiguous() for grad in grads[3:]]
+
+
+def _fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return fake_like(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+
+
+def _backward_fake(
+    grad_out: torch.Tensor | None,
+    grad_lse: torch.Tensor | None,
+    wanted: list[bool],
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *args: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    query, key, value, *rest = args
+    captured = itertools.compress(_Arguments(*rest).score_tensors, wanted)
+    of_captured = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in captured]
+    return fake_like(query), fake_like(key), fake_like(value), of_captured
+
+
+# --- gradients -------------------------------------------------------------------------------
+
+
+class _FlexOp(torch.autograd.Function):
+    """By hand: `register_autograd` would fill a missing gradient of the log-sum-exp with zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        arguments: _Arguments,
+        *score_tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            out, lse = torch.ops.symm_mem.flex_all_gather_attention(query, key, value, *arguments)
+        blocks, masks = arguments.blocks, arguments.mask_tensors
+        ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
+        ctx.save_for_backward(query, key, value, out, lse, *blocks, *masks, *score_tensors)
+        ctx.counts = len(blocks), len(masks)
+        # The tensors are those that were saved.
+        ctx.arguments = arguments._replace(blocks=[], mask_tensors=[], score_tensors=[])
+        return out, lse
+
+    @staticmethod
+    @once_differentiable(_FORWARD)
+    def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
+        query, key, value, out, lse, *others = saved
+        blocks, masks = ctx.counts
+        arguments = ctx.arguments._replace(
+            blocks=others[:blocks],
+            mask_tensors=others[blocks : blocks + masks],
+            score_tensors=others[blocks + masks :],
+        )
+        wanted = [
+            needed and tensor.is_floating_point()
+            for needed, tensor in zip(
+                ctx.needs_input_grad[4:], arguments.score_tensors, strict=True
+            )
+        ]
+        *grads, of_captured = torch.ops.symm_mem.flex_all_gather_attention_backward(
+            grad_out, grad_lse, wanted, out, lse, query, key, value, *arguments
+        )
+        remaining = iter(of_captured)
+        return (*grads, None, *(next(remaining) if want else None for want in wanted))
+
+
+def _autograd(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    arguments = _Arguments(*rest)
+    check_transforms(_FORWARD, query, key, value, *arguments.score_tensors)
+    return _FlexOp.apply(query, key, value, arguments, *arguments.score_tensors)  # type: ignore[no-any-return]
+
+
+def register() -> None:
+    """Adds the kernels, the fake kernels and the gradient."""
+    lib.impl(_FORWARD, _kernel, "CPU")
+    lib.impl(_BACKWARD, _backward_kernel, "CPU")
+    lib.impl(_FORWARD, _fake, "Meta")
+    lib.impl(_BACKWARD, _backward_fake, "Meta")
+    lib.impl(_FORWARD, _autograd, "Autograd")

@@ -1,0 +1,314 @@
+"""Masks of flex attention: evaluated with global indices, for one tile at a time.
+
+Shapes: B batch, H query heads, Q rows of queries and K of keys in a tile. A mask has dimensions
+(B or 1, H or 1, Q, K); it has 1 where it does not depend on that index.
+
+A `BlockMask` decides first. A query sees a key in a full block; in a partial block when `mask_mod`
+says so; elsewhere it does not. That is how torch's kernels read it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+from symm_cp.schedule.layout import SequenceLayout, Span
+from symm_cp.schedule.tiles import Tile
+
+#: A `mask_mod` or `score_mod`.
+Modifier: TypeAlias = Callable[..., torch.Tensor]
+
+#: What a block mask says of a block, and a mask of a run of keys.
+EMPTY, PARTIAL, FULL = 0, 1, 2
+
+# The largest tile: what a mask takes stays within a processor's cache, and the rows that a causal
+# mask wastes are few.
+_ROWS, _KEYS = 256, 2048
+#: How many elements are evaluated at once.
+AREA = _ROWS * _KEYS
+# Keys of a tile are looked at by so many: shorter runs are not worth a kernel call of their own.
+_CELL = 128
+
+
+def over_indices(modifier: Modifier, *, score: bool = False) -> Modifier:
+    """Maps a function of scalar indices over b (B,), h (H,), q_idx (Q,), kv_idx (K,).
+
+    Returns (B, H, Q, K); with `score` the first argument is a tensor of that shape. A dimension
+    that the result does not depend on has stride 0.
+    """
+    for index in (3, 2, 1, 0):
+        dims = tuple(0 if index == place else None for place in range(4))
+        modifier = torch.vmap(modifier, in_dims=((0,) if score else ()) + dims)
+
+    def mapped(*arguments: torch.Tensor) -> torch.Tensor:
+        # Here, because its import takes a second. It makes `tensor[q_idx]` work under vmap.
+        from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+        with TransformGetItemToIndex():
+            return modifier(*arguments)
+
+    return mapped
+
+
+def evaluate(
+    mask_mod: Modifier, batch: int, heads: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
+) -> torch.Tensor:
+    """Returns what is visible: (B or 1, H or 1, Q, K) of bool."""
+    device = q_idx.device
+    if mask_mod is noop_mask:
+        return torch.ones(1, 1, len(q_idx), len(kv_idx), dtype=torch.bool, device=device)
+    b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
+    visible = over_indices(mask_mod)(b, h, q_idx, kv_idx)
+    if visible.dtype != torch.bool:
+        raise TypeError(f"mask_mod: must return a bool tensor, returned {visible.dtype}")
+    for dim in (0, 1):
+        if visible.stride(dim) == 0:
+            visible = visible.narrow(dim, 0, 1)
+    return visible
+
+
+def _listed(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """Which of the columns the first `counts` of the indices name: (..., rows, columns) of bool."""
+    columns = max(columns, indices.shape[-1])
+    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=indices.device)
+    found.scatter_(-1, torch.where(listed, indices, columns).long(), True)
+    return found[..., :columns]
+
+
+def block_states(block_mask: BlockMask) -> torch.Tensor:
+    """Returns what a block mask says of each block: (B or 1, H or 1, rows, columns) of int8."""
+    columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
+    states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.int8)
+    if block_mask.full_kv_num_blocks is not None:
+        full = _listed(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, columns)
+        states.masked_fill_(full, FULL)
+    return states
+
+
+def whole_mask(
+    block_mask: BlockMask | None,
+    *,
+    local: tuple[int, int],
+    whole: tuple[int, int],
+    by_position: bool,
+) -> tuple[BlockMask | None, Modifier | None]:
+    """Returns the blocks and the `mask_mod` of the whole sequence that a `block_mask` stands for.
+
+    `local` and `whole` are the numbers of queries and keys of this rank and of all ranks. Where
+    `by_position` says that its `mask_mod` depends on positions alone, the mask may have been made
+    for this rank's part: then only its blocks are of no use. Raises `ValueError` for others.
+    """
+    if block_mask is None:
+        return None, None
+    lengths = (int(block_mask.seq_lengths[0]), int(block_mask.seq_lengths[1]))
+    if lengths == whole:
+        return block_mask, block_mask.mask_mod
+    if lengths == local and by_position:
+        return None, block_mask.mask_mod
+    raise ValueError(
+        f"flex_attention: block_mask is for {lengths} queries and keys; within context_parallel it "
+        f"must be that of the whole sequence, {whole}. With a model of transformers, whose own "
+        "masks of padding or packed sequences are those of this rank's part, give the model such a "
+        "BlockMask as attention_mask"
+    )
+
+
+def within(
+    visible: torch.Tensor,
+    states: torch.Tensor,
+    sizes: tuple[int, int],
+    q_idx: torch.Tensor,
+    kv_idx: torch.Tensor,
+) -> torch.Tensor:
+    """Returns what is visible where blocks have a say: full ones show all, empty ones nothing."""
+    blocks = states[:, :, q_idx // sizes[0]][..., kv_idx // sizes[1]]
+    return (visible | (blocks == FULL)) & (blocks != EMPTY)
+
+
+def extents(copies: int) -> tuple[int, int]:
+    """Returns how many rows and keys a tile has, of which `copies` are evaluated at once."""
+    rows, keys = _ROWS, _KEYS
+    while copies * rows * keys > AREA and keys > 1:
+        if keys > 2 * _CELL or rows <= 16:
+            keys //= 2
+        else:
+            rows //= 2
+    return rows, keys
+
+
+def cut(tile: Tile, copies: int) -> Iterator[Tile]:
+    """Cuts a tile into those of which `copies` are evaluated at once."""
+    rows, keys = extents(copies)
+    for q_begin in range(tile.q_begin, tile.q_end, rows):
+        for k_begin in range(tile.k_begin, tile.k_end, keys):
+            q_end, k_end = min(q_begin + rows, tile.q_end), min(k_begin + keys, tile.k_end)
+            yield Tile(q_begin, q_end, k_begin, k_end)
+
+
+def positions(spans: tuple[Span, ...]) -> torch.Tensor:
+    """The position in the sequence of each row of a rank."""
+    parts = [torch.arange(span.start, span.start + span.length, device="cpu") for span in spans]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+
+
+def _strips(spans: tuple[Span, ...], limit: int) -> list[tuple[int, int]]:
+    """Cuts rows where runs of positions end, and into at most `limit`; joins short runs."""
+    strips: list[tuple[int, int]] = []
+    joins = False
+    for span in spans:
+        end, short = span.row + span.length, span.length < _CELL
+        if joins and short and end - strips[-1][0] <= limit:
+            strips[-1] = (strips[-1][0], end)
+        else:
+            strips += [(row, min(row + limit, end)) for row in range(span.row, end, limit)]
+        joins = short
+    return strips
+
+
+def _runs(some: torch.Tensor, every: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Runs of keys that nobody sees, some see, or all see, as (begin, end, kind).
+
+    `some` and `every` tell of each key whether any query or all queries see it.
+    """
+    keys = len(some)
+    some = F.pad(some, (0, -keys % _CELL)).view(-1, _CELL).any(1)
+    every = F.pad(every, (0, -keys % _CELL), value=True).view(-1, _CELL).all(1)
+    kinds = (some.int() + (some & every).int()).tolist()
+    begin = 0
+    for kind, cells in itertools.groupby(kinds):
+        end = min(keys, begin + _CELL * len(list(cells)))
+        yield begin, end, kind
+        begin = end
+
+
+def _joined(
+    found: Iterator[tuple[Tile, torch.Tensor | None]],
+) -> Iterator[tuple[Tile, torch.Tensor | None]]:
+    """Joins full tiles of the same queries whose keys adjoin."""
+    held: Tile | None = None
+    for tile, visible in found:
+        if visible is None and held is not None and held.k_end == tile.k_begin:
+            held = Tile(tile.q_begin, tile.q_end, held.k_begin, tile.k_end)
+            continue
+        if held is not None:
+            yield held, None
+        held = tile if visible is None else None
+        if visible is not None:
+            yield tile, visible
+    if held is not None:
+        yield held, None
+
+
+class MaskTiles:
+    """The tiles that a mask leaves of one rank's queries and each rank's keys.
+
+    What is skipped and what is full is decided once; masks are evaluated whenever they are needed.
+    """
+
+    def __init__(
+        self,
+        mask_mod: Modifier | None,
+        block_mask: BlockMask | None,
+        heads: tuple[int, int],
+        queries: SequenceLayout,
+        keys: SequenceLayout,
+        rank: int,
+    ) -> None:
+        self._mask_mod = noop_mask if mask_mod is None else mask_mod
+        self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
+        self._states: torch.Tensor | None = None
+        self._sizes = (1, 1)
+        self._q_idx = positions(queries.spans(rank))
+        self._decided: dict[int, list[tuple[Tile, bool]]] = {}
+        if block_mask is not None:
+            self._sizes = block_mask.BLOCK_SIZE
+            self._states = block_states(block_mask)
+            if self._mask_mod is noop_mask:
+                self._states = self._states.clamp(max=1) * FULL
+        self._copies = self._probe() if queries.length and keys.length and all(heads) else 1
+
+    def _probe(self) -> int:
+        # One pair tells on which of batch and head the mask depends, and whether it works at all:
+        # on every rank, before anything is communicated.
+        first = torch.zeros(1, dtype=torch.int64, device="cpu")
+        shape = evaluate(self._mask_mod, *self._heads, first, first).shape[:2]
+        if self._states is not None:
+            shape = torch.broadcast_shapes(shape, self._states.shape[:2])
+        return int(shape.numel())
+
+    @property
+    def all_full(self) -> bool:
+        """There is no mask."""
+        return self._mask_mod is noop_mask and self._states is None
+
+    def q_idx(self, tile: Tile) -> torch.Tensor:
+        """The positions of a tile's queries."""
+        return self._q_idx[tile.q_begin : tile.q_end]
+
+    def kv_idx(self, owner: int) -> torch.Tensor:
+        """The positions of a rank's keys."""
+        return positions(self._keys.spans(owner))
+
+    def tiles(self, owner: int) -> Iterator[tuple[Tile, torch.Tensor | None]]:
+        """The tiles of a rank's keys; with each, what is visible, or None when everything is."""
+        kv_idx = self.kv_idx(owner)
+        if len(kv_idx) == 0 or len(self._q_idx) == 0 or not all(self._heads):
+            return
+        if self.all_full:
+            yield Tile(0, len(self._q_idx), 0, len(kv_idx)), None
+            return
+        if owner in self._decided:
+            for tile, full in self._decided[owner]:
+                yield tile, None if full else self._visible(tile, kv_idx)
+            return
+        decided = []
+        for strip in _strips(self.queries.spans(self._rank), extents(self._copies)[0]):
+            for tile, visible in _joined(self._strip(*strip, kv_idx)):
+                decided.append((tile, visible is None))
+                yield tile, visible
+        self._decided[owner] = decided
+
+    def _strip(
+        self, q_begin: int, q_end: int, kv_idx: torch.Tensor
+    ) -> Iterator[tuple[Tile, torch.Tensor | None]]:
+        """The tiles of some rows."""
+        limit = extents(self._copies)[1]
+        for begin, end, kind in self._by_blocks(q_begin, q_end, kv_idx):
+            if kind == FULL:
+                yield Tile(q_begin, q_end, begin, end), None
+            if kind != PARTIAL:
+                continue
+            for first in range(begin, end, limit):
+                visible = self._visible(
+                    Tile(q_begin, q_end, first, min(end, first + limit)), kv_idx
+                )
+                some, every = visible.any(2).flatten(0, 1).any(0), visible.all(2).flatten(0, 1)
+                for k_begin, k_end, seen in _runs(some, every.all(0)):
+                    tile = Tile(q_begin, q_end, first + k_begin, first + k_end)
+                    if seen != EMPTY:
+                        yield tile, None if seen == FULL else visible[..., k_begin:k_end]
+
+    def _by_blocks(
+        self, q_begin: int, q_end: int, kv_idx: torch.Tensor
+    ) -> Iterator[tuple[int, int, int]]:
+        """What the block mask alone says of some rows."""
+        if self._states is None:
+            yield 0, len(kv_idx), PARTIAL
+            return
+        blocks = torch.unique(self._q_idx[q_begin:q_end] // self._sizes[0])
+        states = self._states[:, :, blocks].flatten(0, 2)
+        columns = kv_idx // self._sizes[1]
+        yield from _runs((states.amax(0) != EMPTY)[columns], (states.amin(0) == FULL)[columns])
+
+    def _visible(self, tile: Tile, kv_idx: torch.Tensor) -> torch.Tensor:
+        q_idx, kv_idx = self.q_idx(tile), kv_idx[tile.k_begin : tile.k_end]
+        visible = evaluate(self._mask_mod, *self._heads, q_idx, kv_idx)
+        if self._states is not None:
+            visible = within(visible, self._states, self._sizes, q_idx, kv_idx)
+        return visible

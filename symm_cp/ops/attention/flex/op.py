@@ -1,0 +1,262 @@
+"""Flex attention whose sequence is spread over ranks: pipelined all-gather and consume.
+
+Shapes: B batch, H query heads, G key/value heads (H, or with `enable_gqa` a divisor of it), E
+features of a head, S_q and S_k the lengths of this rank's shards, whose rows are the chunks of the
+sequence that a layout gives the rank (see schedule/layout.py). W is the world size.
+
+A rank attends to its own keys first and to each peer's where they lie, as in attention/op.py. The
+mask is evaluated with positions in the whole sequence, one tile at a time, and only for tiles that
+the `BlockMask` leaves undecided.
+
+Source: `torch.nn.attention.flex_attention` for the interface.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention.flex_attention import BlockMask
+
+from symm_cp.memory import Group
+from symm_cp.ops import autocast
+from symm_cp.ops.attention.flex.captures import Captures, Rebinding
+from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
+from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.pipeline import (
+    Grad,
+    Tensors,
+    consume_keys,
+    fake_like,
+    fake_results,
+    reduce_gradients,
+)
+from symm_cp.ops.attention.spec import AttentionSpec, check_tensors, rotate_method
+from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, dense_features
+from symm_cp.ops.common import attention_runs
+from symm_cp.ops.transforms import check_transforms, once_differentiable
+from symm_cp.schedule.layout import SequenceLayout
+
+_OP = "flex_all_gather_attention"
+
+
+def flex_all_gather_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    group: Group,
+    layout: SequenceLayout,
+    mask_mod: Modifier | None = None,
+    score_mod: Modifier | None = None,
+    block_mask: BlockMask | None = None,
+    kv_layout: SequenceLayout | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Flex attention of this rank's queries over the keys of all ranks. Collective.
+
+    Same result as this rank's rows of:
+
+        full_key, full_value = (in sequence order, from all ranks)
+        flex_attention(full_query, full_key, full_value, score_mod, block_mask, scale, enable_gqa,
+                       return_lse=True)
+
+    with `block_mask` and all indices those of the whole sequence. query: (B, H, S_q, E); key and
+    value: (B, G, S_k, E); returns out, as query, and lse: (B, H, S_q) of float32 (float64 for
+    float64). Rows that see no key are zero with lse -inf. `layout` gives the positions of this
+    rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod` defaults to that
+    of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
+
+    Differentiable, also through lse and in tensors that `score_mod` captures: those get this rank's
+    part of their gradient, to be summed over ranks like that of any replicated parameter. Masks
+    take memory for one tile at a time. Raises `ValueError`, `TypeError` and `NotImplementedError`
+    before any communication.
+    """
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = autocast.cast((query, key, value), device)
+    kv_layout = layout if kv_layout is None else kv_layout
+    check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+    if mask_mod is None and block_mask is not None:
+        mask_mod = block_mask.mask_mod
+    score_mod = None if _is_identity(score_mod) else score_mod
+    heads = (query.shape[0], query.shape[1])
+    masks = MaskTiles(mask_mod, block_mask, heads, layout, kv_layout, group.rank)
+    captures: Captures | None = None
+    if score_mod is not None and torch.is_grad_enabled() and layout.length:
+        captures = Captures(score_mod)
+    spec = AttentionSpec(kv_layout, scale=scale, method=rotate_method())
+    attention = FlexAttention(group, spec, masks, score_mod, captures)
+    tensors = captures.tensors if captures is not None else []
+    check_transforms(_OP, query, key, value, *tensors)
+    with torch.autocast(device, enabled=False):
+        out, lse = _FlexFunction.apply(query, key, value, attention, *tensors)
+    return out, lse
+
+
+def _is_identity(score_mod: Modifier | None) -> bool:
+    # What torch's flex_attention substitutes for None.
+    return getattr(score_mod, "__module__", "").startswith("torch.") and (
+        getattr(score_mod, "__name__", "") == "_identity"
+    )
+
+
+def check_flex(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    group: Group,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    block_mask: BlockMask | None,
+    enable_gqa: bool,
+) -> None:
+    """Raises unless tensors, layouts of queries and keys, and the block mask fit together."""
+    check_tensors(_OP, query, key, value, enable_gqa)
+    if query.device.type != "cpu":
+        raise NotImplementedError(f"{_OP}: query is on {query.device}: only CPU is supported")
+    for name, tensor, layout in zip(("layout", "kv_layout"), (query, key), layouts, strict=True):
+        if layout.world_size != group.world_size:
+            raise ValueError(
+                f"{_OP}: {name} is for {layout.world_size} ranks, the group has {group.world_size}"
+            )
+        if tensor.shape[2] != layout.lengths[group.rank]:
+            raise ValueError(
+                f"{_OP}: {name} gives rank {group.rank} {layout.lengths[group.rank]} rows, "
+                f"{'query' if name == 'layout' else 'key'} has {tensor.shape[2]}"
+            )
+    if block_mask is None:
+        return
+    lengths = (layouts[0].length, layouts[1].length)
+    if tuple(block_mask.seq_lengths) != lengths:
+        raise ValueError(
+            f"{_OP}: block_mask is for {tuple(block_mask.seq_lengths)} queries and keys, must be "
+            f"for the whole sequence, {lengths}"
+        )
+    shape = block_mask.kv_num_blocks.shape[:-1]
+    if len(shape) != 2 or any(
+        masked not in (1, size) for masked, size in zip(shape, query.shape[:2], strict=True)
+    ):
+        raise ValueError(
+            f"{_OP}: block_mask is for batch and heads {list(shape)}, query has "
+            f"{list(query.shape[:2])}: must be equal, or 1 in block_mask"
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class FlexAttention:
+    """A checked call on this rank. `captures` are the tensors of `score_mod` that want gradients.
+
+    Tensors as in `flex_all_gather_attention`.
+    """
+
+    group: Group
+    spec: AttentionSpec
+    masks: MaskTiles
+    score_mod: Modifier | None = None
+    captures: Rebinding | None = None
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output and its log-sum-exp. Collective."""
+        if isinstance(query, FakeTensor):
+            return fake_results(query)
+        attention_runs.count += 1
+        query = dense_features(query)
+        merged = Forward(query, self.spec)
+        scores = None
+        if self.score_mod is not None:
+            scores = Scores(query, self.spec.scale, self.score_mod)
+
+        def consume(shards: list[torch.Tensor], owner: int) -> None:
+            key, value = shards
+            indices = self._indices(owner)
+            for tile, visible in self.masks.tiles(owner):
+                if scores is not None:
+                    add_scores(merged, scores, tile, visible, shards, indices)
+                elif visible is None:
+                    merged.add(tile, key, value)
+                else:
+                    blind = visible.any(-1).logical_not()
+                    merged.add_masked(tile, key, value, additive(visible, query.dtype), blind)
+
+        queries = (self.masks.queries, query.shape[1])
+        consume_keys(_OP, self.spec, self.group, key, value, consume, *queries)
+        return merged.result()
+
+    def backward(self, saved: Tensors, grad_out: torch.Tensor, grad_lse: Grad) -> Tensors:
+        """Returns the gradients of query, key, value and the captured tensors. Collective.
+
+        `saved` are query, key, value, the results, and the captured tensors.
+        """
+        query, key, value, out, lse, *captured = saved
+        if isinstance(query, FakeTensor):
+            like = [torch.empty_like(tensor) for tensor in captured]
+            return fake_like(query), fake_like(key), fake_like(value), *like
+        query = dense_features(query)
+        spec = replace(self.spec, method=rotate_method())  # the one that holds now
+        kernels: Backward | None = None
+        if self.score_mod is None and grad_lse is None:
+            kernels = Backward(grad_out, query, out, lse, spec)
+        else:
+            score_mod, leaves = self.score_mod, captured
+            if self.captures is not None:
+                score_mod, leaves = self.captures.bound(captured)
+            scores = Scores(query, spec.scale, score_mod)
+            gradients = ScoreGradients(scores, grad_out, grad_lse, out, lse, leaves)
+
+        def consume(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
+            totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
+            indices = self._indices(owner)
+            for tile, visible in self.masks.tiles(owner):
+                if kernels is not None:
+                    mask = None if visible is None else additive(visible, query.dtype)
+                    kernels.add(tile, shards[0], shards[1], totals, mask)
+                else:
+                    gradients.add(tile, visible, shards, indices, totals)
+            for total in totals:
+                total.finish()
+
+        name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
+        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        if kernels is not None:
+            return kernels.grad_query(), *of_keys
+        of_captured = (
+            grad.to(tensor.dtype)
+            for grad, tensor in zip(gradients.grad_captured, captured, strict=True)
+        )
+        return gradients.grad_query.total.to(query.dtype), *of_keys, *of_captured
+
+    def _indices(self, owner: int) -> Indices:
+        """Gives the positions of the queries and of a rank's keys in a tile."""
+        kv_idx = self.masks.kv_idx(owner)
+        return lambda tile: (self.masks.q_idx(tile), kv_idx[tile.k_begin : tile.k_end])
+
+
+class _FlexFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention: FlexAttention,
+        *captured: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = attention.forward(query, key, value)
+        ctx.attention = attention
+        ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
+        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable(_OP)
+    def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
+        # Collective: every rank takes part, also without a gradient of its own.
+        grad_out = torch.zeros_like(saved[3]) if grad_out is None else grad_out
+        with torch.autocast(grad_out.device.type, enabled=False):
+            grads = ctx.attention.backward(saved, grad_out, grad_lse)
+        return *grads[:3], None, *grads[3:]

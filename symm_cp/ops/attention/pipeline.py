@@ -1,0 +1,98 @@
+"""What the attention ops have in common around their tiles: communication and the form of results.
+
+Shapes: query (B, H, S_q, E), key and value (B, G, S_k, E), this rank's shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+
+from symm_cp import runtime
+from symm_cp.memory import Group
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.tiles import dense_features, wide
+from symm_cp.ops.common import new_result
+
+#: What a backward pass saved, and a gradient that it is given or returns.
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+Grad: TypeAlias = torch.Tensor | None
+
+
+def consume_keys(
+    op: str,
+    spec: AttentionSpec,
+    group: Group,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    consume: Callable[[list[torch.Tensor], int], None],
+    *details: object,
+) -> None:
+    """Calls `consume([key, value], owner)` for the shards of all ranks as they arrive. Collective.
+
+    `details` are further things that must be identical on all ranks.
+    """
+    runtime.of(key, group).all_gather_and_consume(
+        group,
+        [dense_features(key), dense_features(value)],
+        consume,
+        spec.call_name(op, key, *details),
+        shapes=spec.shard_shapes(key),
+    )
+
+
+def reduce_gradients(
+    op: str,
+    spec: AttentionSpec,
+    group: Group,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    consume: Callable[[list[torch.Tensor], int, torch.Tensor], None],
+    *details: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the gradients of this rank's keys and values, summed over ranks. Collective.
+
+    Both are views of one tensor.
+
+    Calls `consume([key, value], owner, partial)` for the shards of all ranks as they arrive, which
+    writes this rank's part of their gradients to `partial` (2, B, S_k, G, E).
+    """
+    partials = spec.grad_shapes(key)
+    total = new_result(key, partials[group.rank], wide(key.dtype))
+    runtime.of(key, group).consume_and_reduce_scatter(
+        group,
+        [dense_features(key), dense_features(value)],
+        consume,
+        total,
+        spec.call_name(op, key, *details),
+        shapes=spec.shard_shapes(key),
+        partials=partials,
+        ring=spec.method == "alltoall",
+    )
+    grad_key, grad_value = (t.transpose(1, 2).to(key.dtype) for t in total)
+    return grad_key, grad_value
+
+
+def heads_in_rows(tensor: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor:
+    """Returns (B, H, S, E) with the heads of a row adjacent: the strides of `fake_like`.
+
+    With `own_memory` it shares none, as the results of an op must not.
+    """
+    rows = tensor.transpose(1, 2)
+    if own_memory and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
+        rows = rows.clone()
+    return rows.contiguous().transpose(1, 2)
+
+
+def fake_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an empty tensor of the shape, in which the heads of a row are adjacent."""
+    B, H, S, E = tensor.shape
+    return tensor.new_empty(B, S, H, E).transpose(1, 2)
+
+
+def fake_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns tensors like the output and the log-sum-exp, without computing them."""
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return torch.empty_like(dense_features(query)), lse

@@ -1,0 +1,234 @@
+"""What a call of attention computes: the options of the ops, checked once, as one frozen spec.
+
+Shapes: B batch, H query heads, G key/value heads (H, or with `enable_gqa` a divisor of it), S rows
+of this rank's shard, E features of a head.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from symm_cp.memory import Group
+from symm_cp.ops.common import what_is
+from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.tiles import Mask, Tile, tiles
+
+#: The dtypes that the kernels take.
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+#: The options of the ops, as their schemas have them; `AttentionSpec.of` takes the same.
+OPTIONS = (
+    "bool is_causal=False, float? scale=None, bool enable_gqa=False, int[]? chunk_order=None, "
+    "SymInt[]? chunk_lengths=None, Tensor? cu_seqlens=None, int? window_left=None, "
+    "int? window_right=None"
+)
+
+_ROTATE_METHODS = ("allgather", "alltoall")
+_rotate_method = _ROTATE_METHODS[0]
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """Chooses how many remote shards the ops keep at a time: all ("allgather") or one ("alltoall").
+
+    On CPU keys and values are read where they lie and none is kept. What differs are the gradients
+    of keys and values: "allgather" (the default) has room for those of all ranks and adds them in
+    rank order, "alltoall" passes them on in a ring and has room for two. Must be set identically on
+    all ranks; takes effect for backward passes that run afterwards. Raises `ValueError` for another
+    name. Source: torch's `set_rotate_method`.
+    """
+    global _rotate_method
+    if rotate_method not in _ROTATE_METHODS:
+        raise ValueError(f"set_rotate_method: {rotate_method=} must be one of {_ROTATE_METHODS}")
+    _rotate_method = rotate_method
+
+
+def rotate_method() -> str:
+    """Returns the method that `set_rotate_method` chose."""
+    return _rotate_method
+
+
+_NO_MASK = Mask()
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a call computes: identical on all ranks, as `call_name` lets them check.
+
+    Every field but the layout has a default that changes nothing.
+    """
+
+    #: How the sequence of keys and values is spread over the ranks.
+    layout: SequenceLayout
+    #: Which keys a query sees, by positions in the sequence.
+    mask: Mask = _NO_MASK
+    #: What scores are multiplied by; None is 1 / sqrt(E).
+    scale: float | None = None
+    #: How gradients of keys and values travel: see `set_rotate_method`.
+    method: str = _ROTATE_METHODS[0]
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        group: Group,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        chunk_order: list[int] | None = None,
+        chunk_lengths: list[int] | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        window_left: int | None = None,
+        window_right: int | None = None,
+    ) -> AttentionSpec:
+        """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
+
+        torch leaves out options that have the default of the schema.
+        """
+        check_tensors(op, query, key, value, enable_gqa)
+        for name, size in (("window_left", window_left), ("window_right", window_right)):
+            if size is not None and size < 0:
+                raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
+        masked = is_causal or (window_left, window_right, cu_seqlens) != (None, None, None)
+        if masked and query.shape[2] != key.shape[2]:
+            raise ValueError(
+                f"{op}: query has {query.shape[2]} rows and key {key.shape[2]}: is_causal, windows "
+                "and cu_seqlens require equal lengths"
+            )
+        layout = _layout_of(op, group, key.shape[2], chunk_order, chunk_lengths)
+        right = 0 if is_causal else window_right
+        mask = Mask(window_left, right, _documents(op, cu_seqlens, layout.length))
+        return cls(layout, mask, scale, rotate_method())
+
+    def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
+        """Returns the tiles of a rank's `rows` queries and the keys of rank `owner`."""
+        if self.mask:
+            return tiles(self.layout, self.mask, rank, owner)
+        keys = self.layout.lengths[owner]  # queries may be of another sequence
+        return (Tile(0, rows, 0, keys),) if keys and rows else ()
+
+    def shard_shapes(self, key: torch.Tensor) -> list[tuple[tuple[int, ...], ...]]:
+        """Returns the shapes of each rank's keys and values."""
+        B, G, _, E = key.shape
+        return [((B, G, length, E),) * 2 for length in self.layout.lengths]
+
+    def grad_shapes(self, key: torch.Tensor) -> list[tuple[int, ...]]:
+        """Returns the shapes of the gradients of each rank's keys and values, stacked."""
+        B, G, _, E = key.shape
+        return [(2, B, length, G, E) for length in self.layout.lengths]
+
+    def call_name(self, op: str, key: torch.Tensor, *details: object) -> bytes:
+        """Names a call for errors, and so that ranks notice when their specs differ.
+
+        `details` are further things (hashable) that must be identical on all ranks.
+        """
+        B, G, _, E = key.shape
+        return _call_name(op, str(key.dtype)[6:], (B, G, E), self, details)
+
+
+@lru_cache(maxsize=512)
+def _call_name(
+    op: str, dtype: str, sizes: tuple[int, ...], spec: AttentionSpec, details: tuple[object, ...]
+) -> bytes:
+    B, G, E = sizes
+    shape = [B, G, spec.layout.length, E]
+    digest = zlib.crc32(repr((spec, *details)).encode())
+    return what_is(op, detail=f"{dtype}{shape} layout+mask {digest:08x}")
+
+
+def check_tensors(
+    op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> None:
+    """Raises unless queries, keys and values fit together."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{op}: {name} must be (batch, heads, sequence, features), has shape "
+                f"{list(tensor.shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype}, must be float64, float32, bfloat16 or float16"
+            )
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{op}: {name} is {tensor.dtype} and query {query.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} and query on {query.device}")
+        if tensor.shape[0] != query.shape[0] or tensor.shape[3] != query.shape[3]:
+            raise ValueError(
+                f"{op}: {name} of shape {list(tensor.shape)} must have batch {query.shape[0]} and "
+                f"{query.shape[3]} features, as query of shape {list(query.shape)}"
+            )
+    if key.shape != value.shape:
+        raise ValueError(
+            f"{op}: key {list(key.shape)} and value {list(value.shape)} must have the same shape"
+        )
+    heads, shared = query.shape[1], key.shape[1]
+    if heads != shared and not enable_gqa:
+        raise ValueError(
+            f"{op}: query has {heads} heads and key {shared}: must be equal, or pass "
+            "enable_gqa=True"
+        )
+    if heads != shared and (shared == 0 or heads % shared != 0):
+        raise ValueError(f"{op}: query has {heads} heads, not divisible by {shared} key heads")
+
+
+@lru_cache(maxsize=512)
+def _layout(world_size: int, order: tuple[int, ...], lengths: tuple[int, ...]) -> SequenceLayout:
+    return SequenceLayout(world_size, order, lengths)
+
+
+def _layout_of(
+    op: str,
+    group: Group,
+    keys: int,
+    chunk_order: list[int] | None,
+    chunk_lengths: list[int] | None,
+) -> SequenceLayout:
+    """Returns how keys are spread; raises `ValueError` if this rank's shard is not `keys` long."""
+    world_size, rank = group.world_size, group.rank
+    count = len(chunk_order or chunk_lengths or range(world_size))
+    order = tuple(range(count)) if chunk_order is None else tuple(chunk_order)
+    if chunk_lengths is None:
+        chunks = max(1, count // world_size)
+        if keys % chunks != 0:
+            raise ValueError(
+                f"{op}: this rank's {keys} keys cannot be split into its {chunks} chunks equally: "
+                "pass chunk_lengths"
+            )
+        lengths = (keys // chunks,) * count
+    else:
+        lengths = tuple(chunk_lengths)
+    try:
+        layout = _layout(world_size, order, lengths)
+    except ValueError as error:
+        raise ValueError(f"{op}: {error}") from None
+    if layout.lengths[rank] != keys:
+        raise ValueError(
+            f"{op}: chunk_lengths give rank {rank} {layout.lengths[rank]} keys, key has {keys}"
+        )
+    return layout
+
+
+def _documents(op: str, cu_seqlens: torch.Tensor | None, length: int) -> tuple[int, ...] | None:
+    if cu_seqlens is None:
+        return None
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(
+            f"{op}: cu_seqlens must be a 1-D tensor of int32 or int64, is {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+    edges = tuple(cu_seqlens.tolist())
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != length or list(edges) != sorted(edges):
+        raise ValueError(
+            f"{op}: cu_seqlens={list(edges)} must ascend from 0 to {length}, the length of the "
+            "whole sequence"
+        )
+    return edges

@@ -1,0 +1,230 @@
+"""Attention tile by tile: torch's kernels on parts of the keys, merged as they arrive.
+
+Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
+Partial results are merged in float32 (float64 for float64), so that errors do not grow with the
+number of parts. torch's CPU kernel crashes the process without keys, so it is never called then.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from symm_cp.modes import ordinary_tensors
+from symm_cp.ops.attention import kernels
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.common import new_result
+from symm_cp.schedule.tiles import Tile, squares
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype that partial results are merged in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as kernels do."""
+    B, H, S, E = shape
+    return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
+
+
+def dense_features(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor with contiguous features, which kernels require."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns a boolean mask as kernels take it: zeros, and -inf where it is False."""
+    # 16-bit dtypes are masked in float32.
+    bias = torch.zeros(visible.shape, dtype=wide(dtype), device=visible.device)
+    return bias.masked_fill_(visible.logical_not(), -torch.inf)
+
+
+@lru_cache(maxsize=16)
+def _band(
+    rows: int,
+    keys: int,
+    low: int | None,
+    high: int | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The additive mask of a tile with a band, and which of its rows see no key."""
+    with ordinary_tensors():
+        offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
+        visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
+        if low is not None:
+            visible &= offset >= low
+        if high is not None:
+            visible &= offset <= high
+        return additive(visible, dtype), visible.any(1).logical_not()
+
+
+def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if tile.full or tile.causal:
+        return None, None
+    rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
+    return _band(rows, keys, tile.low, tile.high, query.dtype, query.device)
+
+
+def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
+    """The tile as the kernels of the device take it."""
+    return (tile,) if query.device.type == "cpu" else squares(tile)
+
+
+class Forward:
+    """The attention of one rank's queries, merged over parts of the keys.
+
+    `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
+    is rounded only once.
+    """
+
+    def __init__(self, query: torch.Tensor, spec: AttentionSpec, parts: int | None = None) -> None:
+        self._query = query
+        self._spec = spec
+        narrow = parts is not None and parts <= 2
+        self._dtype = query.dtype if narrow else wide(query.dtype)
+        # The output has the strides of the queries, as kernels return it.
+        self._strides = torch.empty_like(query, device="meta").stride()
+        self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Adds a tile of the keys and values of one rank."""
+        for part in _for_kernels(tile, self._query):
+            mask, blind = _mask_of(part, self._query)
+            self.add_masked(part, key, value, mask, blind, is_causal=part.causal)
+
+    def add_masked(
+        self,
+        tile: Tile,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        blind: torch.Tensor | None,
+        *,
+        is_causal: bool = False,
+    ) -> None:
+        """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
+        q = self._query[:, :, tile.q_begin : tile.q_end]
+        k, v = key[:, :, tile.k_begin : tile.k_end], value[:, :, tile.k_begin : tile.k_end]
+        if q.numel() == 0 or k.numel() == 0:
+            return
+        out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
+        if blind is not None:  # the kernel returns 0 for them
+            lse = lse.masked_fill(blind, -torch.inf)
+        self.merge(tile.q_begin, tile.q_end, out, lse)
+
+    def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merges attention of some rows to other keys; may keep and change `out` and `lse`."""
+        if self._merged is None:
+            if out.shape == self._query.shape and out.stride() == self._strides:
+                self._merged = out.to(self._dtype), lse
+                return
+            self._merged = self._nothing()
+        kernels.merge(self._merged[0][:, :, begin:end], self._merged[1][:, :, begin:end], out, lse)
+
+    def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
+        query = self._query
+        out = torch.zeros_like(query, dtype=self._dtype)
+        return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
+
+    def result(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the output, in the dtype of the queries, and its log-sum-exp."""
+        out, lse = self._merged or self._nothing()
+        return out.to(self._query.dtype), lse.contiguous()
+
+
+class Total:
+    """Sums parts of a tensor, some rows at a time; zero where nothing is added."""
+
+    def __init__(self, total: torch.Tensor) -> None:
+        self.total = total
+        self._empty = True
+
+    def add(self, begin: int, end: int, part: torch.Tensor) -> None:
+        """Adds to some rows."""
+        rows = self.total[:, :, begin:end]
+        if self._empty and rows.shape == self.total.shape:
+            rows.copy_(part)
+        else:
+            self.finish()
+            rows.add_(part)
+        self._empty = False
+
+    def finish(self) -> None:
+        """Writes zeros if nothing was added."""
+        if self._empty:
+            self.total.zero_()
+            self._empty = False
+
+
+class Backward:
+    """The gradients of one rank's queries, and of each part of the keys and values."""
+
+    def __init__(
+        self,
+        grad_out: torch.Tensor,
+        query: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        spec: AttentionSpec,
+    ) -> None:
+        self._query, self._out, self._spec = query, out, spec
+        self._grad_out = dense_features(grad_out)
+        # exp(score - lse) is the weight of a key: inf gives rows that see no key no weights.
+        # Heads of a row adjacent, as the kernel returns it: other strides cost a fifth more time.
+        by_row = lse.transpose(1, 2).contiguous()
+        self._lse = by_row.masked_fill(by_row == -torch.inf, torch.inf).transpose(1, 2)
+        self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
+
+    def add_tiles(
+        self,
+        tiles: tuple[Tile, ...],
+        key: torch.Tensor,
+        value: torch.Tensor,
+        partial: torch.Tensor,
+    ) -> None:
+        """Adds the tiles of one rank's keys, whose gradients go to `partial` (2, B, S, G, E)."""
+        totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
+        for tile in tiles:
+            for part in _for_kernels(tile, self._query):
+                mask, _ = _mask_of(part, self._query)
+                self.add(part, key, value, totals, mask, is_causal=part.causal)
+        for total in totals:
+            total.finish()
+
+    def add(
+        self,
+        tile: Tile,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        totals: tuple[Total, Total],
+        mask: torch.Tensor | None,
+        *,
+        is_causal: bool = False,
+    ) -> None:
+        """Adds one tile; `totals` receive the gradients of its keys and values."""
+        rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
+        q, k, v = self._query[:, :, rows], key[:, :, keys], value[:, :, keys]
+        if q.numel() == 0 or k.numel() == 0:
+            return
+        grad_q, grad_k, grad_v = kernels.backward(
+            self._grad_out[:, :, rows],
+            q,
+            k,
+            v,
+            self._out[:, :, rows],
+            self._lse[:, :, rows],
+            mask,
+            causal=is_causal,
+            scale=self._spec.scale,
+        )
+        self._grad_query.add(tile.q_begin, tile.q_end, grad_q)
+        totals[0].add(tile.k_begin, tile.k_end, grad_k)
+        totals[1].add(tile.k_begin, tile.k_end, grad_v)
+
+    def grad_query(self) -> torch.Tensor:
+        """Returns the gradient of the queries, in their dtype."""
+        self._grad_query.finish()
+        return self._grad_query.total.to(self._query.dtype)

@@ -1,0 +1,176 @@
+"""What a runtime does: pipelines and collectives for tensors of one kind of device.
+
+Pipelines know no matmul and no attention: they take `consume(shard, rank)` and
+`produce(rank, out)`. `call_name` is the bytes that name the call in errors, and by which ranks
+notice that they make different calls.
+
+Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. Where a shard is
+read in place, or in the caller's gathered tensor, it may begin anywhere and have other strides:
+kernels whose bits depend on that take it through `symm_cp.alignment.aligned`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import torch
+
+from symm_cp import wire
+from symm_cp.memory import Group
+from symm_cp.shards import Shape, Shapes, Split
+
+#: Takes the tensors of a rank's shard, and the rank.
+Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]
+#: Takes the shards of all ranks, in rank order.
+Combine: TypeAlias = Callable[[list[torch.Tensor]], None]
+#: Takes a rank and the memory for this rank's contribution to it.
+Produce: TypeAlias = Callable[[int, torch.Tensor], None]
+#: Takes the tensors of a rank's shard, the rank, and the memory for the contribution to it.
+ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor], None]
+#: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
+#: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
+Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
+
+#: The element types that can be summed.
+REDUCIBLE: dict[torch.dtype, wire.DType] = {
+    torch.uint8: wire.DType.UINT8,
+    torch.int8: wire.DType.INT8,
+    torch.int16: wire.DType.INT16,
+    torch.int32: wire.DType.INT32,
+    torch.int64: wire.DType.INT64,
+    torch.float16: wire.DType.FLOAT16,
+    torch.float32: wire.DType.FLOAT32,
+    torch.float64: wire.DType.FLOAT64,
+    torch.bfloat16: wire.DType.BFLOAT16,
+}
+
+
+class Collective(Protocol):
+    """A collective on tensors of one shape and dtype, prepared once for a group."""
+
+    @property
+    def output_shape(self) -> Shape:
+        """The shape of the result."""
+
+    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Carries the collective out. Raises `RuntimeError` when a peer fails or disagrees."""
+
+    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """Starts the collective and returns its result, which `wait_tensor` completes.
+
+        Waits for no peer, not in the first call either.
+        """
+
+
+class Runtime(Protocol):
+    """Runs schedules on one kind of device; all methods are collective over the group."""
+
+    def all_gather_and_consume(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Consume,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes] | None = None,
+        gathered: torch.Tensor | None = None,
+        split: Split | None = None,
+    ) -> None:
+        """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
+
+        `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric
+        memory that was rendezvoused with the group is read in place, on all ranks or on none.
+        `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, is
+        contiguous and receives the first tensor of all ranks, divided by `split` (by default into
+        equal parts of dimension 0).
+        """
+
+    def all_gather_and_combine(
+        self,
+        group: Group,
+        shard: torch.Tensor,
+        combine: Combine,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> None:
+        """Calls `combine(shards of all ranks)` once, when all have arrived.
+
+        `shapes` gives the shape of each rank's shard where they differ.
+        """
+
+    def all_gather_and_poll(
+        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
+    ) -> None:
+        """Calls `kernel` once, while the peers' shards are on their way: it polls for them.
+
+        `shard` is one or more tensors, of equal shapes on all ranks. Raises `NotImplementedError`
+        where kernels cannot poll.
+        """
+
+    def produce_and_reduce_scatter(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        mean: bool = False,
+    ) -> None:
+        """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+        `produce` writes this rank's contribution to rank r's output into the contiguous `partial`,
+        of shape `shapes[r]` (by default that of `out`). Contributions are added in rank order, in
+        float32 for the 16-bit types.
+        """
+
+    def consume_and_reduce_scatter(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeAndProduce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes],
+        partials: Sequence[Shape],
+        ring: bool = False,
+    ) -> None:
+        """Calls `consume(shard of rank r, r, partial)` for each rank r; `out` sums what is for it.
+
+        As `all_gather_and_consume`; and `consume` writes this rank's contribution to rank r into
+        the contiguous `partial` of shape `partials[r]` and the dtype of `out`. Its own shard it
+        gets as given. Contributions are added in rank order; with `ring` in the order rank,
+        rank-1, ..., and then there is room for two of them at a time instead of one for each rank.
+        """
+
+    def prepare_all_gather(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes
+    ) -> Collective:
+        """Prepares a background all-gather along dimension 0, for tensors such as `tensor`."""
+
+    def prepare_reduce_scatter(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Prepares a background reduce-scatter along dimension 0, for tensors such as `tensor`."""
+
+    def prepare_all_reduce(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Prepares an all-reduce into another tensor, in one exchange.
+
+        Raises `NotImplementedError` for groups that share no memory, and on devices where torch
+        has the op, as do the next two.
+        """
+
+    def prepare_all_reduce_in_place(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Prepares an all-reduce of a symmetric tensor in place, in two exchanges."""
+
+    def prepare_reduce_scatter_into(
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
+    ) -> Collective:
+        """Prepares a reduce-scatter of `split` into another tensor, in the calling thread."""

@@ -1,0 +1,387 @@
+"""Pipelines of groups that span hosts: symmetric memory within a host, a ring between hosts.
+
+In each turn a host works on the shards of one host through its own symmetric memory, while the
+process group's point-to-point operations pass on what the next turn needs: each rank sends to the
+rank of its place on the next host. So all links between hosts are busy at once, and every shard
+crosses each of them once.
+
+Turn t works on the shards of host `host - t`. Gradients and other sums go the same way round, and
+are added on the way in a fixed order, in float32 for the 16-bit types.
+
+Source: ring attention (Liu et al., 2023) between hosts; two levels as in NCCL's rings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from symm_cp.alignment import scratch
+from symm_cp.devices import give_up
+from symm_cp.hosts import Hosts, hosts_of, no_common_memory
+from symm_cp.memory import Group
+from symm_cp.runtime.api import (
+    Collective,
+    Combine,
+    Consume,
+    ConsumeAndProduce,
+    Poll,
+    Produce,
+    Runtime,
+)
+from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
+
+_SHARD, _SUM = 1, 2  # tags of messages
+
+
+class _Ring:
+    """This rank's place in the ring of the ranks that have its number on their hosts."""
+
+    def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
+        hosts = hosts_of(group, device)
+        assert hosts is not None
+        self.hosts: Hosts = hosts
+        self.group = group
+        self.call_name = call_name.decode(errors="replace")
+        self.count = len(hosts.ranks)
+        self.next = hosts.ranks[(hosts.host + 1) % self.count][hosts.place]
+        self.previous = hosts.ranks[(hosts.host - 1) % self.count][hosts.place]
+        self._process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
+
+    def host(self, turn: int) -> tuple[int, ...]:
+        """The ranks whose shards turn `turn` works on."""
+        return self.hosts.ranks[(self.hosts.host - turn) % self.count]
+
+    def counterpart(self, turn: int) -> int:
+        """The rank of this rank's place on the host of a turn."""
+        return self.host(turn)[self.hosts.place]
+
+    def pass_on(self, send: torch.Tensor, receive: torch.Tensor, tag: int) -> list[dist.Work]:
+        """Starts sending to the next host and receiving from the one before."""
+        operations = [
+            dist.P2POp(op, tensor, group=self._process_group, tag=tag, group_peer=peer)
+            for op, tensor, peer in (
+                (dist.isend, send, self.next),
+                (dist.irecv, receive, self.previous),
+            )
+            if tensor.numel() > 0
+        ]
+        try:
+            return dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._lost(error) from error
+
+    def finish(self, works: list[dist.Work]) -> None:
+        """Returns when what was started has ended; raises `RuntimeError` when a link failed."""
+        for work in works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise self._lost(error) from error
+
+    def _lost(self, error: Exception) -> RuntimeError:
+        return RuntimeError(
+            f"{self.call_name}: rank {self.group.rank} lost the link from rank {self.previous} or "
+            f"to rank {self.next}, which are on other hosts: {error}"
+        )
+
+    @contextmanager
+    def call(self) -> Iterator[_Ring]:
+        """A failure in the middle ends the calls of this host's other ranks, too."""
+        with self.group.lock:
+            try:
+                yield self
+            except BaseException as error:
+                self.hosts.local.refuse("sync", error)
+                give_up(self.hosts.local)
+                raise
+
+
+class _Messages:
+    """Shards as messages: the tensors of a shard in one run of bytes."""
+
+    def __init__(self, shards: Shards) -> None:
+        self.shards = shards
+
+    def empty(self) -> torch.Tensor:
+        return scratch(self.shards.own[0], self.shards.nbytes)
+
+    def packed(self, rank: int) -> torch.Tensor:
+        message = self.empty()
+        self.shards.pack(rank, viewing(message))
+        return message
+
+    def parts(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        return self.shards.views(rank, viewing(message))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+class HostsRuntime:
+    """The runtime for groups that span hosts, each of which runs `inner`; see `api.Runtime`."""
+
+    def __init__(self, inner: Runtime) -> None:
+        self._inner = inner
+
+    def all_gather_and_consume(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Consume,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes] | None = None,
+        gathered: torch.Tensor | None = None,
+        split: Split | None = None,
+    ) -> None:
+        """See `Runtime`. Own host first, then host by host."""
+        shards = Shards(shard, group.world_size, shapes)
+        messages = _Messages(shards)
+        if gathered is not None:
+            split = split or Split.equal(shard[0].shape[0], group.world_size)
+
+        def consume_of(ranks: tuple[int, ...]) -> Consume:
+            def run(parts: list[torch.Tensor], index: int) -> None:
+                if gathered is not None and split is not None:
+                    split.of(ranks[index], gathered).copy_(parts[0])
+                consume(parts, ranks[index])
+
+            return run
+
+        with _Ring(group, shard[0].device, call_name).call() as ring:
+            current = messages.packed(group.rank)
+            parts = list(shard)
+            for turn in range(ring.count):
+                works, following = [], messages.empty()
+                if turn + 1 < ring.count:
+                    works = ring.pass_on(current, following, _SHARD)
+                ranks = ring.host(turn)
+                self._inner.all_gather_and_consume(
+                    ring.hosts.local,
+                    parts,
+                    consume_of(ranks),
+                    call_name,
+                    shapes=[shards.shapes[rank] for rank in ranks],
+                )
+                ring.finish(works)
+                current = following
+                parts = messages.parts(current, ring.counterpart(turn + 1))
+
+    def all_gather_and_combine(
+        self,
+        group: Group,
+        shard: torch.Tensor,
+        combine: Combine,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> None:
+        """See `Runtime`. Keeps a copy of every shard."""
+        kept: dict[int, torch.Tensor] = {}
+
+        def keep(parts: list[torch.Tensor], rank: int) -> None:
+            kept[rank] = parts[0].clone()
+
+        all_shapes = None if shapes is None else [(shape,) for shape in shapes]
+        self.all_gather_and_consume(group, [shard], keep, call_name, shapes=all_shapes)
+        combine([kept[rank] for rank in range(group.world_size)])
+
+    def all_gather_and_poll(
+        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
+    ) -> None:
+        """Raises `NotImplementedError`: shards of other hosts do not come by copy engine."""
+        raise NotImplementedError(
+            f"{call_name.decode()}: kernels cannot poll for the shards of other hosts"
+        )
+
+    def produce_and_reduce_scatter(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`. Own host last.
+
+        Sums are in float32 for the 16-bit types, also within a host: a sum for each host would
+        else be rounded.
+        """
+        partials = [tuple(out.shape)] * group.world_size if shapes is None else shapes
+        wide = _wide(out.dtype)
+
+        def produce_for(ranks: tuple[int, ...]) -> Produce:
+            def run(index: int, partial: torch.Tensor) -> None:
+                if wide == out.dtype:
+                    produce(ranks[index], partial)
+                    return
+                narrow = torch.empty_like(partial, dtype=out.dtype)
+                produce(ranks[index], narrow)
+                partial.copy_(narrow)
+
+            return run
+
+        with _Ring(group, out.device, call_name).call() as ring:
+            works: list[dist.Work] = []
+            received: torch.Tensor | None = None
+            for turn in range(1, ring.count + 1):
+                ranks = ring.host(turn)  # after the last turn one is back at home
+                own = partials[ring.counterpart(turn)]
+                total = out.new_empty(tuple(own), dtype=wide)
+                self._inner.produce_and_reduce_scatter(
+                    ring.hosts.local,
+                    produce_for(ranks),
+                    total,
+                    call_name,
+                    shapes=[partials[rank] for rank in ranks],
+                )
+                ring.finish(works)
+                if received is not None:
+                    total.add_(received)
+                if turn < ring.count:
+                    # What is for a rank of the next turn's host.
+                    shape = tuple(partials[ring.counterpart(turn + 1)])
+                    received = out.new_empty(shape, dtype=wide)
+                    works = ring.pass_on(total, received, _SUM)
+            out.copy_(total.div_(group.world_size) if mean else total)
+
+    def consume_and_reduce_scatter(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeAndProduce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes],
+        partials: Sequence[Shape],
+        ring: bool = False,
+    ) -> None:
+        """See `Runtime`.
+
+        Between hosts the sum for a shard follows it round the ring, and comes home with the last
+        message.
+        """
+        messages = _Messages(Shards(shard, group.world_size, shapes))
+
+        def consume_of(ranks: tuple[int, ...]) -> ConsumeAndProduce:
+            def run(parts: list[torch.Tensor], index: int, partial: torch.Tensor) -> None:
+                consume(parts, ranks[index], partial)
+
+            return run
+
+        with _Ring(group, out.device, call_name).call() as around:
+            current = messages.packed(group.rank)
+            parts = list(shard)
+            sums: list[dist.Work] = []
+            received: torch.Tensor | None = None
+            for turn in range(around.count):
+                ranks, works, following = around.host(turn), [], messages.empty()
+                if turn + 1 < around.count:
+                    works = around.pass_on(current, following, _SHARD)
+                total = out.new_empty(tuple(partials[around.counterpart(turn)]))
+                self._inner.consume_and_reduce_scatter(
+                    around.hosts.local,
+                    parts,
+                    consume_of(ranks),
+                    total,
+                    call_name,
+                    shapes=[shapes[rank] for rank in ranks],
+                    partials=[partials[rank] for rank in ranks],
+                    ring=ring,
+                )
+                around.finish(works)
+                around.finish(sums)
+                if received is not None:
+                    total.add_(received)
+                # What follows a shard goes on to where the shard goes, in the end to its owner.
+                received = out.new_empty(tuple(partials[around.counterpart(turn + 1)]))
+                sums = around.pass_on(total, received, _SUM)
+                current = following
+                parts = messages.parts(current, around.counterpart(turn + 1))
+            around.finish(sums)
+            assert received is not None
+            out.copy_(received)
+
+    def prepare_all_gather(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes
+    ) -> Collective:
+        """See `Runtime`. Hosts share no memory: it is the process group's own collective."""
+        shape = Split.equal(tensor.shape[0], group.world_size).whole_shape(tensor.shape)
+
+        def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.ops._c10d_functional.all_gather_into_tensor(
+                tensor.contiguous(), group.world_size, group.name
+            )
+
+        return _OfProcessGroup(start, tuple(shape), call_name)
+
+    def prepare_reduce_scatter(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """As `prepare_all_gather`."""
+        split = Split.equal(tensor.shape[0] // group.world_size, group.world_size)
+        reduce_op = "avg" if mean else "sum"
+
+        def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
+            return torch.ops._c10d_functional.reduce_scatter_tensor(
+                tensor.contiguous(), reduce_op, group.world_size, group.name
+            )
+
+        return _OfProcessGroup(start, tuple(split.shape_of(0, tensor.shape)), call_name)
+
+    def prepare_all_reduce(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Raises `NotImplementedError`: hosts share no memory."""
+        raise _no_common_memory(group, tensor, call_name)
+
+    def prepare_all_reduce_in_place(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Raises `NotImplementedError`: hosts share no memory."""
+        raise _no_common_memory(group, tensor, call_name)
+
+    def prepare_reduce_scatter_into(
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
+    ) -> Collective:
+        """Raises `NotImplementedError`: hosts share no memory."""
+        raise _no_common_memory(group, tensor, call_name)
+
+
+def _no_common_memory(group: Group, tensor: torch.Tensor, call_name: bytes) -> NotImplementedError:
+    op, _, _ = call_name.decode().partition(" ")
+    return no_common_memory(op, group, tensor.device)
+
+
+class _OfProcessGroup:
+    """A collective of torch's process group, which runs in the background."""
+
+    def __init__(
+        self,
+        start: Callable[[Group, torch.Tensor], torch.Tensor],
+        output_shape: Shape,
+        call_name: bytes,
+    ) -> None:
+        self._start, self._output_shape, self._name = start, output_shape, call_name
+
+    @property
+    def output_shape(self) -> Shape:
+        """See `Collective`."""
+        return self._output_shape
+
+    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Raises `NotImplementedError`: background collectives are started."""
+        raise NotImplementedError(f"{self._name.decode()}: runs in the background only")
+
+    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Collective`."""
+        return self._start(group, tensor)

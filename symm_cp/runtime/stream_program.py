@@ -1,0 +1,320 @@
+"""Lowers a schedule to streams: native commands, with Python kernels between them.
+
+The steps of all lanes are handed out in the order that the pattern gives (`Variant.issue_order`),
+which `check` has proven to make progress even when all streams share one hardware queue. Flags to
+oneself become events. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TypeAlias
+
+from symm_cp import wire
+from symm_cp.devices import LANES, DeviceWorkspace, events_needed
+from symm_cp.runtime import recorder
+from symm_cp.runtime.binding import Binding, buffers_of
+from symm_cp.schedule.patterns import Variant
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
+from symm_cp.shards import Run, joint_rows
+
+# Events of every call: where the caller's stream begins it, where a lane has ended it, and where
+# the caller's stream has ended it.
+_BEGIN, _JOIN, _END = 0, 1, 2
+_FIRST_FREE = 3
+
+#: A Python kernel takes the index of its step.
+Kernel: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A Python kernel, or a signal or wait by one of torch's kernels (with the peer as index)."""
+
+    name: str
+    index: int
+    lane: str
+    exchange: type[Signal] | type[Wait] | None = None
+
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        kernels: Mapping[str, Kernel],
+        recording: recorder.Recording | None,
+        epoch: int,
+        call_name: bytes,
+    ) -> None:
+        if self.exchange is None:
+            kernel = partial(kernels[self.name], self.index)
+        else:
+            by_kernel = workspace.signal if self.exchange is Signal else workspace.wait
+            kernel = partial(by_kernel, self.name, self.index)
+        device, channel = workspace.device, workspace.channel
+        if recording is None:
+            device.launch(self.lane, channel, kernel)
+            return
+        with recording.on_lane(self._step(), device, self.lane, channel, epoch, call_name):
+            device.launch(self.lane, channel, kernel)
+
+    def _step(self) -> Step:
+        if self.exchange is None:
+            return Compute(self.name, self.index, (), ())
+        return self.exchange(self.index, self.name)
+
+
+#: Native commands, one after the other.
+_Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A lowered schedule, made once for the sizes of its buffers."""
+
+    items: tuple[_Call | _Batch, ...]
+    #: Whether the caller's stream waits for the end of all lanes.
+    joined: bool
+
+    def run(
+        self,
+        workspace: DeviceWorkspace,
+        epoch: int,
+        operands: Sequence[int],
+        kernels: Mapping[str, Kernel],
+        *,
+        capturing: bool,
+        call_name: bytes,
+    ) -> None:
+        """Hands the schedule out. Raises `RuntimeError` when the driver refuses something."""
+        device = workspace.device
+        streams = device.streams(workspace.channel)
+        lanes = (ctypes.c_void_p * len(streams))(*streams)
+        addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
+        moved = workspace.last_stream not in (None, streams[0])
+        issue = partial(
+            workspace.issue,
+            operands=addresses,
+            lanes=lanes,
+            epoch=epoch,
+            capturing=capturing,
+            call_name=call_name,
+        )
+        recording = None if capturing else recorder.active
+        try:
+            if moved and self.joined and not capturing:
+                # Calls follow one another, also when the caller has changed streams.
+                issue(_BETWEEN_STREAMS)
+            workspace.last_stream = streams[0]
+            for item in self.items:
+                if isinstance(item, _Call):
+                    item.launch(workspace, kernels, recording, epoch, call_name)
+                elif recording is None:
+                    issue(item)
+                else:
+                    for step, lane, part in _apart(item, workspace.rank):
+                        channel = workspace.channel
+                        with recording.on_lane(step, device, lane, channel, epoch, call_name):
+                            issue(part)
+        except BaseException:
+            workspace.give_up()
+            raise
+
+
+def _batch(commands: Sequence[wire.StreamCommand]) -> _Batch:
+    return (wire.StreamCommand * len(commands))(*commands)
+
+
+def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]]:
+    """A batch in parts that are steps of their own, or none: each with its lane.
+
+    Copies of a lane that follow each other stay together, as the driver gets them.
+    """
+    for (copies, lane), run in groupby(batch, lambda c: (c.kind == wire.StreamKind.COPY, c.lane)):
+        commands = list(run)
+        for part in [commands] if copies else [[command] for command in commands]:
+            yield recorder.step_of_stream(part[0], rank), LANES[lane], _batch(part)
+
+
+_BETWEEN_STREAMS = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    if (one.rank, one.buffer) != (other.rank, other.buffer):
+        return False
+    return None in (one.chunk, other.chunk) or one.chunk == other.chunk
+
+
+class Lowering:
+    """Lowers steps in issue order. Runtimes call `lower`, which takes registered variants only."""
+
+    def __init__(
+        self,
+        order: Sequence[tuple[str, Step]],
+        rank: int,
+        world_size: int,
+        binding: Binding,
+        *,
+        by_kernels: bool,
+        joined: bool,
+    ) -> None:
+        self.order, self.binding = order, binding
+        self.rank, self.world_size = rank, world_size
+        self.by_kernels = by_kernels
+        self.joined = joined
+        # Without a join the caller's stream waits until its input has been read; in place it does
+        # not: the caller leaves that tensor alone.
+        in_place = any("symmetric" in buffers_of(step) for _, step in order)
+        self.released = joined or in_place
+        # Own flags that a kernel polls are numbers in memory; all others are events.
+        self.polled = {
+            flag: number
+            for _, step in order
+            if isinstance(step, Compute)
+            for number, (flag, _) in enumerate(step.awaits)
+        }
+        self.items: list[_Call | _Batch] = []
+        self.commands: list[wire.StreamCommand] = []
+        # Copies handed out since something else was, with their regions: a batch has no order.
+        self.copied: list[Copy] = []
+        self.events: dict[str, int] = {}
+
+    def launch(self) -> Launch:
+        """Returns the launch; call it once."""
+        lanes = list(dict.fromkeys(lane for lane, _ in self.order))
+        others = [lane for lane in lanes if lane != "compute"]
+        self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
+        for lane in others:
+            self._add(wire.StreamKind.WAIT_EVENT, lane, event=_BEGIN)
+        for lane, step in self.order:
+            self._lower(lane, step)
+        for lane in others if self.joined else ():
+            self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
+        if self.joined:
+            self._add(wire.StreamKind.RECORD, "compute", event=_END)
+        self._release("copy")
+        self._flush()
+        assert _FIRST_FREE + len(self.events) <= events_needed(self.world_size)
+        return Launch(tuple(self.items), self.joined)
+
+    def _release(self, lane: str) -> None:
+        if not self.released:
+            self.released = True
+            self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
+
+    def _lower(self, lane: str, step: Step) -> None:
+        if isinstance(step, Compute):
+            self._call(step.kernel, step.index, lane)
+        elif isinstance(step, Copy):
+            self._copy(lane, step)
+        elif isinstance(step, Signal):
+            self._signal(lane, step)
+        else:
+            self._wait(lane, step)
+
+    def _signal(self, lane: str, step: Signal) -> None:
+        if step.to == self.rank and step.flag in self.polled:
+            flag = wire.DEVICE_FLAGS.index("arrived")
+            self._add(wire.StreamKind.ARRIVED, lane, peer=self.polled[step.flag], flag=flag)
+            return
+        if step.to == self.rank:
+            event = self.events.setdefault(step.flag, _FIRST_FREE + len(self.events))
+            self._add(wire.StreamKind.RECORD, lane, event=event)
+            return
+        # In the background nothing reads the input after the first signal.
+        self._release(lane)
+        if self.by_kernels:
+            self._call(step.flag, step.to, lane, Signal)
+        else:
+            flag = wire.FLAGS.index(step.flag)
+            self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
+
+    def _wait(self, lane: str, step: Wait) -> None:
+        if step.source == self.rank:
+            self._add(wire.StreamKind.WAIT_EVENT, lane, event=self.events[step.flag])
+        elif self.by_kernels:
+            self._call(step.flag, step.source, lane, Wait)
+        else:
+            flag = wire.FLAGS.index(step.flag)
+            self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
+
+    def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:
+        self.copied = []
+        command = wire.StreamCommand(kind=kind, lane=LANES.index(lane), **fields)
+        self.commands.append(command)
+
+    def _flush(self) -> None:
+        if self.commands:
+            self.items.append(_batch(self.commands))
+            self.commands = []
+
+    def _call(
+        self, name: str, index: int, lane: str, exchange: type[Signal] | type[Wait] | None = None
+    ) -> None:
+        self.copied = []
+        self._flush()
+        self.items.append(_Call(name, index, lane, exchange))
+
+    def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
+        """Where each part of a region begins, and its bytes."""
+        for operand, run in self.binding.runs(region):
+            if operand is None:
+                space, index = wire.Space.SLOT, region.rank
+            else:
+                # The peers' symmetric tensors are operands, too, one after the other.
+                space = wire.Space.OPERAND
+                index = operand + (region.rank if region.buffer == "symmetric" else 0)
+            yield wire.Reference(space, index, run.offset), run
+
+    def _copy(self, lane: str, step: Copy) -> None:
+        alone = any(
+            _overlap(step.src, other.dst)
+            or _overlap(step.dst, other.src)
+            or _overlap(step.dst, other.dst)
+            for other in self.copied
+        )
+        if alone:
+            self.copied = []
+        self.copied.append(step)
+        # A target with fewer parts ("gathered") takes the first ones.
+        for (source, from_run), (to, to_run) in zip(
+            self._places(step.src), self._places(step.dst), strict=False
+        ):
+            nbytes, rows, to_pitch, from_pitch = joint_rows(from_run, to_run)
+            command = wire.StreamCommand(
+                kind=wire.StreamKind.COPY,
+                lane=LANES.index(lane),
+                alone=int(alone),
+                to=to,
+                source=source,
+                bytes=nbytes,
+                rows=rows,
+                to_pitch=to_pitch,
+                from_pitch=from_pitch,
+            )
+            self.commands.append(command)
+            alone = False
+
+
+def lower(
+    variant: Variant,
+    rank: int,
+    world_size: int,
+    binding: Binding,
+    *,
+    slots: int = 2,
+    by_kernels: bool = False,
+) -> Launch:
+    """Lowers a registered variant.
+
+    With `by_kernels` signals and waits between ranks become kernels of torch's. The caller's stream
+    waits for the end of a variant of channel "sync"; of others, until its input has been read.
+    """
+    order = variant.issue_order(rank, world_size, slots)
+    joined = variant.channel == "sync"
+    lowering = Lowering(order, rank, world_size, binding, by_kernels=by_kernels, joined=joined)
+    return lowering.launch()

@@ -1,0 +1,562 @@
+"""Pipelines on devices with streams: copy engines pull peers' shards ahead of their consumers.
+
+The caller's stream computes; a second stream moves bytes and exchanges signals, without a
+multiprocessor. A call begins where the caller's stream is, and that stream waits for its end, so
+memory that it allocates needs no further care. Background collectives run in the channel "async",
+on a stream of their own: the caller's stream waits only until its input has been read (for a
+symmetric input not even that: leave it alone until the transfer was waited for).
+
+While a CUDA graph is captured, calls take another workspace (devices/base.py) and read nothing in
+place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch._C._distributed_c10d import Work, _register_work
+
+from symm_cp import wire
+from symm_cp.alignment import part_offsets, scratch, scratch_rows
+from symm_cp.devices import (
+    Device,
+    DeviceWorkspace,
+    device_for,
+    is_whole,
+    symmetric_addresses,
+    workspace,
+)
+from symm_cp.memory import Group
+from symm_cp.runtime.agreement import agree
+from symm_cp.runtime.api import (
+    Collective,
+    Combine,
+    Consume,
+    ConsumeAndProduce,
+    Poll,
+    Produce,
+)
+from symm_cp.runtime.binding import Binding, Parts
+from symm_cp.runtime.stream_program import Kernel, Launch, lower
+from symm_cp.runtime.sums import add_rows
+from symm_cp.schedule import patterns
+from symm_cp.schedule.patterns import peers
+from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split, viewing
+
+# From this many ranks on, shards that nobody keeps are pulled into two places in turn.
+_BOUNDED_FROM = 4
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """How calls are carried out now, as far as their lowering depends on it."""
+
+    slots: int
+    by_kernels: bool
+
+    @property
+    def capturing(self) -> bool:
+        return self.slots == 1
+
+    @classmethod
+    def of(cls, device: Device) -> _Mode:
+        return cls(1 if device.capturing() else 2, not device.signals_by_stream())
+
+
+class _Call:
+    """A call of a group on a device: what every pipeline begins with."""
+
+    def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
+        self.group, self.name = group, call_name
+        self.device = device_for(group, device)
+        self.mode = _Mode.of(self.device)
+
+    def in_place(self, shard: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
+        """Where the peers' shards are, if they can be read there; ranks agree on that first."""
+        agree(self.group, self.name)
+        addresses = None
+        readable = len(shard) == 1 and not self.mode.capturing
+        if readable and is_whole(self.device, shard[0], self.group):
+            addresses = symmetric_addresses(shard[0], self.group)
+        way = b" through a slot" if addresses is None else b" of symmetric memory"
+        agree(self.group, self.name + way)
+        return addresses
+
+    @contextmanager
+    def workspace(self, slot_bytes: int) -> Iterator[tuple[DeviceWorkspace, int]]:
+        """The workspace of channel "sync" and the epoch of the call."""
+        with self.group.lock, self.device.guard():
+            space = workspace(self.group, self.device, "sync", slot_bytes)
+            yield space, space.next_epoch()
+
+    def run(
+        self,
+        launch: Launch,
+        space: DeviceWorkspace,
+        epoch: int,
+        operands: Sequence[int],
+        kernels: Mapping[str, Kernel],
+    ) -> None:
+        capturing = self.mode.capturing
+        launch.run(space, epoch, operands, kernels, capturing=capturing, call_name=self.name)
+
+
+def _staging(shards: Shards, places: int) -> torch.Tensor:
+    return scratch(shards.own[0], max(1, places * shards.nbytes))
+
+
+def _contiguous(shard: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    # Copy engines move runs of bytes.
+    return [t.contiguous() for t in shard]
+
+
+def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
+    return tuple(Extent.even(i, size) for i, size in enumerate(sizes.parts[rank]))
+
+
+@lru_cache(maxsize=512)
+def _gather_launch(
+    rank: int,
+    sizes: ShardSizes,
+    mode: _Mode,
+    in_place: bool,
+    bounded: bool,
+    gathered: tuple[Split, Shape, int] | None,
+) -> Launch:
+    ranks, own = len(sizes.parts), _own_parts(sizes, rank)
+    options = {"bounded": True} if bounded else {"keep": True} if gathered is not None else {}
+    variant = patterns.ALL_GATHER_AND_CONSUME.staged(in_place=in_place, **options)
+    # Operands: the parts of the own shard, the staging memory, the caller's own place, and in place
+    # the tensors of all ranks.
+    pulled = sizes.places_in_turn(len(own), (0, 1)) if bounded else sizes.places_by_rank(len(own))
+    if gathered is not None:
+        pulled = (Extent.split(len(own) + 1, *gathered), *pulled[1:])
+    symmetric = {
+        peer: (Extent.even(len(own) + 2, parts[0]),) for peer, parts in enumerate(sizes.parts)
+    }
+    binding = Binding(
+        {"input": own, "gathered": pulled}, {"slot": sizes.slots(), "symmetric": symmetric}
+    )
+    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+
+
+@lru_cache(maxsize=512)
+def _combine_launch(rank: int, sizes: ShardSizes, mode: _Mode, in_place: bool) -> Launch:
+    variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
+    symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
+    binding = Binding(
+        {"input": _own_parts(sizes, rank), "gathered": sizes.places_by_rank(1)},
+        {"slot": sizes.slots(), "symmetric": symmetric},
+    )
+    ranks = len(sizes.parts)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+
+
+@lru_cache(maxsize=512)
+def _poll_launch(rank: int, sizes: ShardSizes, mode: _Mode) -> Launch:
+    ranks, own = len(sizes.parts), _own_parts(sizes, rank)
+    turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+    # In the order in which they are pulled.
+    order = [turns.get(peer, 0) for peer in range(ranks)]
+    binding = Binding(
+        {"input": own, "gathered": sizes.places_in_turn(len(own), order)}, {"slot": sizes.slots()}
+    )
+    variant = patterns.ALL_GATHER_AND_POLL.staged()
+    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+
+
+@lru_cache(maxsize=512)
+def _produce_launch(rank: int, partials: tuple[int, ...], mode: _Mode) -> Launch:
+    ranks = len(partials)
+    binding = Binding(
+        {
+            "slot": (Extent.aligned(None, partials),),
+            # Those for this rank come to lie in `scratch_rows`.
+            "partials": (Extent.aligned(0, (partials[rank],) * ranks),),
+        }
+    )
+    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+
+
+@dataclass(frozen=True)
+class _Exchange:
+    """A slot that holds partial sums (for each rank, or for two in a ring) and behind them a shard.
+
+    `partials` are the bytes of the partial sum for each rank.
+    """
+
+    shard: ShardSizes
+    partials: tuple[int, ...]
+    ring: bool
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Where the partial sums begin, and behind them the shard."""
+        return part_offsets((max(self.partials),) * 2 if self.ring else self.partials)
+
+    def slots(self, rank: int) -> dict[int, Parts]:
+        """Each rank's slot, as rank `rank` reads it. The shard is chunk W."""
+        ranks = len(self.partials)
+        # In a ring, chunk 0 or 1 of a peer's slot is read as a partial sum for this rank.
+        sizes = (self.partials[rank],) * ranks if self.ring else self.partials
+        starts = self.offsets[:2] if self.ring else self.offsets[:-1]
+        starts = (*starts, *(0,) * (ranks - len(starts)))[:ranks]
+        return {
+            peer: tuple(
+                Extent(None, (*starts, *part.offsets), (*sizes, *part.nbytes)) for part in parts
+            )
+            for peer, parts in self.shard.slots(self.offsets[-1]).items()
+        }
+
+
+@lru_cache(maxsize=512)
+def _exchange_launch(rank: int, exchange: _Exchange, mode: _Mode) -> Launch:
+    ranks, own = len(exchange.partials), _own_parts(exchange.shard, rank)
+    # Operands: the parts of the own shard, the staging memory, the partial sums for this rank.
+    staging = len(own)
+    if exchange.ring:
+        pulled = exchange.shard.places_in_turn(staging, (0, 1))
+    else:
+        pulled = exchange.shard.places_by_rank(staging)
+    partials = Extent.aligned(staging + 1, (exchange.partials[rank],) * ranks)
+    binding = Binding(
+        {"input": own, "gathered": pulled, "partials": (partials,)},
+        {"slot": exchange.slots(rank)},
+    )
+    variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=exchange.ring)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+
+
+class StreamRuntime:
+    """The runtime for devices with streams; see `runtime.api.Runtime`."""
+
+    def all_gather_and_consume(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: Consume,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes] | None = None,
+        gathered: torch.Tensor | None = None,
+        split: Split | None = None,
+    ) -> None:
+        """See `Runtime`.
+
+        Peers' shards are pulled to `gathered` where it is given (`consume` gets them as they lie
+        there), else to staging memory.
+        """
+        ranks, rank = group.world_size, group.rank
+        call = _Call(group, shard[0].device, call_name)
+        addresses = call.in_place(shard)
+        shards, target = Shards(_contiguous(shard), ranks, shapes), None
+        if gathered is not None:
+            split = split or Split.equal(shard[0].shape[0], ranks)
+            target = (split, tuple(gathered.shape), gathered.element_size())
+        bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
+        in_place = addresses is not None
+        launch = _gather_launch(rank, shards.sizes, call.mode, in_place, bounded, target)
+        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        # Where the first part is kept, the others come to lie in staging memory, one's own too.
+        needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
+        staging = _staging(shards, (2 if bounded else ranks) if needs_staging else 0)
+
+        def run_consume(source: int) -> None:
+            parts = list(shards.own)
+            if source != rank:
+                place = turns[source] % 2 if bounded else source
+                if needs_staging:
+                    parts = shards.views(source, viewing(staging), place * shards.nbytes)
+                if gathered is not None and split is not None:
+                    parts[0] = split.of(source, gathered)
+            consume(parts, source)
+
+        operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
+        operands += [0 if gathered is None else gathered.data_ptr(), *(addresses or ())]
+        with call.workspace(0 if in_place else shards.nbytes) as (space, epoch):
+            call.run(launch, space, epoch, operands, {"consume": run_consume})
+
+    def all_gather_and_combine(
+        self,
+        group: Group,
+        shard: torch.Tensor,
+        combine: Combine,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+    ) -> None:
+        """See `Runtime`. All shards are pulled, the own one as well."""
+        ranks = group.world_size
+        call = _Call(group, shard.device, call_name)
+        addresses = call.in_place([shard])
+        parts = None if shapes is None else [(shape,) for shape in shapes]
+        shards = Shards(_contiguous([shard]), ranks, parts)
+        launch = _combine_launch(group.rank, shards.sizes, call.mode, addresses is not None)
+        staging = _staging(shards, ranks)
+
+        def run_combine(_: int) -> None:
+            view_at = viewing(staging)
+            combine([shards.views(r, view_at, r * shards.nbytes)[0] for r in range(ranks)])
+
+        operands = [shards.own[0].data_ptr(), staging.data_ptr(), *(addresses or ())]
+        with call.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
+            call.run(launch, space, epoch, operands, {"combine": run_combine})
+
+    def all_gather_and_poll(
+        self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
+    ) -> None:
+        """See `Runtime`."""
+        agree(group, call_name)
+        ranks = group.world_size
+        call = _Call(group, shard[0].device, call_name)
+        assert not call.mode.capturing, "numbers cannot change in a CUDA graph"
+        shards = Shards(_contiguous(shard), ranks)
+        launch = _poll_launch(group.rank, shards.sizes, call.mode)
+        staging = _staging(shards, ranks - 1)
+        by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
+        parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
+        pulled = [
+            by_peer[:, offset : offset + size].view(t.dtype).unflatten(1, t.shape)
+            for offset, size, t in parts
+        ]
+        with call.workspace(shards.nbytes) as (space, epoch):
+            words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
+            kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
+            operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
+            call.run(launch, space, epoch, operands, kernels)
+
+    def produce_and_reduce_scatter(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shape] | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`.
+
+        Peers' partial sums are pulled while this rank still produces, and one kernel adds all of
+        them in rank order.
+        """
+        agree(group, call_name)
+        rank, ranks = group.rank, group.world_size
+        call = _Call(group, out.device, call_name)
+        partials = [tuple(out.shape)] * ranks if shapes is None else shapes
+        sizes = tuple(math.prod(shape) * out.element_size() for shape in partials)
+        launch = _produce_launch(rank, sizes, call.mode)
+        sums, offsets = scratch_rows(out, ranks), part_offsets(sizes)
+        with call.workspace(offsets[-1]) as (space, epoch):
+
+            def run_produce(target: int) -> None:
+                if target == rank:
+                    produce(target, sums[rank])
+                else:
+                    slot = space.slot(epoch, offsets[target], sizes[target])
+                    produce(target, slot.view(out.dtype).view(partials[target]))
+
+            kernels: dict[str, Kernel] = {
+                "produce": run_produce,
+                "reduce": lambda _: add_rows(sums, out, mean=mean),
+            }
+            call.run(launch, space, epoch, [sums.data_ptr()], kernels)
+
+    def consume_and_reduce_scatter(
+        self,
+        group: Group,
+        shard: Sequence[torch.Tensor],
+        consume: ConsumeAndProduce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        shapes: Sequence[Shapes],
+        partials: Sequence[Shape],
+        ring: bool = False,
+    ) -> None:
+        """See `Runtime`.
+
+        Without `ring` there is room here for all shards and all partial sums for this rank; with it
+        for two shards and one partial sum.
+        """
+        agree(group, call_name)
+        rank, ranks = group.rank, group.world_size
+        call = _Call(group, out.device, call_name)
+        shards = Shards(_contiguous(shard), ranks, shapes)
+        sizes = tuple(math.prod(shape) * out.element_size() for shape in partials)
+        exchange = _Exchange(shards.sizes, sizes, ring)
+        launch = _exchange_launch(rank, exchange, call.mode)
+        staging = _staging(shards, min(2, ranks) if ring else ranks)
+        sums = scratch_rows(out, 1 if ring else ranks)
+        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        with call.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
+
+            def run_consume(source: int) -> None:
+                if source == rank:
+                    consume(list(shard), rank, out if ring else sums[rank])
+                    return
+                place = turns[source] % 2 if ring else source
+                slot = space.slot(epoch, exchange.offsets[place], sizes[source])
+                partial = slot.view(out.dtype).view(tuple(partials[source]))
+                parts = shards.views(source, viewing(staging), place * shards.nbytes)
+                consume(parts, source, partial)
+
+            kernels: dict[str, Kernel] = {
+                "consume": run_consume,
+                "add": lambda _: out.add_(sums[0]),
+                "reduce": lambda _: add_rows(sums, out),
+            }
+            operands = [t.data_ptr() for t in (*shards.own, staging, sums)]
+            call.run(launch, space, epoch, operands, kernels)
+
+    def prepare_all_gather(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes
+    ) -> Collective:
+        """See `Runtime`."""
+        return _BackgroundGather(tensor, group.world_size, call_name)
+
+    def prepare_reduce_scatter(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """See `Runtime`."""
+        return _BackgroundScatter(tensor, group.world_size, call_name, mean)
+
+    def prepare_all_reduce(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Raises `NotImplementedError`: torch has this op on devices."""
+        raise _torch_has(call_name)
+
+    def prepare_all_reduce_in_place(
+        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+    ) -> Collective:
+        """Raises `NotImplementedError`: torch has this op on devices."""
+        raise _torch_has(call_name)
+
+    def prepare_reduce_scatter_into(
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
+    ) -> Collective:
+        """Raises `NotImplementedError`: torch has this op on devices."""
+        raise _torch_has(call_name)
+
+
+def _torch_has(call_name: bytes) -> NotImplementedError:
+    return NotImplementedError(
+        f"{call_name.decode()}: symm_cp has no kernel on this device: torch's own is used there"
+    )
+
+
+class _Transfer(Work):
+    """What `wait_tensor` waits for: the current stream then follows the transfer."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._ended = device.copies_ended("async")
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        self._ended.wait()
+        return True
+
+
+@lru_cache(maxsize=512)
+def _background_launch(
+    pattern: patterns.Pattern, rank: int, ranks: int, nbytes: int, mode: _Mode, in_place: bool
+) -> Launch:
+    """Operands: the input, the output or the partial sums, and in place all ranks' inputs."""
+    scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
+    chunks = ranks if scatter else 1
+    target = "partials" if scatter else "output"
+    binding = Binding(
+        {
+            "input": (Extent.even(0, nbytes, chunks),),
+            target: (Extent.even(1, nbytes, ranks),),
+            "symmetric": (Extent.even(2, nbytes, chunks),),
+            "slot": (Extent.even(None, nbytes, chunks),),
+        }
+    )
+    variant = pattern.staged(in_place=in_place)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+
+
+def _start(
+    group: Group,
+    tensor: torch.Tensor,
+    call_name: bytes,
+    pattern: patterns.Pattern,
+    nbytes: int,
+    target: torch.Tensor,
+    result: torch.Tensor,
+    kernels: dict[str, Callable[[int], None]],
+) -> None:
+    """Runs a background pattern: `target` is its second operand, `result` what is waited for."""
+    call = _Call(group, tensor.device, call_name)
+    device = call.device
+    source = tensor.contiguous()
+    with group.lock, device.guard():
+        addresses = call.in_place([tensor])
+        room = 0 if addresses is not None else source.numel() * source.element_size()
+        space = workspace(group, device, "async", room)
+        launch = _background_launch(
+            pattern, group.rank, group.world_size, nbytes, call.mode, addresses is not None
+        )
+        operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
+        call.run(launch, space, space.next_epoch(), operands, kernels)
+        device.used_by_copies("async", source, target, result)
+        _register_work(result, _Transfer(device))
+
+
+class _Background:
+    """A collective on the copy engines, for tensors of one shape."""
+
+    def __init__(self, output_shape: Sequence[int], call_name: bytes) -> None:
+        self._output_shape, self._name = tuple(output_shape), call_name
+
+    @property
+    def output_shape(self) -> Shape:
+        """See `Collective`."""
+        return self._output_shape
+
+    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Raises `NotImplementedError`: background collectives are started."""
+        raise NotImplementedError(f"{self._name.decode()}: runs in the background only")
+
+
+class _BackgroundGather(_Background):
+    def __init__(self, tensor: torch.Tensor, ranks: int, call_name: bytes) -> None:
+        super().__init__(Split.equal(tensor.shape[0], ranks).whole_shape(tensor.shape), call_name)
+
+    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Collective`."""
+        output = tensor.new_empty(self._output_shape)
+        nbytes = tensor.numel() * tensor.element_size()
+        pattern = patterns.BACKGROUND_ALL_GATHER
+        _start(group, tensor, self._name, pattern, nbytes, output, output, {})
+        return output
+
+
+class _BackgroundScatter(_Background):
+    def __init__(self, tensor: torch.Tensor, ranks: int, call_name: bytes, mean: bool) -> None:
+        split = Split.equal(tensor.shape[0] // ranks, ranks)
+        super().__init__(split.shape_of(0, tensor.shape), call_name)
+        self._mean = mean
+
+    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+        """See `Collective`."""
+        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        more = numbers.shape[tensor.dim() :]
+        output = numbers.new_empty((*self._output_shape, *more))
+        partials = numbers.new_empty((group.world_size, *output.shape))
+        kernels: dict[str, Kernel] = {
+            "reduce": lambda _: add_rows(partials, output, mean=self._mean)
+        }
+        nbytes = output.numel() * output.element_size()
+        pattern = patterns.BACKGROUND_REDUCE_SCATTER
+        _start(group, numbers, self._name, pattern, nbytes, partials, output, kernels)
+        return torch.view_as_complex(output) if tensor.is_complex() else output

@@ -1,0 +1,112 @@
+"""Proof that the order in which hosts hand steps out lets every rank finish.
+
+A host hands out the steps of all lanes in one order, the issue order. Lanes are streams, but
+streams are not always independent: a device may map all of them to one hardware queue, and the
+first launch of a kernel or an allocation may block the host until everything handed out before has
+run. A wait for a peer then also holds up the kernels of other lanes, and ranks that hold each other
+up deadlock.
+
+The replay takes the worst case: each rank has *one queue for all lanes of all channels, and a step
+runs only when every step handed out before it has completed*.
+
+Why that covers every machine
+    Whatever a driver does, a step depends on its flag and on some of the steps that its rank has
+    handed out before: those of its lane, those in front of it in a hardware queue, and those that
+    blocked the host. In the replay it depends on all of them, so each dependency of the machine is
+    one of the replay, too. Flags only grow and no step branches on data, so a step that completes
+    with more dependencies completes with fewer: if every step completes in the replay, then, by
+    induction over the order in which the replay completes them, every step completes on the
+    machine. For the same reason it does not matter which queue the replay advances first.
+
+    A wait for an own flag that is handed out before the signal never ends in one queue, so the
+    replay rejects that, too. (A stream cannot wait for an event that has not been recorded.)
+
+What the proof assumes
+    * All ranks make their calls in the same order, those of both channels taken together.
+    * Each rank has a queue of its own: ranks that share a device take turns on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from symm_cp.schedule.check import Deadlock, Report, Site, parts
+from symm_cp.schedule.patterns import Channel, IssueOrder, Variant
+from symm_cp.schedule.steps import Signal, Step, Wait
+
+_Flag: TypeAlias = tuple[Channel, str, int, int]  # channel, name, writer rank, receiver rank
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call as its ranks hand it out: ``orders[r]`` is the issue order of rank r."""
+
+    channel: Channel
+    orders: tuple[IssueOrder, ...]
+
+    @classmethod
+    def of(cls, variant: Variant, world_size: int, slots: int = 2) -> Call:
+        """The call of a variant."""
+        return cls(variant.channel, variant.issue_orders(world_size, slots))
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    channel: Channel
+    epoch: int
+    site: Site
+    step: Step
+
+
+def check_issue_order(calls: Sequence[Call]) -> Report:
+    """Proves that all ranks complete ``calls``, handed out in this order, or reports who is stuck.
+
+    The calls of each channel are numbered by themselves, as each has a workspace of its own.
+    Raises ``ValueError`` if there is no call, or if calls differ in their number of ranks.
+    """
+    sizes = {len(call.orders) for call in calls}
+    if len(sizes) != 1 or 0 in sizes:
+        raise ValueError(f"calls of {sorted(sizes)} ranks: there must be calls, all of one size")
+    (world_size,) = sizes
+    queues = [deque(_queue(calls, rank)) for rank in range(world_size)]
+    raised: dict[_Flag, int] = {}
+    waiting: dict[_Flag, int] = {}  # the receiver of a flag: no other rank waits for it
+    ready = deque(range(world_size))
+    while ready:
+        rank = ready.popleft()
+        queue = queues[rank]
+        while queue:
+            item = queue[0]
+            if isinstance(item.step, Wait):
+                flag = (item.channel, item.step.flag, item.step.source, rank)
+                if raised.get(flag, 0) < item.epoch - item.step.lag:
+                    waiting[flag] = rank
+                    break
+            elif isinstance(item.step, Signal):
+                flag = (item.channel, item.step.flag, rank, item.step.to)
+                raised[flag] = item.epoch
+                if flag in waiting:
+                    ready.append(waiting.pop(flag))
+            queue.popleft()
+    stuck = tuple(_deadlock(queue[0], raised) for queue in queues if queue)
+    return Report(stuck, len(calls), world_size)
+
+
+def _queue(calls: Sequence[Call], rank: int) -> Iterator[_Item]:
+    epochs: dict[Channel, int] = {}
+    for number, call in enumerate(calls):
+        epoch = epochs[call.channel] = epochs.get(call.channel, 0) + 1
+        for index, (lane, step) in enumerate(call.orders[rank]):
+            site = Site(rank, lane, number, index, str(step))
+            for part in parts(step, rank):
+                yield _Item(call.channel, epoch, site, part)
+
+
+def _deadlock(item: _Item, raised: dict[_Flag, int]) -> Deadlock:
+    assert isinstance(item.step, Wait)
+    source, flag, rank = item.step.source, item.step.flag, item.site.rank
+    seen = raised.get((item.channel, flag, source, rank), 0)
+    return Deadlock(item.site, flag, source, item.epoch - item.step.lag, seen)

@@ -1,0 +1,67 @@
+"""The communication patterns: everything that a runtime may run, and that ``check`` covers.
+
+One file per family, its direct and staged form side by side; ``pattern.py`` says what a pattern
+is and lists the flags. Builders are private: only a registered ``Variant`` gives a schedule.
+"""
+
+from symm_cp.schedule.patterns.all_gather_and_combine import ALL_GATHER_AND_COMBINE
+from symm_cp.schedule.patterns.all_gather_and_consume import ALL_GATHER_AND_CONSUME
+from symm_cp.schedule.patterns.all_gather_and_poll import ALL_GATHER_AND_POLL
+from symm_cp.schedule.patterns.background_all_gather import BACKGROUND_ALL_GATHER
+from symm_cp.schedule.patterns.consume_and_reduce_scatter import CONSUME_AND_REDUCE_SCATTER
+from symm_cp.schedule.patterns.pattern import (
+    Channel,
+    FormName,
+    IssueOrder,
+    Pattern,
+    Variant,
+    peers,
+)
+from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
+from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
+from symm_cp.schedule.patterns.two_shot_all_reduce import TWO_SHOT_ALL_REDUCE
+
+#: All patterns.
+PATTERNS: tuple[Pattern, ...] = (
+    ALL_GATHER_AND_CONSUME,
+    ALL_GATHER_AND_COMBINE,
+    ALL_GATHER_AND_POLL,
+    PRODUCE_AND_REDUCE_SCATTER,
+    CONSUME_AND_REDUCE_SCATTER,
+    TWO_SHOT_ALL_REDUCE,
+    REDUCE_SCATTER,
+    BACKGROUND_ALL_GATHER,
+    BACKGROUND_REDUCE_SCATTER,
+)
+
+
+def variants(channel: Channel, form: FormName, slots: int = 2) -> tuple[Variant, ...]:
+    """The variants that may follow one another on a workspace with that many slots."""
+    return tuple(
+        variant
+        for pattern in PATTERNS
+        if pattern.channel == channel
+        for variant in pattern.variants(form)
+        if variant.min_slots <= slots
+    )
+
+
+__all__ = [
+    "ALL_GATHER_AND_COMBINE",
+    "ALL_GATHER_AND_CONSUME",
+    "ALL_GATHER_AND_POLL",
+    "BACKGROUND_ALL_GATHER",
+    "BACKGROUND_REDUCE_SCATTER",
+    "CONSUME_AND_REDUCE_SCATTER",
+    "PATTERNS",
+    "PRODUCE_AND_REDUCE_SCATTER",
+    "REDUCE_SCATTER",
+    "TWO_SHOT_ALL_REDUCE",
+    "Channel",
+    "FormName",
+    "IssueOrder",
+    "Pattern",
+    "Variant",
+    "peers",
+    "variants",
+]

@@ -1,0 +1,66 @@
+"""All-gather and combine: one kernel that reads all shards at once; also one-shot all-reduce.
+
+``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. For
+what needs all shards together, and for sums of small tensors, where the exchange costs more than
+reading W times as much.
+
+Options
+    ``in_place``  the shards are symmetric tensors, which peers read where they lie
+
+Source: torch's ``one_shot_all_reduce``.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.patterns.reduce_scatter import publish_and_reduce
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
+
+# Rank 0 of 3, direct. The kernel reads the slots of all ranks.
+#
+#   compute  copy>slot | signal 1, 2 | wait 1, 2 | combine
+
+
+def _direct(draft: Draft, options: Options) -> None:
+    source = draft.own("symmetric" if "in_place" in options else "input")
+    buffer = "symmetric" if "in_place" in options else "slot"
+    parts = tuple(Region(owner, buffer) for owner in range(draft.world_size))
+    publish_and_reduce(
+        draft, "compute", source, Compute("combine", draft.rank, parts, (draft.own("output"),))
+    )
+
+
+# Rank 0 of 3, staged. The own shard is copied to "gathered", too.
+#
+#   copy     copy>slot | signal 1, 2 | copy own | wait 1, 2 | pull 1, 2 |
+#   compute                                                             | combine
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    rank, others, in_place = draft.rank, draft.peers, "in_place" in options
+    source = draft.own("symmetric" if in_place else "input")
+    parts = tuple(draft.own("gathered", owner) for owner in range(draft.world_size))
+    keep = Copy(source, parts[rank])
+    if others:
+        draft.begin_staged(source)
+        draft.copy(keep, *draft.waits("ready"))
+        for peer in others:
+            draft.copy(Copy(Region(peer, "symmetric" if in_place else "slot"), parts[peer]))
+        for peer in others:
+            draft.copy(*draft.release(peer, in_place=in_place))
+        if in_place:
+            # The caller may overwrite its tensor after this.
+            draft.copy(*draft.waits("done"))
+        draft.copy(Signal(rank, "ended"))
+        draft.compute(Wait(rank, "ended"))
+    else:
+        draft.compute(keep)
+    draft.compute(Compute("combine", rank, parts, (draft.own("output"),)))
+
+
+ALL_GATHER_AND_COMBINE = Pattern(
+    "ALL_GATHER_AND_COMBINE",
+    "sync",
+    direct=Form(_direct, subsets("in_place")),
+    staged=Form(_staged, subsets("in_place"), one_slot=True),
+)

@@ -1,0 +1,115 @@
+"""All-gather and consume: a kernel for each rank's shard, one's own first, the others as they come.
+
+``Compute("consume", p, reads=(shard of p,), ...)`` runs for each rank p in the order rank, rank+1,
+... It may write any part of ``"output"``: chunk p, or a sum over shards.
+
+Options
+    ``in_place``  the shards are symmetric tensors, which peers read where they lie
+    ``keep``      all shards are also copied to the private buffer ``"gathered"``
+    ``bounded``   staged only: ``"gathered"`` has room for two shards, used in turn; excludes keep
+
+Source: torch's ``_pipelined_all_gather_and_consume``, with point-to-point epochs instead of
+barriers.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
+
+# Rank 0 of 3, direct. Peers' slots are read by the kernels.
+#
+#   compute  copy>slot | signal 1, 2 | consume 0 | wait 1 | consume 1 | wait 2 | consume 2
+
+
+def _direct(draft: Draft, options: Options) -> None:
+    in_place = "in_place" in options
+    source = draft.own("symmetric" if in_place else "input")
+
+    def consume(shard: Region) -> None:
+        if "keep" in options:
+            draft.compute(Copy(shard, draft.own("gathered", shard.rank)))
+        draft.compute(Compute("consume", shard.rank, (shard,), (draft.own("output"),)))
+
+    if draft.peers:
+        # Publishes the shard: the copy just made or, in place, what the caller wrote.
+        draft.compute(*draft.publish(source))
+    consume(source)
+    for peer in draft.peers:
+        # Awaits the peer's shard.
+        draft.compute(Wait(peer, "ready"))
+        consume(Region(peer, "symmetric" if in_place else "slot"))
+        draft.compute(*draft.release(peer, in_place=in_place))
+    if in_place:
+        # Awaits the end of all reading here: the caller may overwrite the tensor after this.
+        draft.compute(*draft.waits("done"))
+
+
+# Rank 0 of 3, staged. Each pull is handed out before the kernel that it overlaps.
+#
+#   copy     copy>slot | signal 1, 2 | wait 1 | pull 1 | wait 2 | pull 2 |
+#   compute                          | consume 0       | consume 1       | consume 2 |
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    rank, others = draft.rank, draft.peers
+    in_place, bounded, keep = (name in options for name in ("in_place", "bounded", "keep"))
+    source = draft.own("symmetric" if in_place else "input")
+    kept = [Copy(source, draft.own("gathered", rank))] if keep else []
+    last = others[-1] if others else rank
+
+    def place(turn: int) -> Region:
+        return draft.own("gathered", turn % 2 if bounded else others[turn])
+
+    def pull(turn: int) -> None:
+        peer = others[turn]
+        if bounded and turn >= 2:
+            # The shard that lies there has been consumed.
+            draft.copy(Wait(rank, f"consumed{turn - 2}"))
+        if peer == last:
+            draft.copy(*kept)
+        # Awaits the peer's shard.
+        draft.copy(Wait(peer, "ready"))
+        draft.copy(Copy(Region(peer, "symmetric" if in_place else "slot"), place(turn)))
+        draft.copy(Signal(rank, f"pulled{turn}"), *draft.release(peer, in_place=in_place))
+
+    def consume(shard: Region, index: int) -> None:
+        reads = {shard: None}
+        if keep and index == last:
+            # The last kernel finds all shards there.
+            reads |= {draft.own("gathered", owner): None for owner in range(draft.world_size)}
+        draft.compute(Compute("consume", index, tuple(reads), (draft.own("output"),)))
+
+    if others:
+        draft.begin_staged(source)
+        pull(0)
+    else:
+        draft.compute(*kept)
+    consume(source, rank)
+    for turn, peer in enumerate(others):
+        if turn + 1 < len(others):
+            pull(turn + 1)
+        draft.compute(Wait(rank, f"pulled{turn}"))
+        consume(place(turn), peer)
+        if bounded and turn + 2 < len(others):
+            draft.compute(Signal(rank, f"consumed{turn}"))
+    if in_place and others:
+        # The caller may overwrite its tensor after this.
+        draft.copy(*draft.waits("done"), Signal(rank, "ended"))
+        draft.compute(Wait(rank, "ended"))
+
+
+ALL_GATHER_AND_CONSUME = Pattern(
+    "ALL_GATHER_AND_CONSUME",
+    "sync",
+    direct=Form(_direct, subsets("in_place", "keep")),
+    staged=Form(
+        _staged,
+        (
+            *subsets("in_place", "keep"),
+            frozenset({"bounded"}),
+            frozenset({"in_place", "bounded"}),
+        ),
+        one_slot=True,
+    ),
+)

@@ -1,0 +1,70 @@
+"""All-gather in the background: every rank's shard is copied to chunk 0, ..., W-1 of ``"output"``.
+
+After the signals the input is left alone: the caller may have it back.
+
+Options
+    ``in_place``  the shards are symmetric tensors, which peers read where they lie
+
+Source: DeepEP V2's batched copies with the call number as epoch.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.steps import Copy, Region, Wait
+
+# Rank 0 of 3, direct. The own shard is copied from the slot: the caller may have carried out the
+# steps up to the signals itself, and have its input back.
+#
+#   copy  copy>slot | signal 1, 2 | copy own | wait 1 | copy 1 | wait 2 | copy 2
+
+
+def _direct(draft: Draft, options: Options) -> None:
+    rank, in_place = draft.rank, "in_place" in options
+    source = draft.own("symmetric" if in_place else "input")
+    if draft.peers:
+        # Publishes the shard.
+        draft.copy(*draft.publish(source))
+    own = draft.own("slot") if draft.peers and not in_place else source
+    draft.copy(Copy(own, draft.own("output", rank)))
+    for peer in draft.peers:
+        # Awaits the peer's shard.
+        draft.copy(Wait(peer, "ready"))
+        shard = Region(peer, "symmetric" if in_place else "slot")
+        draft.copy(Copy(shard, draft.own("output", peer)))
+        draft.copy(*draft.release(peer, in_place=in_place))
+    if in_place:
+        # Awaits the end of all reading here.
+        draft.copy(*draft.waits("done"))
+
+
+# Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either.
+#
+#   copy  copy own | copy>slot | signal 1, 2 | wait 1, 2 | pull 1, 2
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    others, in_place = draft.peers, "in_place" in options
+    source = draft.own("symmetric" if in_place else "input")
+    own = Copy(source, draft.own("output", draft.rank))
+    publish = draft.publish(source) if others else []
+    if in_place:
+        draft.copy(*publish, *draft.waits("ready"), own)
+    else:
+        draft.copy(own, *publish, *draft.waits("ready"))
+    for peer in others:
+        shard = Region(peer, "symmetric" if in_place else "slot")
+        draft.copy(Copy(shard, draft.own("output", peer)))
+    for peer in others:
+        draft.copy(*draft.release(peer, in_place=in_place))
+    if in_place:
+        # The caller may overwrite its tensor after this.
+        draft.copy(*draft.waits("done"))
+
+
+BACKGROUND_ALL_GATHER = Pattern(
+    "BACKGROUND_ALL_GATHER",
+    "async",
+    direct=Form(_direct, subsets("in_place")),
+    staged=Form(_staged, subsets("in_place"), one_slot=True),
+)

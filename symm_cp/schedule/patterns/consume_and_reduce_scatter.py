@@ -1,0 +1,202 @@
+"""Consume and reduce-scatter: what each shard yields is summed at the rank that the shard is from.
+
+``Compute("consume", p, ...)`` runs for each rank p in the order rank, rank+1, ... and writes this
+rank's partial sum for rank p. The slot holds the own shard as chunk W, behind the partial sums.
+
+Options
+    ``ring``  Without it, the slot has one partial sum for each rank (chunk p), and
+              ``Compute("reduce", rank, ...)`` finally adds all in rank order. With it, the slot has
+              two (chunks 0 and 1, used in turn) whatever W is, and ``Compute("add", p, ...)`` adds
+              each to ``"output"`` as it arrives, in the order rank, rank-1, ... Both orders are
+              fixed, so results do not depend on timing.
+
+Source: the backward pass of ring attention (Liu et al., 2023), through shared memory.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.patterns.produce_and_reduce_scatter import partials_in_slots
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
+
+
+def _publish_shard(draft: Draft, lane: str, late: list[bool]) -> None:
+    """Publishes the own shard to the peers that wait for it.
+
+    ``late[turn]``: by that turn, a rank has received the partial sum of the peer that it visits,
+    and that peer wrote its shard before, so the shard needs no signal of its own.
+    """
+    draft.add(lane, *draft.claim_slot())
+    draft.add(lane, Copy(draft.own("input"), draft.own("slot", draft.world_size)))
+    for peer in draft.peers:
+        turn = (draft.rank - peer - 1) % draft.world_size  # in which the peer visits this rank
+        if not late[turn]:
+            draft.add(lane, Signal(peer, "ready"))
+
+
+# Rank 0 of 3, direct. "c 1" is "consume 1"; its partial sum is signalled to rank 1.
+#
+#   compute  copy>slot | signal 1, 2 | c 0 | wait 1 | c 1 | signal 1 | wait 2 | c 2 | signal 2 |
+#            wait 1, 2 | reduce
+#
+# With ring: after "c 1 | signal 1", "wait 2 | add 2": in turn t, the rank t+1 behind computed for
+# this one. From turn 2 on, "c" waits until the partial sum of two turns ago has been taken.
+
+
+def _direct(draft: Draft, options: Options) -> None:
+    rank, world_size, others = draft.rank, draft.world_size, draft.peers
+    ring, output = "ring" in options, draft.own("output")
+    late = [ring and 2 * turn >= world_size - 1 for turn in range(len(others))]
+    if others:
+        _publish_shard(draft, "compute", late)
+    draft.compute(Compute("consume", rank, (draft.own("input"),), (output,)))
+    for turn, peer in enumerate(others):
+        partial = draft.own("slot", turn % 2 if ring else peer)
+        if not late[turn]:
+            # Awaits the peer's shard.
+            draft.compute(Wait(peer, "ready"))
+        if ring and turn >= 2:
+            # The partial sum that lies there has been taken.
+            draft.compute(Wait(others[turn - 2], "taken"))
+        draft.compute(Compute("consume", peer, (Region(peer, "slot", world_size),), (partial,)))
+        # Publishes the peer's partial sum.
+        draft.compute(Signal(peer, "partial"))
+        if ring:
+            source = (rank - turn - 1) % world_size
+            draft.compute(Wait(source, "partial"))
+            theirs = Region(source, "slot", turn % 2)
+            draft.compute(Compute("add", source, (theirs, output), (output,)))
+            if turn + 2 < len(others):
+                draft.compute(Signal(source, "taken"))
+    if not ring:
+        # Awaits what the peers computed for this rank.
+        draft.compute(*draft.waits("partial"))
+        draft.compute(Compute("reduce", rank, partials_in_slots(draft), (output,)))
+
+
+# Rank 0 of 3, staged, without ring. Partial sums are pulled when all shards have been.
+#
+#   copy     copy>slot | signal 1, 2 | wait 1 | pull 1 | wait 2 | pull 2 | wait 2, 1 | pull sums
+#   compute                          | c 0             | c 1 | signal 1 | c 2 | signal 2 | reduce
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    if "ring" in options:
+        _staged_ring(draft)
+        return
+    rank, world_size, others = draft.rank, draft.world_size, draft.peers
+    parts = tuple(draft.own("partials", source) for source in range(world_size))
+
+    def pull(turn: int) -> None:
+        peer = others[turn]
+        # Awaits the peer's shard.
+        draft.copy(Wait(peer, "ready"))
+        draft.copy(Copy(Region(peer, "slot", world_size), draft.own("gathered", peer)))
+        draft.copy(Signal(rank, f"pulled{turn}"))
+
+    if others:
+        _publish_shard(draft, "copy", [False] * len(others))
+        pull(0)
+    draft.compute(Compute("consume", rank, (draft.own("input"),), (parts[rank],)))
+    for turn, peer in enumerate(others):
+        if turn + 1 < len(others):
+            pull(turn + 1)
+        draft.compute(Wait(rank, f"pulled{turn}"))
+        pulled = draft.own("gathered", peer)
+        draft.compute(Compute("consume", peer, (pulled,), (draft.own("slot", peer),)))
+        # Publishes the peer's partial sum.
+        draft.compute(Signal(peer, "partial"))
+    for distance in range(1, world_size):
+        # Awaits the partial sum for this rank.
+        source = (rank - distance) % world_size
+        draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
+    if others:
+        draft.copy(Signal(rank, "ended"))
+        for peer in others:
+            draft.copy(*draft.release(peer))
+        draft.compute(Wait(rank, "ended"))
+    draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
+
+
+# Rank 0 of 4, staged, with ring: room for two shards ("gathered" 0 and 1) and two partial sums.
+#
+#   copy     ... | pull 1 | pull 2 |        | collect 3 | pull 3 |       | collect 2 |   | collect 1
+#   compute      | c 0             | c 1 | signal 1 | c 2 | signal 2 | add 3 | c 3 | ... | add 2, 1
+#
+# "collect" waits for a partial sum and pulls it to "partials"; it is handed out after the kernel
+# and the signal of its turn, and before the pull that lies behind it in lane "copy".
+
+
+def _staged_ring(draft: Draft) -> None:
+    rank, world_size, others = draft.rank, draft.world_size, draft.peers
+    turns = len(others)
+    late = [2 * turn >= world_size for turn in range(turns)]
+    output, partial = draft.own("output"), draft.own("partials", 0)
+
+    def pull(turn: int) -> None:
+        peer = others[turn]
+        if turn >= 2:
+            # The shard that lies there has been consumed.
+            draft.copy(Wait(rank, f"consumed{turn - 2}"))
+        if not late[turn]:
+            draft.copy(Wait(peer, "ready"))
+        draft.copy(Copy(Region(peer, "slot", world_size), draft.own("gathered", turn % 2)))
+        draft.copy(Signal(rank, f"pulled{turn}"))
+
+    def consume(turn: int) -> None:
+        draft.compute(Wait(rank, f"pulled{turn}"))
+        if turn >= 2:
+            # The partial sum that lies there has been read.
+            draft.compute(Wait(others[turn - 2], "taken"))
+        places = draft.own("gathered", turn % 2), draft.own("slot", turn % 2)
+        draft.compute(Compute("consume", others[turn], places[:1], places[1:]))
+        if turn + 2 < turns:
+            draft.compute(Signal(rank, f"consumed{turn}"))
+        # Publishes the peer's partial sum.
+        draft.compute(Signal(others[turn], "partial"))
+
+    def source(turn: int) -> int:
+        # In this turn the rank as far behind computed for this one.
+        return (rank - turn - 1) % world_size
+
+    def collect(turn: int) -> None:
+        if turn > 0:
+            # The partial sum that lies there has been added.
+            draft.copy(Wait(rank, f"added{turn - 1}"))
+        draft.copy(Wait(source(turn), "partial"))
+        draft.copy(Copy(Region(source(turn), "slot", turn % 2), partial))
+        draft.copy(Signal(rank, f"collected{turn}"))
+        if turn + 2 < turns:
+            draft.copy(Signal(source(turn), "taken"))
+
+    def add(turn: int) -> None:
+        draft.compute(Wait(rank, f"collected{turn}"))
+        draft.compute(Compute("add", source(turn), (partial, output), (output,)))
+        if turn + 1 < turns:
+            draft.compute(Signal(rank, f"added{turn}"))
+
+    if others:
+        _publish_shard(draft, "copy", late)
+        pull(0)
+    draft.compute(Compute("consume", rank, (draft.own("input"),), (output,)))
+    if turns > 1:
+        pull(1)
+    for turn in range(turns):
+        consume(turn)
+        if turn > 0:
+            add(turn - 1)
+        collect(turn)
+        if turn + 2 < turns:
+            pull(turn + 2)
+    if others:
+        add(turns - 1)
+    for peer in others:
+        draft.copy(*draft.release(peer))
+
+
+CONSUME_AND_REDUCE_SCATTER = Pattern(
+    "CONSUME_AND_REDUCE_SCATTER",
+    "sync",
+    direct=Form(_direct, subsets("ring")),
+    staged=Form(_staged, subsets("ring"), one_slot=True),
+)

@@ -1,0 +1,279 @@
+"""What a pattern is: a name, a channel, and the variants that may run.
+
+W stands for the world size. A rank visits its peers in the order rank+1, rank+2, ... (mod W), so
+that at no time all ranks read from the same one.
+
+Forms
+    ``direct``  one lane; kernels and copies read peers' memory where it lies (CPU). The lane is
+                ``"compute"``, the calling thread; in the background it is ``"copy"``.
+    ``staged``  two lanes: ``"copy"`` (a stream of its own, served by copy engines) exchanges
+                signals and pulls peers' memory ahead of its use; ``"compute"`` (the caller's
+                stream) runs kernels on memory of its own rank. The runtime starts the copy lane
+                of a call when the caller's stream has reached the call, so the input is complete
+                and private memory may be used again.
+
+Issue order
+    A builder lists the steps of all lanes in the order in which the host hands them out, and the
+    lanes follow from that list. ``check_issue_order`` proves that all ranks make progress even if
+    all their steps share one queue. Three rules achieve it: what peers wait for goes out first; a
+    rank waits for a peer only after its own kernels and signals of that turn; and a step that
+    waits for an own flag comes after the step that raises it (a stream cannot wait for an event
+    that has not been recorded).
+
+Why two slots need one signal per peer and call
+    Every pattern keeps one promise: *in each call each rank signals each peer, and waits for each
+    peer's signal of this call, before it ends.* Now take rank r, which writes its slot in call c
+    and again in call c+2. A peer p reads it in call c. In call c+1, thus after that read, p
+    signals r, whatever the pattern of that call is, and r waits for it before call c+1 ends. So
+    when r reaches call c+2, p has finished reading. The ready-signal of one call does the work of
+    the done-signal of the call before. A new pattern on the same channel must keep the promise,
+    or ``check`` of the mixes fails: a rank that skips a peer's shard (causal attention, say) still
+    waits for its signal.
+
+Flags between ranks
+    The writer is the same lane in all patterns of a channel and form, as given here.
+
+    ``"ready"``    what the peer wants to read has been written. Signalled to each peer once per
+                   call. Writer: copy; in direct form the only lane.
+    ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
+                   call by the patterns that scatter partial sums. Writer: compute.
+    ``"reduced"``  two-shot all-reduce only: this rank's chunk has been reduced, and what that
+                   needed of the peer's memory has been read. Writer: compute.
+    ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
+                   within the call. Writer: copy; in direct form compute.
+    ``"done"``     this rank has read the peer's memory. Signalled in two cases. *In place*: the
+                   caller may overwrite the symmetric tensor once the call has returned, so the
+                   call ends by waiting for it. *One slot*: the next call overwrites what this one
+                   reads, so the next writer waits for it with ``lag=1``. Writer: copy; in direct
+                   form the only lane.
+
+    In staged form with one slot, each is signalled exactly as often as it is awaited, so a runtime
+    may have the waiter reset the flag instead of comparing epochs: a CUDA graph has no epoch, as
+    each replay runs the same commands. In place there are always two slots.
+
+Flags to oneself (staged form; a runtime may turn them into events)
+    ``"begun"``                         what the caller wrote to its symmetric tensor is complete
+                                        (writer: compute)
+    ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
+    ``"arrived<i>"``                    the i-th shard has arrived; a running kernel polls it (copy)
+    ``"consumed<i>"``, ``"added<i>"``   the i-th shard, or partial sum, has been used (compute)
+    ``"ended"``                         the copy lane has nothing left that kernels wait for (copy)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from itertools import chain, combinations
+from typing import Literal, TypeAlias
+
+from symm_cp.schedule.steps import Copy, Region, Schedule, Signal, Step, Wait, check_place
+
+Channel: TypeAlias = Literal["sync", "async"]
+FormName: TypeAlias = Literal["direct", "staged"]
+#: The steps of all lanes of a rank, each with its lane, in the order in which they are handed out.
+IssueOrder: TypeAlias = tuple[tuple[str, Step], ...]
+#: The names of the options that are switched on.
+Options: TypeAlias = frozenset[str]
+
+
+def peers(rank: int, world_size: int) -> tuple[int, ...]:
+    """The other ranks in the order in which ``rank`` visits them."""
+    return tuple((rank + distance) % world_size for distance in range(1, world_size))
+
+
+class Draft:
+    """The steps of one rank in one call, while a builder lists them in issue order."""
+
+    def __init__(self, rank: int, world_size: int, slots: int) -> None:
+        self.rank, self.world_size, self.slots = rank, world_size, slots
+        self.peers = peers(rank, world_size)
+        self.order: list[tuple[str, Step]] = []
+
+    def add(self, lane: str, *steps: Step) -> None:
+        """Hands out steps of a lane."""
+        self.order += [(lane, step) for step in steps]
+
+    def compute(self, *steps: Step) -> None:
+        """Hands out steps of lane ``"compute"``."""
+        self.add("compute", *steps)
+
+    def copy(self, *steps: Step) -> None:
+        """Hands out steps of lane ``"copy"``."""
+        self.add("copy", *steps)
+
+    def own(self, buffer: str, chunk: int | None = None) -> Region:
+        """Memory of this rank."""
+        return Region(self.rank, buffer, chunk)
+
+    def signals(self, flag: str) -> list[Step]:
+        """A signal to each peer."""
+        return [Signal(peer, flag) for peer in self.peers]
+
+    def waits(self, flag: str) -> list[Step]:
+        """A wait for each peer."""
+        return [Wait(peer, flag) for peer in self.peers]
+
+    def claim_slot(self) -> list[Step]:
+        """What must be awaited before the slot is written."""
+        # With one slot the peers may still be reading what the last call left in it. All of them:
+        # that call may have had another pattern, in which any peer read any chunk.
+        return [Wait(peer, "done", lag=1) for peer in self.peers] if self.slots == 1 else []
+
+    def publish(self, source: Region) -> list[Step]:
+        """Copies ``source`` to the slot unless peers read it in place; signals that it is there."""
+        if source.buffer == "symmetric":
+            return self.signals("ready")
+        return [*self.claim_slot(), Copy(source, self.own("slot")), *self.signals("ready")]
+
+    def begin_staged(self, source: Region) -> None:
+        """Publishes from the copy lane; in place after the caller's stream has written."""
+        if source.buffer == "symmetric":
+            self.compute(Signal(self.rank, "begun"))
+            self.copy(Wait(self.rank, "begun"))
+        self.copy(*self.publish(source))
+
+    def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
+        """Says that the peer's memory has been read, where somebody waits for that."""
+        return [Signal(peer, "done")] if in_place or self.slots == 1 else []
+
+
+#: Lists the steps of a rank.
+Builder: TypeAlias = Callable[[Draft, Options], None]
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a pattern runs on one kind of machine: its builder and the options that may be combined.
+
+    With ``one_slot`` its variants that do not read in place also run on one slot.
+    """
+
+    build: Builder
+    combinations: tuple[Options, ...] = (frozenset(),)
+    one_slot: bool = False
+
+
+def subsets(*options: str) -> tuple[Options, ...]:
+    """All combinations of options."""
+    sizes = range(len(options) + 1)
+    return tuple(map(frozenset, chain.from_iterable(combinations(options, n) for n in sizes)))
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A pattern in one form with one combination of options: all that a runtime may lower."""
+
+    name: str
+    channel: Channel
+    form: FormName
+    options: Options
+    min_slots: int
+    build: Builder
+
+    def schedule(self, rank: int, world_size: int, slots: int = 2) -> Schedule:
+        """The schedule of a rank.
+
+        Raises ``ValueError`` if rank, world size or number of slots are out of range.
+        """
+        return _schedule(self, rank, world_size, slots)
+
+    def schedules(self, world_size: int, slots: int = 2) -> tuple[Schedule, ...]:
+        """The schedules of all ranks."""
+        return tuple(self.schedule(rank, world_size, slots) for rank in range(world_size))
+
+    def issue_order(self, rank: int, world_size: int, slots: int = 2) -> IssueOrder:
+        """The steps of all lanes of a rank, in the order in which the host hands them out.
+
+        Raises ``ValueError`` if rank, world size or number of slots are out of range.
+        """
+        return _issue_order(self, rank, world_size, slots)
+
+    def issue_orders(self, world_size: int, slots: int = 2) -> tuple[IssueOrder, ...]:
+        """The issue orders of all ranks."""
+        return tuple(self.issue_order(rank, world_size, slots) for rank in range(world_size))
+
+    def __str__(self) -> str:
+        return f"{self.name}.{self.form}({', '.join(sorted(self.options))})"
+
+
+@cache
+def _issue_order(variant: Variant, rank: int, world_size: int, slots: int) -> IssueOrder:
+    check_place(str(variant), rank, world_size, slots)
+    if slots < variant.min_slots:
+        raise ValueError(f"{variant}: {slots=} must be at least {variant.min_slots}")
+    draft = Draft(rank, world_size, slots)
+    variant.build(draft, variant.options)
+    return tuple(draft.order)
+
+
+@cache
+def _schedule(variant: Variant, rank: int, world_size: int, slots: int) -> Schedule:
+    lanes: dict[str, list[Step]] = {}
+    for lane, step in _issue_order(variant, rank, world_size, slots):
+        lanes.setdefault(lane, []).append(step)
+    named = {lane: tuple(steps) for lane, steps in lanes.items()}
+    return Schedule(str(variant), rank, world_size, named, slots)
+
+
+class Pattern:
+    """A communication pattern: a channel, and its variants for each kind of machine.
+
+    All variants of one channel and form may follow one another on one workspace.
+    """
+
+    def __init__(
+        self, name: str, channel: Channel, *, direct: Form | None = None, staged: Form | None = None
+    ) -> None:
+        self.name, self.channel = name, channel
+        self._variants: dict[FormName, dict[Options, Variant]] = {
+            "direct": self._declare("direct", direct),
+            "staged": self._declare("staged", staged),
+        }
+
+    def _declare(self, name: FormName, form: Form | None) -> dict[Options, Variant]:
+        if form is None:
+            return {}
+        found = {}
+        for options in form.combinations:
+            min_slots = 1 if form.one_slot and "in_place" not in options else 2
+            found[options] = Variant(self.name, self.channel, name, options, min_slots, form.build)
+        return found
+
+    def direct(self, **options: bool) -> Variant:
+        """The variant that reads peers' memory in place.
+
+        Raises ``ValueError`` for a combination of options that is not registered.
+        """
+        return self._variant("direct", options)
+
+    def staged(self, **options: bool) -> Variant:
+        """The variant in which copy engines pull peers' memory ahead of its use.
+
+        Raises ``ValueError`` for a combination of options that is not registered.
+        """
+        return self._variant("staged", options)
+
+    def variants(self, form: FormName) -> tuple[Variant, ...]:
+        """All variants of a form."""
+        return tuple(self._variants[form].values())
+
+    def _variant(self, form: FormName, options: Mapping[str, bool]) -> Variant:
+        variants = self._variants[form]
+        variant = variants.get(frozenset(name for name, chosen in options.items() if chosen))
+        unknown = sorted(options.keys() - _union(variants))
+        if variant is None or unknown:
+            chosen = ", ".join(f"{name}={value}" for name, value in options.items())
+            registered = "; ".join(map(str, variants.values())) or f"no {form} form"
+            raise ValueError(
+                f"{self.name}: {form}({chosen}) is not registered; registered: {registered}"
+            )
+        return variant
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _union(sets: Iterable[Options]) -> Options:
+    return frozenset().union(*sets)

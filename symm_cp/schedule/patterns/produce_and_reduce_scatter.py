@@ -1,0 +1,72 @@
+"""Produce and reduce-scatter: each peer's chunk is published as soon as it has been produced.
+
+``Compute("produce", p, (), ...)`` runs for each peer p, and for the own rank last: the own chunk
+needs no transfer, so producing it hides the transfer of the others. What it reads is the caller's
+business, and private. ``Compute("reduce", rank, ...)`` adds the partial sums of all ranks in rank
+order, so that the result does not depend on timing.
+
+Source: torch's ``_pipelined_produce_and_all2all``.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
+
+# Rank 0 of 3, direct. The own partial sum lies in "output"; "reduce" reads the peers' slots.
+#
+#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | wait 1, 2 | reduce
+
+
+def _direct(draft: Draft, options: Options) -> None:
+    rank, output = draft.rank, draft.own("output")
+    for peer in draft.peers:
+        draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
+        # Publishes the peer's chunk.
+        draft.compute(Signal(peer, "partial"))
+    draft.compute(Compute("produce", rank, (), (output,)))
+    # Awaits chunk ``rank`` of every peer.
+    draft.compute(*draft.waits("partial"))
+    draft.compute(Compute("reduce", rank, partials_in_slots(draft), (output,)))
+
+
+def partials_in_slots(draft: Draft) -> tuple[Region, ...]:
+    """The partial sums for this rank, in rank order: in the peers' slots, the own in the output."""
+    return tuple(
+        draft.own("output") if source == draft.rank else Region(source, "slot", draft.rank)
+        for source in range(draft.world_size)
+    )
+
+
+# Rank 0 of 3, staged. In turn t rank r produces for r+t+1 and pulls from r-t-1, which produced for
+# r in the same turn. The wait for it is handed out after this rank's signal of that turn.
+#
+#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 |          reduce
+#   copy                          | wait 2 | pull 2      | wait 1 | pull 1 |
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    rank, others = draft.rank, draft.peers
+    parts = tuple(draft.own("partials", source) for source in range(draft.world_size))
+    draft.compute(*draft.claim_slot())
+    for turn, peer in enumerate(others):
+        draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
+        # Publishes the peer's chunk.
+        draft.compute(Signal(peer, "partial"))
+        source = (rank - turn - 1) % draft.world_size
+        draft.copy(Wait(source, "partial"), Copy(Region(source, "slot", rank), parts[source]))
+    draft.compute(Compute("produce", rank, (), (parts[rank],)))
+    if others:
+        draft.copy(Signal(rank, "ended"))
+        for peer in others:
+            draft.copy(*draft.release(peer))
+        draft.compute(Wait(rank, "ended"))
+    draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
+
+
+PRODUCE_AND_REDUCE_SCATTER = Pattern(
+    "PRODUCE_AND_REDUCE_SCATTER",
+    "sync",
+    direct=Form(_direct),
+    staged=Form(_staged, one_slot=True),
+)

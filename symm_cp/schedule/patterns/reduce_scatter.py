@@ -1,0 +1,78 @@
+"""Reduce-scatter: chunk ``rank`` of all ranks' inputs is summed, in rank order, into ``"output"``.
+
+``Compute("reduce", rank, ...)`` reads chunk ``rank`` of what every rank contributes: ``"input"``,
+of W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
+while the caller goes on; after its signals it leaves the input alone.
+
+Options
+    ``in_place``  the inputs are symmetric tensors, which peers read where they lie
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.steps import Compute, Copy, Region
+
+# Rank 0 of 3, direct (lane "compute", or "copy" in the background). The own contribution is read
+# from the slot, too: there all have one layout.
+#
+#   copy>slot | signal 1, 2 | wait 1, 2 | reduce
+
+
+def publish_and_reduce(draft: Draft, lane: str, source: Region, reduce: Compute) -> None:
+    """Publishes ``source``, awaits the same of all peers, and runs the kernel that reads it all."""
+    in_place = source.buffer == "symmetric"
+    draft.add(lane, *draft.publish(source), *draft.waits("ready"), reduce)
+    if in_place:
+        # The caller may overwrite its tensor when all peers have read it.
+        draft.add(lane, *draft.signals("done"), *draft.waits("done"))
+
+
+def _direct(draft: Draft, lane: str, options: Options) -> None:
+    in_place = "in_place" in options
+    buffer = "symmetric" if in_place else "slot"
+    parts = tuple(Region(owner, buffer, draft.rank) for owner in range(draft.world_size))
+    reduce = Compute("reduce", draft.rank, parts, (draft.own("output"),))
+    publish_and_reduce(draft, lane, draft.own("symmetric" if in_place else "input"), reduce)
+
+
+def _direct_in_caller(draft: Draft, options: Options) -> None:
+    _direct(draft, "compute", options)
+
+
+def _direct_in_background(draft: Draft, options: Options) -> None:
+    _direct(draft, "copy", options)
+
+
+# Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials".
+#
+#   copy  copy own | copy chunks>slot | signal 1, 2 | wait 1, 2 | pull 1, 2 | reduce
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    rank, others, in_place = draft.rank, draft.peers, "in_place" in options
+    parts = tuple(draft.own("partials", source) for source in range(draft.world_size))
+    own, theirs = ("symmetric", "symmetric") if in_place else ("input", "slot")
+    draft.copy(Copy(draft.own(own, rank), parts[rank]))
+    if not in_place:
+        draft.copy(*draft.claim_slot())
+        draft.copy(*(Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in others))
+    draft.copy(*draft.signals("ready"), *draft.waits("ready"))
+    draft.copy(*(Copy(Region(peer, theirs, rank), parts[peer]) for peer in others))
+    for peer in others:
+        draft.copy(*draft.release(peer, in_place=in_place))
+    draft.copy(Compute("reduce", rank, parts, (draft.own("output"),)))
+    if in_place:
+        # The caller may overwrite its tensor after this.
+        draft.copy(*draft.waits("done"))
+
+
+REDUCE_SCATTER = Pattern(
+    "REDUCE_SCATTER", "sync", direct=Form(_direct_in_caller, subsets("in_place"))
+)
+BACKGROUND_REDUCE_SCATTER = Pattern(
+    "BACKGROUND_REDUCE_SCATTER",
+    "async",
+    direct=Form(_direct_in_background, subsets("in_place")),
+    staged=Form(_staged, subsets("in_place"), one_slot=True),
+)

@@ -1,0 +1,365 @@
+"""What is registered, and what ``check`` cannot say of it: order, counts, where kernels read."""
+
+import pickle
+from collections import Counter
+
+import pytest
+
+from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, accesses, peers
+from symm_cp.schedule import patterns as registry
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_COMBINE,
+    ALL_GATHER_AND_CONSUME,
+    ALL_GATHER_AND_POLL,
+    BACKGROUND_ALL_GATHER,
+    BACKGROUND_REDUCE_SCATTER,
+    CONSUME_AND_REDUCE_SCATTER,
+    PATTERNS,
+    PRODUCE_AND_REDUCE_SCATTER,
+    REDUCE_SCATTER,
+    TWO_SHOT_ALL_REDUCE,
+    Variant,
+)
+from tests.schedule.calls import FEWEST_SLOTS, Place
+
+DIRECT = [place for place in FEWEST_SLOTS if place.workspace.form == "direct"]
+STAGED = [place for place in FEWEST_SLOTS if place.workspace.form == "staged"]
+
+
+def steps_of(schedule: Schedule) -> list[Step]:
+    return [step for lane in schedule.lanes.values() for step in lane]
+
+
+def schedules(place: Place, world_size: int) -> tuple[Schedule, ...]:
+    return place.variant.schedules(world_size, place.workspace.slots)
+
+
+def kernels(schedule: Schedule) -> list[Compute]:
+    return [step for step in steps_of(schedule) if isinstance(step, Compute)]
+
+
+# The registry.
+
+
+def test_the_registry_lists_each_variant_once() -> None:
+    listed = [place.variant for place in FEWEST_SLOTS if place.workspace.slots == 2]
+    assert len({str(variant) for variant in listed}) == len(listed)
+    assert {variant.name for variant in listed} == {pattern.name for pattern in PATTERNS}
+    assert {name for name in dir(registry) if name.isupper()} == {
+        *(pattern.name for pattern in PATTERNS),
+        "PATTERNS",
+    }
+
+
+def test_which_variants_run_on_one_slot() -> None:
+    """CUDA graphs: only staged ones, none in place, and no kernel that compares epochs."""
+    for form in ("direct", "staged"):
+        for channel in ("sync", "async"):
+            one, two = (set(registry.variants(channel, form, slots)) for slots in (1, 2))
+            assert one == {
+                variant
+                for variant in two
+                if variant.form == "staged"
+                and "in_place" not in variant.options
+                and variant.name != "ALL_GATHER_AND_POLL"
+            }
+
+
+def test_unregistered_combinations_are_refused() -> None:
+    message = r"ALL_GATHER_AND_CONSUME: staged\(bounded=True, keep=True\) is not registered"
+    with pytest.raises(ValueError, match=message):
+        ALL_GATHER_AND_CONSUME.staged(bounded=True, keep=True)
+    with pytest.raises(ValueError, match=r"direct\(bounded=False\) is not registered"):
+        ALL_GATHER_AND_CONSUME.direct(bounded=False)
+    with pytest.raises(ValueError, match=r"registered: ALL_GATHER_AND_COMBINE.direct\(\); "):
+        ALL_GATHER_AND_COMBINE.direct(in_place=True, ring=True)
+    with pytest.raises(ValueError, match=r"registered: no direct form"):
+        ALL_GATHER_AND_POLL.direct()
+    with pytest.raises(ValueError, match=r"registered: no staged form"):
+        TWO_SHOT_ALL_REDUCE.staged()
+
+
+def test_options_that_are_off_make_no_other_variant() -> None:
+    variant = ALL_GATHER_AND_CONSUME.staged(in_place=False, keep=True)
+    assert variant is ALL_GATHER_AND_CONSUME.staged(keep=True)
+    assert str(variant) == "ALL_GATHER_AND_CONSUME.staged(keep)"
+    assert variant.channel == "sync"
+    assert BACKGROUND_ALL_GATHER.direct().channel == "async"
+
+
+def test_variants_and_schedules_are_hashable_and_survive_pickling() -> None:
+    variant = BACKGROUND_ALL_GATHER.direct(in_place=True)
+    schedule = variant.schedule(1, 3)
+    assert schedule is variant.schedule(1, 3)
+    for original in (variant, schedule):
+        twin = pickle.loads(pickle.dumps(original))
+        assert twin == original
+        assert hash(twin) == hash(original)
+    assert variant != BACKGROUND_ALL_GATHER.direct()
+    assert schedule != BACKGROUND_ALL_GATHER.direct().schedule(1, 3)
+    with pytest.raises(TypeError):
+        schedule.lanes["copy"] = ()  # type: ignore[index]
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_places_out_of_range_are_refused(place: Place) -> None:
+    variant, slots = place.variant, place.workspace.slots
+    for build in (variant.schedule, variant.issue_order):
+        with pytest.raises(ValueError, match=r"world_size=0 must be at least 1"):
+            build(0, 0, slots)
+        with pytest.raises(ValueError, match=r"rank=4 must be in 0\.\.3 for world_size=4"):
+            build(4, 4, slots)
+        with pytest.raises(ValueError, match=r"rank=-1 must be in 0\.\.3"):
+            build(-1, 4, slots)
+        with pytest.raises(ValueError, match=rf"{variant.name}.*slots=0 must be at least"):
+            build(0, 4, 0)
+
+
+def test_in_place_needs_two_slots() -> None:
+    variant = ALL_GATHER_AND_CONSUME.staged(in_place=True)
+    with pytest.raises(ValueError, match=r"staged\(in_place\): slots=1 must be at least 2"):
+        variant.schedule(0, 2, slots=1)
+
+
+# Order and lanes.
+
+
+def test_peers_start_after_oneself_and_wrap() -> None:
+    assert peers(2, 4) == (3, 0, 1)
+    assert peers(0, 1) == ()
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_lanes_follow_from_the_issue_order(place: Place, world_size: int) -> None:
+    slots, background = place.workspace.slots, place.workspace.channel == "async"
+    for rank, schedule in enumerate(schedules(place, world_size)):
+        order = place.variant.issue_order(rank, world_size, slots)
+        for lane, steps in schedule.lanes.items():
+            assert steps == tuple(step for name, step in order if name == lane)
+        assert sum(map(len, schedule.lanes.values())) == len(order)
+        assert (schedule.rank, schedule.world_size, schedule.slots) == (rank, world_size, slots)
+        assert schedule.name == str(place.variant)
+        lanes = {"copy"} if background else {"compute"}
+        if place.workspace.form == "staged" and world_size > 1:
+            lanes.add("copy")
+        assert schedule.lanes.keys() <= lanes
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_one_rank_waits_for_no_peer(place: Place) -> None:
+    (schedule,) = schedules(place, 1)
+    synchronising = [step for step in steps_of(schedule) if isinstance(step, Signal | Wait)]
+    assert not synchronising
+    written = [write.buffer for step in steps_of(schedule) for write in accesses(step)[1]]
+    # In place, one rank's sum over all ranks is there already.
+    assert "output" in written or place.variant.name == "TWO_SHOT_ALL_REDUCE"
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_waits_visit_peers_in_order(place: Place) -> None:
+    """Shards come from the ranks ahead, partial sums of kernels from those behind, in turn."""
+    for schedule in schedules(place, 5):
+        waits = [s for s in steps_of(schedule) if isinstance(s, Wait) and s.source != schedule.rank]
+        ahead = peers(schedule.rank, 5)
+        for flag, lag in {(wait.flag, wait.lag) for wait in waits}:
+            order = tuple(w.source for w in waits if (w.flag, w.lag) == (flag, lag))
+            assert order in (ahead, ahead[::-1], ahead[: len(order)], ahead[::-1][: len(order)])
+            if flag in ("ready", "reduced"):
+                assert order == ahead[: len(order)]
+
+
+@pytest.mark.parametrize("place", STAGED, ids=str)
+def test_what_peers_wait_for_is_handed_out_first(place: Place) -> None:
+    """The own shard is published before the first kernel and before any wait for this call."""
+    for rank, order in enumerate(place.variant.issue_orders(4, place.workspace.slots)):
+        published = [
+            at for at, (_, s) in enumerate(order) if isinstance(s, Signal) and s.to != rank
+        ]
+        ready = [at for at in published if order[at][1].flag == "ready"]  # type: ignore[union-attr]
+        late = [
+            at
+            for at, (_, step) in enumerate(order)
+            if isinstance(step, Compute)
+            or (isinstance(step, Wait) and step.source != rank and not step.lag)
+        ]
+        assert not ready or max(ready) < min(late)
+
+
+def test_pulls_are_handed_out_before_the_kernels_that_they_overlap() -> None:
+    for variant in (
+        ALL_GATHER_AND_CONSUME.staged(),
+        ALL_GATHER_AND_CONSUME.staged(bounded=True),
+        CONSUME_AND_REDUCE_SCATTER.staged(),
+        CONSUME_AND_REDUCE_SCATTER.staged(ring=True),
+    ):
+        steps = [step for _, step in variant.issue_order(0, 6)]
+        consumed = [
+            at for at, s in enumerate(steps) if isinstance(s, Compute) and s.kernel == "consume"
+        ]
+        for turn in range(5):
+            # The own shard and turn - 1 shards of peers are consumed while this one is pulled.
+            assert steps.index(Signal(0, f"pulled{turn}")) < consumed[turn]
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
+    copy_writes = {"ready", "taken", "done"}
+    for schedule in schedules(place, 5):
+        for lane, steps in schedule.lanes.items():
+            for step in steps:
+                if isinstance(step, Signal) and step.to != schedule.rank:
+                    staged = place.workspace.form == "staged"
+                    assert not staged or (lane == "copy") is (step.flag in copy_writes)
+
+
+# Counts.
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_how_many_signals_a_call_costs(place: Place) -> None:
+    variant = place.variant
+    per_peer = 1
+    if "in_place" in variant.options:
+        per_peer += 1  # "done"
+    if variant.name in ("CONSUME_AND_REDUCE_SCATTER", "TWO_SHOT_ALL_REDUCE"):
+        per_peer += 1  # the shard, then the sum
+    if place.workspace.slots == 1:
+        per_peer += 1  # "done"
+    for world_size in range(2, 7):
+        for schedule in schedules(place, world_size):
+            sent = [
+                s for s in steps_of(schedule) if isinstance(s, Signal) and s.to != schedule.rank
+            ]
+            if "ring" in variant.options:
+                # "taken" for all but two; "ready" not for those that come late.
+                assert len(sent) <= (per_peer + 1) * (world_size - 1)
+            else:
+                assert len(sent) == per_peer * (world_size - 1)
+
+
+@pytest.mark.parametrize("place", STAGED, ids=str)
+def test_flags_can_be_taken_back(place: Place) -> None:
+    """With one slot every flag between two ranks is signalled as often as it is awaited."""
+    for world_size in range(2, 7):
+        raised: Counter[tuple[object, ...]] = Counter()
+        awaited: Counter[tuple[object, ...]] = Counter()
+        for schedule in schedules(place, world_size):
+            for step in steps_of(schedule):
+                if isinstance(step, Signal):
+                    raised[step.flag, schedule.rank, step.to] += 1
+                elif isinstance(step, Wait):
+                    awaited[step.flag, step.source, schedule.rank] += 1
+                elif isinstance(step, Compute):
+                    awaited.update((flag, schedule.rank, schedule.rank) for flag, _ in step.awaits)
+        assert raised == awaited
+        assert max(raised.values()) == 1
+
+
+# Where kernels read and write.
+
+
+@pytest.mark.parametrize("place", STAGED, ids=str)
+def test_kernels_touch_only_memory_of_their_rank(place: Place) -> None:
+    """Peers' memory is for the copy engines."""
+    for schedule in schedules(place, 4):
+        for kernel in kernels(schedule):
+            reads, writes = accesses(kernel)
+            assert {region.rank for region in (*reads, *writes)} == {schedule.rank}
+        copies = [step for step in schedule.lanes.get("copy", ()) if isinstance(step, Copy)]
+        assert {step.dst.rank for step in copies} == {schedule.rank}  # pulled, not pushed
+        assert not any(isinstance(step, Copy) for step in schedule.lanes.get("compute", ()))
+
+
+@pytest.mark.parametrize("place", FEWEST_SLOTS, ids=str)
+def test_reductions_read_in_rank_order(place: Place) -> None:
+    """So results do not depend on timing."""
+    for schedule in schedules(place, 5):
+        for kernel in kernels(schedule):
+            if kernel.kernel in ("reduce", "combine"):
+                owners = [r.rank if r.rank != schedule.rank else r.chunk for r in kernel.reads]
+                if place.workspace.form == "direct":
+                    owners = [region.rank for region in kernel.reads]
+                assert owners == [0, 1, 2, 3, 4]
+
+
+def test_ring_adds_in_the_order_of_the_ring() -> None:
+    for variant in (
+        CONSUME_AND_REDUCE_SCATTER.direct(ring=True),
+        CONSUME_AND_REDUCE_SCATTER.staged(ring=True),
+    ):
+        found = kernels(variant.schedule(0, 4))
+        assert [step.index for step in found if step.kernel == "add"] == [3, 2, 1]
+        written = [w.chunk for s in found if s.kernel == "consume" and s.index for w in s.writes]
+        assert written == [0, 1, 0]
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_where_consume_finds_a_shard(in_place: bool) -> None:
+    """One's own where the caller has it; a peer's in its slot or tensor, or where it was pulled."""
+    own, theirs = ("symmetric", "symmetric") if in_place else ("input", "slot")
+
+    def reads(variant: Variant) -> list[tuple[Region, ...]]:
+        return [kernel.reads for kernel in kernels(variant.schedule(1, 4))]
+
+    mine = (Region(1, own),)
+    for keep in (False, True):
+        direct = reads(ALL_GATHER_AND_CONSUME.direct(in_place=in_place, keep=keep))
+        assert direct == [mine, *((Region(peer, theirs),) for peer in (2, 3, 0))]
+    staged = reads(ALL_GATHER_AND_CONSUME.staged(in_place=in_place))
+    assert staged == [mine, *((Region(1, "gathered", peer),) for peer in (2, 3, 0))]
+    bounded = reads(ALL_GATHER_AND_CONSUME.staged(in_place=in_place, bounded=True))
+    assert bounded == [mine, *((Region(1, "gathered", place),) for place in (0, 1, 0))]
+    kept = reads(ALL_GATHER_AND_CONSUME.staged(in_place=in_place, keep=True))
+    assert kept[:-1] == staged[:-1]
+    assert set(kept[-1]) == {Region(1, "gathered", owner) for owner in range(4)}
+
+
+def test_where_a_polling_kernel_finds_the_shards() -> None:
+    (kernel,) = kernels(ALL_GATHER_AND_POLL.staged().schedule(1, 3))
+    assert kernel.reads == (Region(1, "input"),)
+    assert kernel.awaits == (
+        ("arrived0", Region(1, "gathered", 2)),
+        ("arrived1", Region(1, "gathered", 0)),
+    )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reduce_scatter_in_the_caller_is_the_one_in_the_background(in_place: bool) -> None:
+    for rank in range(3):
+        caller = REDUCE_SCATTER.direct(in_place=in_place).schedule(rank, 3)
+        background = BACKGROUND_REDUCE_SCATTER.direct(in_place=in_place).schedule(rank, 3)
+        assert caller.lanes["compute"] == background.lanes["copy"]
+
+
+def test_the_own_chunk_is_produced_last() -> None:
+    for variant in (PRODUCE_AND_REDUCE_SCATTER.direct(), PRODUCE_AND_REDUCE_SCATTER.staged()):
+        found = kernels(variant.schedule(1, 4))
+        assert [k.index for k in found if k.kernel == "produce"] == [2, 3, 0, 1]
+
+
+def test_the_background_gather_waits_for_all_before_it_pulls() -> None:
+    steps = BACKGROUND_ALL_GATHER.staged(in_place=True).schedule(1, 4).lanes["copy"]
+    names = [type(step).__name__ for step in steps]
+    signals, waits, copies = ["Signal"] * 3, ["Wait"] * 3, ["Copy"] * 4
+    assert names == [*signals, *waits, *copies, *signals, *waits]
+
+
+@pytest.mark.parametrize("form", ["direct", "staged"])
+@pytest.mark.parametrize("pattern", [BACKGROUND_ALL_GATHER, BACKGROUND_REDUCE_SCATTER], ids=str)
+def test_in_the_background_the_input_is_read_before_the_signals(
+    pattern: registry.Pattern, form: registry.FormName
+) -> None:
+    """The caller has it back after them."""
+    for variant in pattern.variants(form):
+        if "in_place" in variant.options:
+            continue
+        steps = variant.schedule(1, 4).lanes["copy"]
+        first = next(index for index, step in enumerate(steps) if isinstance(step, Signal))
+        readers = [
+            index
+            for index, step in enumerate(steps)
+            if any(region.buffer == "input" for region in accesses(step)[0])
+        ]
+        assert readers
+        assert max(readers) < first

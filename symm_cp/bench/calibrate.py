@@ -45,7 +45,7 @@ _FEW_ROWS, _WEIGHTS = 32, (256, 512, 1024, 2048, 4096)
 _TOKENS = (32, 64, 128, 256, 512, 1024, 2048)
 _HEADS, _HEAD_DIM = 4, 64
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-_REPETITIONS = (5, 50)
+_MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
 
@@ -142,8 +142,8 @@ class _Meter:
         """Returns how many repetitions fit into the time, identically on all ranks."""
         slowest = torch.tensor(spent, dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        least, most = _REPETITIONS
-        return max(least, min(most, int(self._budget / max(1e-9, float(slowest)))))
+        fitting = int(self._budget / max(1e-9, float(slowest)))
+        return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
     def curve(self, name: str, points: Iterable[Point]) -> Curve:
         """Returns the curve through measured points."""

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from symm_cp import native
 from symm_cp.bench import measure, plots, report, shapes
-from symm_cp.bench.jobs import IN_PLACE, TORCH, Job, Setting
+from symm_cp.bench.jobs import IN_PLACE, TORCH, Setting
 from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.demo.progress import Progress
 from symm_cp.ranks import (
@@ -162,10 +162,9 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
     rows = []
     for dtype, job in jobs:
         torch.manual_seed(rank)
-        made = job.make(Setting(group, DTYPES[dtype], args.device))
-        case = made.case if isinstance(made, Job) else made
+        case = job.make(Setting(group, DTYPES[dtype], args.device)).case
         row = _measured(case, names, group, args.seconds)
-        del made, case
+        del case
         gc.collect()
         notes = {"kind": job.kind, "size": job.size, "unit": job.unit, "ranks": ranks}
         rows.append({**row.as_dict(), **notes, "dtype": dtype})

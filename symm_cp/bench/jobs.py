@@ -87,13 +87,13 @@ class Setting:
 
 @dataclass(frozen=True)
 class Job:
-    """A case, and the work from which the simulator predicts its variant `fused`.
+    """A case, and the work (if any) from which the simulator predicts its variant `fused`.
 
     `kernel` runs the kernel for one shard, to time it alone.
     """
 
     case: Case
-    work: Work
+    work: Work | None = None
     kernel: Callable[[], object] | None = None
 
 
@@ -229,7 +229,7 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
 
 def attention_backward(
     setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim: int
-) -> Case:
+) -> Job:
     """Returns the backward pass of `attention` alone."""
     q = setting.normal(1, heads, tokens, head_dim)
     k, v = (setting.normal(1, kv_heads, tokens, head_dim) for _ in range(2))
@@ -269,7 +269,7 @@ def attention_backward(
 
     name = f"attention backward, {tokens} tokens a rank, {heads} heads"
     variants: Variants = {LIMIT: whole, UNFUSED: unfused, FUSED: ours}
-    return setting.case(f"{name} ({kv_heads} for keys) of {head_dim}", variants, check=check)
+    return Job(setting.case(f"{name} ({kv_heads} for keys) of {head_dim}", variants, check=check))
 
 
 def all_gather(setting: Setting, nbytes: int) -> Job:
@@ -363,7 +363,7 @@ def train_options(
     return demo_arguments.check(arguments, {})
 
 
-def train(setting: Setting, dim: int, layers: int, tokens: int) -> Case:
+def train(setting: Setting, dim: int, layers: int, tokens: int) -> Job:
     """Returns a training step of the demo's model, spread over features; on CPU."""
     from symm_cp.demo.train import DemoRun, Trainer, trainers
 
@@ -386,4 +386,4 @@ def train(setting: Setting, dim: int, layers: int, tokens: int) -> Case:
 
     name = f"training step, {layers} layers of {dim} features, 4 x {tokens} tokens"
     steps: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
-    return setting.case(name, steps, check=check)
+    return Job(setting.case(name, steps, check=check))

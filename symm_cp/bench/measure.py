@@ -26,7 +26,7 @@ _RESAMPLES = 500
 #: A wider interval of the overlap is inconclusive.
 _MAX_WIDTH = 0.25
 _WARM_UP = 2
-_REPETITIONS = (5, 60)  # at least, at most
+_MIN_REPETITIONS, _MAX_REPETITIONS = 5, 60
 
 Interval = tuple[float, float]
 
@@ -174,8 +174,8 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
         # Rotated, because a variant finds the data of the one before it in the caches.
         first = repetition % len(names)
         order = [*names[first:], *names[:first]]
-        taken = {name: _time(case, case.variants[name], barrier) for name in order}
-        own.append([taken[name] for name in names])
+        seconds_by_name = {name: _time(case, case.variants[name], barrier) for name in order}
+        own.append([seconds_by_name[name] for name in names])
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
     seconds_of = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
@@ -187,8 +187,8 @@ def _fitting(round_seconds: float, seconds: float, group: dist.ProcessGroup) -> 
     """Returns how many repetitions fit, identically on all ranks."""
     slowest = torch.tensor(round_seconds, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    least, most = _REPETITIONS
-    return max(least, min(most, int(seconds / max(1e-9, float(slowest)))))
+    fitting = int(seconds / max(1e-9, float(slowest)))
+    return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
 
 def duration(seconds: float) -> str:

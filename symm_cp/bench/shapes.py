@@ -9,7 +9,6 @@ from functools import partial
 
 from symm_cp.bench import jobs
 from symm_cp.bench.jobs import Job, Setting
-from symm_cp.bench.measure import Case
 from symm_cp.plan.models import MODELS
 
 #: The default of `--shapes`.
@@ -33,7 +32,7 @@ class Wanted:
     kind: str
     size: float
     unit: str
-    make: Callable[[Setting], Job | Case]
+    make: Callable[[Setting], Job]
 
 
 def nbytes(text: str) -> int:

@@ -94,6 +94,7 @@ def with_measured_kernel(work: Work, seconds: float) -> Work:
 def predicted(job: Job, machine: Machine, group: dist.ProcessGroup, calls: int) -> Timeline:
     """Simulates a job; times its kernel alone, on all ranks at once. Collective."""
     work = job.work
+    assert work is not None
     if job.kernel is not None:
         case = Case("kernel", {"kernel": job.kernel}, inner=4)
         work = with_measured_kernel(work, measure.measure(case, group, 1.0).median("kernel"))
@@ -104,7 +105,6 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
     """Records, simulates and prints as one of the ranks."""
     torch.manual_seed(group.rank())
     job = _job(args).make(Setting(group, DTYPES[args.dtype]))
-    assert isinstance(job, Job)
     run = job.case.variants[FUSED]
     with tuning.listening() as choices:
         run()

@@ -93,8 +93,8 @@ class _Tiles(torch.autograd.Function):
         ctx.spec = spec = AttentionSpec(layout.layout, _CAUSAL)
         ctx.tiles = [spec.tiles(rank, owner, q.shape[2]) for owner in range(world_size)]
         state = Forward(q, spec, sum(map(len, ctx.tiles)))
-        for some in ctx.tiles:
-            for tile in some:
+        for owner_tiles in ctx.tiles:
+            for tile in owner_tiles:
                 state.add(tile, k, v)
         out, lse = state.result()
         ctx.save_for_backward(q, k, v, out, lse)
@@ -106,7 +106,7 @@ class _Tiles(torch.autograd.Function):
         state = Backward(grad, q, out, lse, ctx.spec)
         B, G, S, E = k.shape
         partial = k.new_empty((2, B, S, G, E), dtype=lse.dtype)
-        for some in ctx.tiles:
-            state.add_tiles(some, k, v, partial)
+        for owner_tiles in ctx.tiles:
+            state.add_tiles(owner_tiles, k, v, partial)
         grad_k, grad_v = (t.transpose(1, 2).to(k.dtype) for t in partial)
         return state.grad_query(), grad_k, grad_v, None, None, None

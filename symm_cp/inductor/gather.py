@@ -77,8 +77,10 @@ def _fuse(graph: Graph, tracer: Tracer, wait: Node, options: Options) -> None:
     matches, reasons = _matches(tracer, wait, options)
     if not matches and not reasons and (path := fed_by(wait)):
         lost = next(node for node in path if tracer[node] is None)
-        way = f"through {lost.name}, which is not followed" if lost is not path[-1] else "only"
-        reasons.append(f"it feeds {path[-1].name} {way}")
+        if lost is path[-1]:
+            reasons.append(f"it feeds {lost.name}, which has no fused form")
+        else:
+            reasons.append(f"it feeds {path[-1].name} through {lost.name}, which is not followed")
     critical = bool(matches or reasons)
     into, text = None, "it feeds no matmul"
     if matches:

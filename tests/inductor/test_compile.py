@@ -256,9 +256,9 @@ def uses_caches(group: dist.ProcessGroup) -> None:
             > 0
         )
     passes = [inductor.Options(), inductor.Options(min_flops=1.0)]
-    made = [inductor.passes.Pass("x", lambda *_: None, o, before) for o in passes
+    variants = [inductor.passes.Pass("x", lambda *_: None, o, before) for o in passes
             for before in (None, mine)]  # fmt: skip
-    assert len({repr(p.uuid()) for p in made}) == 4
+    assert len({repr(p.uuid()) for p in variants}) == 4
     assert inductor.passes.Pass("x", lambda *_: None, passes[0], lambda graph: None).uuid() is None
 
 
@@ -423,9 +423,9 @@ def large_graph(group: dist.ProcessGroup) -> None:
         assert len(graph.nodes) >= 45 * count
         start = time.process_time()
         fuse_post_grad(graph, Options())
-        taken = time.process_time() - start
+        elapsed = time.process_time() - start
         assert sum("fused" in str(n.target) for n in graph.nodes) == 2 * count
-        return taken
+        return elapsed
 
     seconds(2)  # imports
     few, many = seconds(28), seconds(112)

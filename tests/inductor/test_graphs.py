@@ -91,8 +91,8 @@ def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
                 [*compiled.results, *compiled.grads], [*results, *grads], strict=True
             ):
                 torch.testing.assert_close(got, want)
-            found = sorted(str(d.fused_into) for d in compiled.report.fused)
-            assert found == fused, str(compiled.report)
+            fused_into = sorted(str(d.fused_into) for d in compiled.report.fused)
+            assert fused_into == fused, str(compiled.report)
             assert not compiled.report.left, str(compiled.report)
 
 

@@ -44,10 +44,10 @@ def operations(model: Model, batch: int, sequence: int) -> float:
 @pytest.mark.parametrize("sequence", [4096, 65536])
 def test_compute_is_the_operations_of_the_model(tp: int, cp: int, sequence: int) -> None:
     layout = ParallelLayout(tp, cp, 1, max(1, cp * tp // 8))
-    found = predict(LLAMA, IDEAL, layout, 2, sequence)
+    prediction = predict(LLAMA, IDEAL, layout, 2, sequence)
     expected = operations(LLAMA, 2, sequence) / (tp * cp * IDEAL.flops)
-    assert found.compute == pytest.approx(expected, rel=1e-6)
-    assert found.step >= found.compute * (1 - 1e-9)
+    assert prediction.compute == pytest.approx(expected, rel=1e-6)
+    assert prediction.step >= prediction.compute * (1 - 1e-9)
 
 
 def test_without_communication_a_step_is_its_compute() -> None:
@@ -65,10 +65,10 @@ def test_tensor_parallel_communication_by_hand() -> None:
     The weight gradients of all-gather-matmuls gather again: 2 of the 8.
     """
     tokens, tp = 8192, 4
-    found = predict(LLAMA, IDEAL, ParallelLayout(tp, 1, 1, 1), 1, tokens)
+    prediction = predict(LLAMA, IDEAL, ParallelLayout(tp, 1, 1, 1), 1, tokens)
     transfers = 4 + 2 * 2 + 2
     expected = LLAMA.layers * transfers * tokens * LLAMA.hidden * 2 * (tp - 1) / tp / IDEAL.nvlink
-    assert found.communication == pytest.approx(expected)
+    assert prediction.communication == pytest.approx(expected)
 
 
 def test_a_slow_network_shows() -> None:
@@ -92,20 +92,20 @@ def test_memory_shrinks_with_every_degree() -> None:
 
 
 def test_layouts_use_all_gpus_and_keep_tensor_parallelism_within_a_host() -> None:
-    found = layouts(LLAMA, IDEAL, 4, 8, 8192)
-    assert ParallelLayout(8, 4, 1, 4) in found
-    assert ParallelLayout(1, 32, 1, 4) in found
-    for layout in found:
+    possible = layouts(LLAMA, IDEAL, 4, 8, 8192)
+    assert ParallelLayout(8, 4, 1, 4) in possible
+    assert ParallelLayout(1, 32, 1, 4) in possible
+    for layout in possible:
         assert layout.tp * layout.cp * layout.dp == 32
         assert layout.tp <= 8
         assert layout.cp % layout.cp_hosts == 0
 
 
 def test_the_best_fit_and_are_fast() -> None:
-    found = best(LLAMA, MACHINES["h200"], 16, 8, 1, 8192)
-    fits = [prediction.fits for prediction in found]
+    predictions = best(LLAMA, MACHINES["h200"], 16, 8, 1, 8192)
+    fits = [prediction.fits for prediction in predictions]
     assert fits == sorted(fits, reverse=True)
-    rates = [prediction.tokens for prediction in found if prediction.fits]
+    rates = [prediction.tokens for prediction in predictions if prediction.fits]
     assert rates == sorted(rates, reverse=True)
     assert rates
 
@@ -115,13 +115,13 @@ def test_fsdp_communication_by_hand() -> None:
 
     The head likewise, and the embedding is gathered and scattered once; (F - 1)/F of it all.
     """
-    found = predict(LLAMA, IDEAL, ParallelLayout(1, 1, 8, 1, 8, 1), 1, 8192)
+    prediction = predict(LLAMA, IDEAL, ParallelLayout(1, 1, 8, 1, 8, 1), 1, 8192)
     table = LLAMA.vocabulary * LLAMA.hidden
     nbytes = LLAMA.layers * LLAMA.layer_parameters * (2 * 2 + 4) + table * (3 * 2 + 2 * 4)
-    assert found.communication == pytest.approx(nbytes * 7 / 8 / IDEAL.nvlink)
+    assert prediction.communication == pytest.approx(nbytes * 7 / 8 / IDEAL.nvlink)
     # All of it is hidden but the first layer's gather and the last reduce-scatter.
     first_and_last = LLAMA.layer_parameters * (2 + 4) * 7 / 8 / IDEAL.nvlink
-    assert found.step == pytest.approx(found.compute + first_and_last)
+    assert prediction.step == pytest.approx(prediction.compute + first_and_last)
 
 
 def test_fsdp_between_hosts_goes_through_the_adapters() -> None:
@@ -130,9 +130,9 @@ def test_fsdp_between_hosts_goes_through_the_adapters() -> None:
     slow = replace(IDEAL, network=1e9)
     table = LLAMA.vocabulary * LLAMA.hidden
     nbytes = LLAMA.layers * LLAMA.layer_parameters * (2 * 2 + 4) + table * (3 * 2 + 2 * 4)
-    found = predict(LLAMA, slow, layout, 1, 8192)
-    assert found.communication == pytest.approx(nbytes * 15 / 16 / (8 * 1e9))
-    assert found.step >= found.communication  # nothing to hide it behind
+    prediction = predict(LLAMA, slow, layout, 1, 8192)
+    assert prediction.communication == pytest.approx(nbytes * 15 / 16 / (8 * 1e9))
+    assert prediction.step >= prediction.communication  # nothing to hide it behind
     fast = predict(LLAMA, replace(IDEAL, network=1e30), layout, 1, 8192)
     assert fast.communication == pytest.approx(nbytes * 15 / 16 / IDEAL.nvlink)
 
@@ -143,9 +143,9 @@ def test_fsdp_shares_the_link_with_the_ops() -> None:
     assert both.communication > alone.communication
     assert both.compute == alone.compute
     narrow = replace(IDEAL, nvlink=1e9)
-    assert (found := predict(LLAMA, narrow, ParallelLayout(4, 1, 2, 1, 2, 1), 1, 8192)).step >= (
-        found.communication
-    )
+    assert (
+        prediction := predict(LLAMA, narrow, ParallelLayout(4, 1, 2, 1, 2, 1), 1, 8192)
+    ).step >= (prediction.communication)
 
 
 def test_fsdp_shards_all_states() -> None:
@@ -162,9 +162,9 @@ def test_fsdp_shards_all_states() -> None:
 
 @pytest.mark.parametrize("degree", [ALL, 1, 8, 3])
 def test_layouts_shard_over_ranks_with_the_same_weights(degree: int) -> None:
-    found = layouts(LLAMA, IDEAL, 4, 8, 8192, degree)
-    assert bool(found) == (degree != 3)
-    for layout in found:
+    possible = layouts(LLAMA, IDEAL, 4, 8, 8192, degree)
+    assert bool(possible) == (degree != 3)
+    for layout in possible:
         assert layout.fsdp == (degree or layout.dp * layout.cp)
         assert layout.dp * layout.cp % layout.fsdp == 0
         assert layout.fsdp_hosts * (8 // layout.tp) >= layout.fsdp

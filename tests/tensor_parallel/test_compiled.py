@@ -48,12 +48,14 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
     for run in (block, torch.compile(block, backend=chosen, fullgraph=True)):
         for _ in range(2):  # a second step meets guards, not the tracer
             block.zero_grad()
-            given = leaf(x)
-            out = local(run(given))
+            x_shard = leaf(x)
+            out = local(run(x_shard))
             out.square().sum().backward()
         grads = [p.grad for p in block.parameters()]
         assert all(g is not None for g in grads)
-        results.append([out.detach(), given.grad, *(local(g) for g in grads if g is not None)])
+        results.append(
+            [out.detach(), x_shard.grad, *(local(grad) for grad in grads if grad is not None)]
+        )
     torch.testing.assert_close(results[1], results[0], rtol=1e-10, atol=1e-10)
     if backend == "counted":
         assert counted.count == 1

@@ -103,12 +103,12 @@ def refuses(group: dist.ProcessGroup) -> None:
     x, y = torch.zeros(8 * W), torch.zeros(6 * W)
     one = {"buffers": [x], "buffer_seq_dims": [0]}
     cases = [
-        ({"buffers": [x, y], "buffer_seq_dims": [0, 0]}, "not for a sequence of"),
+        ({"buffers": [x, y], "buffer_seq_dims": [0, 0]}, "does not fit a sequence of"),
         ({"buffers": [x], "buffer_seq_dims": [1]}, "seq_dim=1 is out of range"),
-        ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers need as many"),
+        ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers and 0 sequence dimensions"),
         ({**one, "no_restore_buffers": {y}}, "must be among buffers"),
         ({"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}, "is a parameter"),
-        ({**one, "load_balancer": symm_cp.HeadTail(8 * W, W + 1)}, "not for a sequence of"),
+        ({**one, "load_balancer": symm_cp.HeadTail(8 * W, W + 1)}, "does not fit a sequence of"),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message), symm_cp.context_parallel(mesh, **arguments):
@@ -301,7 +301,9 @@ def remembers(group: dist.ProcessGroup) -> None:
         q = shard.view(1, 1, -1, 1)
         if W > 1:
             with (
-                pytest.raises(ValueError, match=r"assumed to be cut by HeadTail.*cut by Sequential"),
+                pytest.raises(
+                    ValueError, match=r"assumed to be cut by HeadTail.*cut by Sequential"
+                ),
                 symm_cp.context_parallel(mesh),
             ):
                 F.scaled_dot_product_attention(q, q, q)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import GroupLike, group_name
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _SEQ_DIM, _HEAD_DIM = 2, 1
 
 
 def is_dtensor(tensor: object) -> TypeIs[DTensor]:
-    """Tells whether a tensor is a DTensor; does not import that, which takes half a second."""
+    """Tells whether a tensor is a DTensor; avoids the import of DTensor, half a second."""
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
         return False
     from torch.distributed.tensor import DTensor
@@ -43,7 +44,7 @@ def all_gather_attention(
     window_right: int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attends to the keys of all ranks, without gathering them first.
+    """Attends to the keys of all ranks without gathering them first.
 
     Same result as, for shards cut by `load_balancer`::
 
@@ -60,33 +61,30 @@ def all_gather_attention(
         scale: of the scores; 1 / sqrt(E) by default.
         load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
         cu_seqlens: (documents + 1,) boundaries of packed documents, int32 or int64, in positions of
-            the whole sequence: a query sees keys of its document only.
+            the whole sequence: a query sees only keys of its document.
         window_left, window_right: how many positions before and after its own a query sees.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64).
 
-    Inputs may be DTensors that are sharded along the sequence over this group; so is then the
-    result. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64). Gradients
-    of all inputs, also by way of the log-sum-exp; those of keys and values are added in rank order
-    (see `set_rotate_method`), so results are bitwise the same from run to run. Rows that see no key
-    are zero. Raises `ValueError` or `TypeError` for arguments that do not fit, before any
-    communication; `RuntimeError` when a peer fails or disagrees. Source: ring attention (Liu et
-    al., 2023) as one pipelined op, `symm_mem::fused_all_gather_attention`.
+    Inputs may be DTensors that are sharded along the sequence over this group; then the results
+    are, too. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64).
+    Gradients of all inputs, also through the log-sum-exp; those of keys and values are added in
+    rank order (see `set_rotate_method`), so results are bitwise the same from run to run. Rows that
+    see no key are zero. Raises `ValueError` or `TypeError` for invalid arguments, before any
+    communication; `RuntimeError` if a peer fails or calls it with other arguments. Source: ring
+    attention (Liu et al., 2023) as one pipelined op, `symm_mem::fused_all_gather_attention`.
     """
     name = group_name(group)
-    given = query
-    if is_dtensor(query):
-        query, key, value = (_local(t, name) for t in (query, key, value))
-    elif is_dtensor(key) or is_dtensor(value):
-        raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
+    like = query
+    query, key, value = telling_peers(name, _local_parts, query, key, value, name)
     features, value_features = (t.shape[-1] if t.dim() > 0 else 0 for t in (query, value))
     if features != value_features:
         # The kernels take one size; zeros change neither scores nor the other features.
         scale = max(features, 1) ** -0.5 if scale is None else scale
-        more = value_features - features
-        if more > 0:
-            query, key = F.pad(query, (0, more)), F.pad(key, (0, more))
+        padding = value_features - features
+        if padding > 0:
+            query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
         else:
-            value = F.pad(value, (0, -more))
+            value = F.pad(value, (0, -padding))
     layout = {}
     if load_balancer is not None:
         layout["chunk_order"] = load_balancer.chunk_order
@@ -105,14 +103,26 @@ def all_gather_attention(
         **layout,
     )
     out = out[..., :value_features]
-    if is_dtensor(given):
-        from torch.distributed.tensor import DTensor
-
-        out, lse = (
-            DTensor.from_local(t, given.device_mesh, given.placements, run_check=False)
-            for t in (out, lse)
-        )
+    if is_dtensor(like):
+        out, lse = _dtensor(out, like), _dtensor(lse, like)
     return (out, lse) if return_lse else out
+
+
+def _local_parts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str
+) -> tuple[torch.Tensor, ...]:
+    """Returns the shards of DTensors, and tensors as they are."""
+    if is_dtensor(query):
+        return tuple(_local(tensor, group) for tensor in (query, key, value))
+    if is_dtensor(key) or is_dtensor(value):
+        raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
+    return query, key, value
+
+
+def _dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
 
 
 def _local(tensor: torch.Tensor, group: str) -> torch.Tensor:
@@ -120,19 +130,19 @@ def _local(tensor: torch.Tensor, group: str) -> torch.Tensor:
     from torch.distributed.tensor import Replicate, Shard
 
     if not is_dtensor(tensor):
-        raise TypeError(f"{_OP}: query is a DTensor, so key and value must be, too")
+        raise TypeError(f"{_OP}: query is a DTensor, key and value must be DTensors, too")
     mesh = tensor.device_mesh
     for dim, placement in enumerate(tensor.placements):
         over_group = _name_of(mesh, dim) == group
-        fits = (
-            placement in (Shard(_SEQ_DIM), Shard(_SEQ_DIM - tensor.dim()))
+        allowed = (
+            (Shard(_SEQ_DIM), Shard(_SEQ_DIM - tensor.dim()))
             if over_group
-            else placement in (Replicate(), Shard(0), Shard(_HEAD_DIM))
+            else (Replicate(), Shard(0), Shard(_HEAD_DIM))
         )
-        if not fits:
+        if placement not in allowed:
+            required = f"Shard({_SEQ_DIM})" if over_group else "Replicate, Shard(0) or Shard(1)"
             raise ValueError(
-                f"{_OP}: a DTensor is {placement} over mesh dimension {dim}: needs "
-                + (f"Shard({_SEQ_DIM})" if over_group else "Replicate, Shard(0) or Shard(1)")
+                f"{_OP}: a DTensor is {placement} over mesh dimension {dim}, must be {required}"
             )
     if group not in [_name_of(mesh, dim) for dim in range(mesh.ndim)]:
         raise ValueError(f"{_OP}: the mesh of a DTensor has no dimension of group {group!r}")

@@ -1,8 +1,9 @@
-"""Batches of a language model, cut so that positions, labels and losses stay those of the whole."""
+"""Batches of a language model, cut with the positions, labels and loss of the whole sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from symm_cp.context_parallel.layouts import cut, remember
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.common import tells_peers
+
+_OP = "shard_batch"
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -32,6 +36,7 @@ class _GlobalMean(torch.autograd.Function):
         return grad * ctx.factor, None, None, None
 
 
+@partial(tells_peers, group="mesh")
 def shard_batch(
     mesh: GroupLike,
     batch: Mapping[str, torch.Tensor],
@@ -42,7 +47,7 @@ def shard_batch(
     ignore_index: int = -100,
     average_gradients: bool = False,
 ) -> tuple[dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
-    """Cuts a batch of a language model for this rank of a context-parallel group.
+    """Cuts a batch of a language model to this rank's part of the sequence.
 
     Same loss as the model has on the whole batch in one process::
 
@@ -56,43 +61,35 @@ def shard_batch(
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
         batch: tensors by name, the same on all ranks. `input_ids` (or else `labels`) gives the
             length of the sequence, and every tensor of that length in `seq_dim` is cut; others are
-            handed on. `labels` are shifted first (label t becomes label t + 1, the last one
-            `ignore_index`), unless `shift_labels` is False: shifting shards would lose one label at
-            the end of each chunk. `position_ids` are made unless they are given.
+            returned unchanged. `labels` are shifted first (label t becomes label t + 1, the last
+            one `ignore_index`), unless `shift_labels` is False: shifting shards would lose one
+            label at the end of each chunk. `position_ids` are added if missing.
         load_balancer: as in `context_parallel`; head-tail by default.
-        average_gradients: set it where gradients of parameters are averaged over this group
-            afterwards (as DDP and FSDP do) rather than summed.
+        average_gradients: set it if gradients of parameters are averaged over this group
+            afterwards (as DDP and FSDP do) instead of summed.
 
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
-    returns the mean over all ranks' labels: the same on all ranks, and such that the sum over ranks
-    of the gradients is the gradient. Raises `ValueError` for a batch without a sequence or one that
-    the load balancer was not made for. Source: the recipes of torchtitan and transformers.
+    returns the mean over all ranks' labels: the same on all ranks, and such that the gradients
+    summed over ranks are the gradient. Raises `ValueError` for a batch without a sequence or of
+    another length than the load balancer's. Source: the recipes of torchtitan and transformers.
     """
-    op = "shard_batch"
     group = _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
-    known = batch.get("input_ids", batch.get("labels"))
-    if known is None:
-        raise ValueError(f"{op}: batch has {sorted(batch)}: needs input_ids or labels")
-    if not 0 <= seq_dim < known.dim():
-        raise ValueError(f"{op}: {seq_dim=} is out of range for shape {list(known.shape)}")
-    length = known.shape[seq_dim]
+    length = _length(batch, seq_dim)
     balancer = load_balancer or HeadTail(length, group.size())
     if (balancer.seq_length, balancer.world_size) != (length, group.size()):
-        raise ValueError(f"{op}: {balancer} is not for {length} positions on {group.size()} ranks")
+        raise ValueError(
+            f"{_OP}: {balancer} does not fit {length} positions on {group.size()} ranks"
+        )
     whole = dict(batch)
     if shift_labels and "labels" in whole:
         labels = whole["labels"].roll(-1, seq_dim)
         labels.select(seq_dim, length - 1).fill_(ignore_index)
         whole["labels"] = labels
     if "position_ids" not in whole:
-        shape = [1] * known.dim()
-        shape[seq_dim] = length
-        whole["position_ids"] = (
-            torch.arange(length, device=known.device).view(shape).expand(known.shape)
-        )
+        whole["position_ids"] = _positions(_sequence(batch), seq_dim)
     rows = balancer.positions(group.rank())
     local = {
-        name: cut(op, tensor, seq_dim, rows)
+        name: cut(_OP, tensor, seq_dim, rows)
         if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length
         else tensor
         for name, tensor in whole.items()
@@ -108,3 +105,25 @@ def shard_batch(
         return _GlobalMean.apply(loss, share, gain, group)
 
     return local, reduce_loss
+
+
+def _sequence(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the tensor that gives the length of the sequence."""
+    sequence = batch.get("input_ids", batch.get("labels"))
+    if sequence is None:
+        raise ValueError(f"{_OP}: batch has {sorted(batch)}, must have input_ids or labels")
+    return sequence
+
+
+def _length(batch: Mapping[str, torch.Tensor], seq_dim: int) -> int:
+    sequence = _sequence(batch)
+    if not 0 <= seq_dim < sequence.dim():
+        raise ValueError(f"{_OP}: {seq_dim=} is out of range for shape {list(sequence.shape)}")
+    return sequence.shape[seq_dim]
+
+
+def _positions(like: torch.Tensor, seq_dim: int) -> torch.Tensor:
+    """Returns the positions along `seq_dim`, in the shape of a tensor."""
+    shape = [1] * like.dim()
+    shape[seq_dim] = -1
+    return torch.arange(like.shape[seq_dim], device=like.device).view(shape).expand(like.shape)

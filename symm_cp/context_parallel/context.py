@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -17,7 +18,7 @@ from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.context_parallel.region import Region, active
 from symm_cp.memory import GroupLike, group_name
-from symm_cp.ops.common import unfused_all_gather
+from symm_cp.ops.common import tells_peers, unfused_all_gather
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
 
@@ -35,7 +36,7 @@ def _dim(op: str, tensor: torch.Tensor, seq_dim: int) -> int:
 def _check_balancer(op: str, balancer: LoadBalancer, length: int, world_size: int) -> None:
     if (balancer.seq_length, balancer.world_size) != (length, world_size):
         raise ValueError(
-            f"{op}: {balancer} is not for a sequence of {length} positions on {world_size} ranks"
+            f"{op}: {balancer} does not fit a sequence of {length} positions on {world_size} ranks"
         )
 
 
@@ -46,10 +47,10 @@ def _balancer_for(
     world_size: int,
     load_balancer: LoadBalancer | None,
 ) -> LoadBalancer | None:
-    """The load balancer of all buffers, which must be of one length; none without buffers."""
+    """Returns the load balancer of all buffers, which must have equal lengths; None without any."""
     if len(buffers) != len(seq_dims):
         raise ValueError(
-            f"{op}: {len(buffers)} buffers need as many sequence dimensions, not {len(seq_dims)}"
+            f"{op}: {len(buffers)} buffers and {len(seq_dims)} sequence dimensions, must be equal"
         )
     for buffer, seq_dim in zip(buffers, seq_dims, strict=True):
         if isinstance(buffer, BlockMask):
@@ -57,25 +58,26 @@ def _balancer_for(
         elif isinstance(buffer, torch.Tensor):
             length = buffer.shape[_dim(op, buffer, seq_dim)]
         else:
-            raise TypeError(f"{op}: a buffer is a {type(buffer).__name__}, not a tensor")
+            raise TypeError(f"{op}: a buffer is a {type(buffer).__name__}, must be a tensor")
         load_balancer = load_balancer or HeadTail(length, world_size)
         _check_balancer(op, load_balancer, length, world_size)
     return load_balancer
 
 
+@partial(tells_peers, group="mesh")
 def context_parallel_shard(
     mesh: GroupLike,
     buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: LoadBalancer | None = None,
 ) -> list[torch.Tensor | BlockMask] | dict[str, torch.Tensor | BlockMask]:
-    """Returns this rank's parts of tensors and block masks, and leaves those alone.
+    """Returns this rank's parts of tensors and block masks, which stay unchanged.
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
         buffers: a list or dict of tensors of the whole sequence, the same on all ranks, and of
             `BlockMask`s: those are cut to this rank's queries against all keys in the order in
-            which `all_gather_kv` gathers them. For a mask the sequence dimension is not looked at.
+            which `all_gather_kv` gathers them. The sequence dimension of a mask is ignored.
         seq_dims: the sequence dimension of each buffer, negative counts from the end.
         load_balancer: how the sequence is spread, head-tail by default.
 
@@ -95,17 +97,17 @@ def context_parallel_shard(
     if isinstance(seq_dims, Mapping):
         raise TypeError(f"{op}: seq_dims is a dict and buffers is not")
     balancer = _balancer_for(op, buffers, seq_dims, group.size(), load_balancer)
-    found: list[torch.Tensor | BlockMask] = []
+    parts: list[torch.Tensor | BlockMask] = []
     for buffer, dim in zip(buffers, seq_dims, strict=True):
         assert balancer is not None
         if isinstance(buffer, BlockMask):
-            found.append(local_block_mask(buffer, balancer, group.rank()))
+            parts.append(local_block_mask(buffer, balancer, group.rank()))
         else:
             rows = balancer.positions(group.rank())
-            found.append(cut(op, buffer.detach(), dim % buffer.dim(), rows))
+            parts.append(cut(op, buffer.detach(), dim % buffer.dim(), rows))
     if balancer is not None:
-        remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in found))
-    return found
+        remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in parts))
+    return parts
 
 
 @contextmanager
@@ -131,49 +133,34 @@ def context_parallel(
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
-        buffers: tensors of the whole sequence, the same on all ranks, all of one length. They are
-            cut in place (the same tensor objects then hold the shard) and get their own contents
-            back at the end, also after an exception. No parameters.
+        buffers: tensors of the whole sequence, the same on all ranks, of equal length. They are cut
+            in place (the same tensor objects then hold the shard) and restored at the end, also
+            after an exception. No parameters.
         buffer_seq_dims: the sequence dimension of each buffer, negative counts from the end.
         no_restore_buffers: those of `buffers` that stay cut.
         load_balancer: how the sequence is spread, head-tail by default: then every rank has the
-            same work under a causal mask. Any mask goes with any load balancer.
-        on_unfused: what to do at the end when modules ran but neither function was called, so that
+            same work under a causal mask. Any mask can be combined with any load balancer.
+        on_unfused: what to do at the end if modules ran but neither function was called, so that
             attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",
-            or "ignore" it. Nothing is said after an exception, nor when no module ran.
+            or "ignore" it. Does not apply after an exception or if no module ran.
 
     Contexts may be nested: the innermost counts. Compiled functions may be called within several
     contexts and without one; a context entered within a compiled function breaks its graph, and so
-    does a checkpoint. Run the backward pass inside where activations are checkpointed, since what
-    is recomputed outside does not run context parallel (torch then raises `CheckpointError`;
+    does a checkpoint. Run the backward pass inside if activations are checkpointed: what is
+    recomputed outside does not run context parallel (torch then raises `CheckpointError`;
     `ContextParallel` and `all_gather_attention` need no context). An `attn_mask` must be that of
     the whole sequence, and dropout is refused. So are, with `NotImplementedError`, modules whose
     attention would be wrong: `nn.MultiheadAttention`, and models of transformers with sliding
     windows or chunks shorter than the sequence (unless they use flex attention), attention sinks,
     soft caps, layers that mix positions otherwise, attention that calls neither function ("eager"),
-    or positions that are missing. On one rank nothing is spread, and no module refused. Raises
-    `ValueError` before anything is changed for buffers that do not fit. Source: torch's
-    `context_parallel`.
+    or missing positions. On one rank nothing is spread, and no module refused. Raises `ValueError`
+    for invalid buffers, before anything is changed. Source: torch's `context_parallel`.
     """
-    op = "context_parallel"
-    if on_unfused not in guards.ON_UNFUSED:
-        raise ValueError(f"{op}: {on_unfused=} must be one of {guards.ON_UNFUSED}")
-    group = _process_group(mesh)
-    tensors, dims = list(buffers or ()), list(buffer_seq_dims or ())
-    keep = [id(tensor) for tensor in no_restore_buffers or ()]
-    if not set(keep) <= {id(tensor) for tensor in tensors}:
-        raise ValueError(f"{op}: no_restore_buffers must be among buffers")
-    for tensor in tensors:
-        if isinstance(tensor, torch.nn.Parameter):
-            raise ValueError(f"{op}: a buffer of shape {list(tensor.shape)} is a parameter")
-    balancer = _balancer_for(op, tensors, dims, group.size(), load_balancer)
-    shards = [
-        cut(op, tensor.detach(), dim % tensor.dim(), balancer.positions(group.rank()))
-        for tensor, dim in zip(tensors, dims, strict=True)
-        if balancer is not None
-    ]
-    if balancer is not None:
-        remember(group, balancer, shards=bool(keep))
+    group, tensors = _process_group(mesh), list(buffers or ())
+    keep = {id(tensor) for tensor in no_restore_buffers or ()}
+    balancer, shards = _cut_buffers(
+        group, tensors, buffer_seq_dims or (), keep, load_balancer, on_unfused
+    )
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
@@ -189,9 +176,39 @@ def context_parallel(
                 _become(tensor, original)
 
 
+@tells_peers
+def _cut_buffers(
+    group: dist.ProcessGroup,
+    buffers: Sequence[torch.Tensor],
+    seq_dims: Sequence[int],
+    keep: set[int],
+    load_balancer: LoadBalancer | None,
+    on_unfused: str,
+) -> tuple[LoadBalancer | None, list[torch.Tensor]]:
+    """Checks the arguments of `context_parallel`; returns the load balancer and the shards."""
+    op = "context_parallel"
+    if on_unfused not in guards.ON_UNFUSED:
+        raise ValueError(f"{op}: {on_unfused=} must be one of {guards.ON_UNFUSED}")
+    if not keep <= {id(buffer) for buffer in buffers}:
+        raise ValueError(f"{op}: no_restore_buffers must be among buffers")
+    for buffer in buffers:
+        if isinstance(buffer, torch.nn.Parameter):
+            raise ValueError(f"{op}: a buffer of shape {list(buffer.shape)} is a parameter")
+    balancer = _balancer_for(op, buffers, seq_dims, group.size(), load_balancer)
+    if balancer is None:
+        return None, []
+    rows = balancer.positions(group.rank())
+    shards = [
+        cut(op, buffer.detach(), dim % buffer.dim(), rows)
+        for buffer, dim in zip(buffers, seq_dims, strict=True)
+    ]
+    remember(group, balancer, shards=bool(keep))
+    return balancer, shards
+
+
 @torch.no_grad()
 def _become(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    # Not resize_ and copy_: the memory of a view belongs to others, too, and nothing is copied.
+    # Not resize_ and copy_: other tensors may share the memory of a view, and nothing is copied.
     tensor.set_(other)  # type: ignore[call-overload]
 
 
@@ -217,26 +234,28 @@ def context_parallel_unshard(
     seq_dims: Sequence[int],
     load_balancer: LoadBalancer | None = None,
 ) -> list[torch.Tensor]:
-    """Gathers tensors of which each rank holds a part of the sequence, in the sequence's order.
+    """Gathers the parts that ranks hold of a sequence, in sequence order.
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
         buffers: this rank's parts.
         seq_dims: the sequence dimension of each, negative counts from the end.
-        load_balancer: the one that the sequence was cut by. By default that of the context that is
-            active, or else the one that `context_parallel`, `context_parallel_shard` or
-            `shard_batch` used on this group for shards of this length.
+        load_balancer: the one that the sequence was cut by. By default that of the active context,
+            or else the one that `context_parallel`, `context_parallel_shard` or `shard_batch` used
+            on this group for shards of this length.
 
-    Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` when
-    no load balancer is given and none or several were used, or for shards of the wrong length.
+    Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` if no
+    load balancer is given and none or several were used, or for shards of the wrong length.
     Source: torch's `context_parallel_unshard`.
     """
     op = "context_parallel_unshard"
     group = _process_group(mesh)
     if len(buffers) != len(seq_dims):
-        raise ValueError(f"{op}: {len(buffers)} buffers need as many seq_dims, not {len(seq_dims)}")
+        raise ValueError(
+            f"{op}: {len(buffers)} buffers and {len(seq_dims)} seq_dims, must be equal"
+        )
     dims = [_dim(op, buffer, dim) for buffer, dim in zip(buffers, seq_dims, strict=True)]
-    found = []
+    gathered = []
     for buffer, dim in zip(buffers, dims, strict=True):
         length = buffer.shape[dim]
         balancer = load_balancer or _balancer_used(op, group, length)
@@ -245,8 +264,8 @@ def context_parallel_unshard(
                 f"{op}: {balancer} gives rank {group.rank()} of {group.size()} "
                 f"{balancer.lengths[group.rank()]} positions, the buffer has {length}"
             )
-        found.append(_gather(buffer, dim, balancer, group))
-    return found
+        gathered.append(_gather(buffer, dim, balancer, group))
+    return gathered
 
 
 def _gather(

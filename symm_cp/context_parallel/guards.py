@@ -64,9 +64,13 @@ class Watch:
             return self.called
         return self.called or attention_runs.count != self.runs_before
 
+    def ignores(self, module: nn.Module) -> bool:
+        """Tells whether a module needs no check, as when it was checked before."""
+        return self.world_size == 1 or module in self.judged
+
     def saw(self, module: nn.Module, *, compiling: bool = False) -> None:
         """Records that a module runs; raises `NotImplementedError` if its result would be wrong."""
-        if self.world_size == 1 or module in self.judged:
+        if self.ignores(module):
             return
         self.judged.add(module)
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
@@ -269,7 +273,7 @@ def _before(module: nn.Module, args: Any) -> None:
         _local.compiled = "A compiled module"  # whenever the graph runs
         return
     watch = current()
-    if watch is not None:
+    if watch is not None and not watch.ignores(module):
         _untraced(watch, lambda compiling: watch.saw(module, compiling=compiling))
 
 

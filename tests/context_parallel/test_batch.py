@@ -59,7 +59,7 @@ def test_the_loss_is_that_of_the_whole_batch(ranks: Ranks, world_size: int, leng
 
 def refuses(group: dist.ProcessGroup) -> None:
     mesh, ids = mesh_of(group), torch.zeros(2, 8, dtype=torch.int64)
-    with pytest.raises(ValueError, match="needs input_ids or labels"):
+    with pytest.raises(ValueError, match="must have input_ids or labels"):
         symm_cp.shard_batch(mesh, {"x": ids})
     with pytest.raises(ValueError, match="seq_dim=2 is out of range"):
         symm_cp.shard_batch(mesh, {"input_ids": ids}, seq_dim=2)

@@ -107,12 +107,12 @@ def refuses(group: dist.ProcessGroup) -> None:
     x, y = torch.zeros(8 * W), torch.zeros(6 * W)
     one = {"buffers": [x], "buffer_seq_dims": [0]}
     cases = [
-        ({"buffers": [x, y], "buffer_seq_dims": [0, 0]}, "not for a sequence of"),
+        ({"buffers": [x, y], "buffer_seq_dims": [0, 0]}, "does not fit a sequence of"),
         ({"buffers": [x], "buffer_seq_dims": [1]}, "seq_dim=1 is out of range"),
-        ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers need as many"),
+        ({"buffers": [x], "buffer_seq_dims": []}, "1 buffers and 0 sequence dimensions"),
         ({**one, "no_restore_buffers": {y}}, "must be among buffers"),
         ({"buffers": [nn.Parameter(x)], "buffer_seq_dims": [0]}, "is a parameter"),
-        ({**one, "load_balancer": symm_cp.HeadTail(8 * W, W + 1)}, "not for a sequence of"),
+        ({**one, "load_balancer": symm_cp.HeadTail(8 * W, W + 1)}, "does not fit a sequence of"),
     ]
     for arguments, message in cases:
         with pytest.raises(ValueError, match=message), symm_cp.context_parallel(mesh, **arguments):

@@ -95,11 +95,11 @@ def dtensors(group: dist.ProcessGroup) -> None:
     mask = torch.ones(8 * W, 8 * W, dtype=torch.bool)
     with (
         symm_cp.context_parallel(mesh),
-        pytest.raises(NotImplementedError, match="DTensors with masks"),
+        pytest.raises(NotImplementedError, match="DTensors with a mask"),
     ):
         F.scaled_dot_product_attention(*tensors, mask)
     replicated = DTensor.from_local(given[0], mesh, [Replicate()], run_check=False)
-    with pytest.raises(ValueError, match=r"needs Shard\(2\)"):
+    with pytest.raises(ValueError, match=r"must be Shard\(2\)"):
         symm_cp.all_gather_attention(replicated, *tensors[1:], group=group)
     with pytest.raises(TypeError, match="query is a DTensor"):
         symm_cp.all_gather_attention(tensors[0], *shards[1:], group=group)

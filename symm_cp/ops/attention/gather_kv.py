@@ -1,6 +1,6 @@
 """All-gather of keys and values together; its gradient is a reduce-scatter of both.
 
-For attention that needs all keys at once. `fused_all_gather_attention` does not.
+For attention that needs all keys at once, unlike `fused_all_gather_attention`.
 """
 
 from __future__ import annotations
@@ -42,15 +42,21 @@ def _check(key: torch.Tensor, value: torch.Tensor, seq_dim: int) -> int:
         )
     if value.dim() != key.dim() or value.shape[dim] != key.shape[dim]:
         raise ValueError(
-            f"{_GATHER}: value {list(value.shape)} and key {list(key.shape)} need the same number "
-            f"of dimensions and the same length of dimension {seq_dim}"
+            f"{_GATHER}: value {list(value.shape)} and key {list(key.shape)} must have the same "
+            f"number of dimensions and the same length of dimension {seq_dim}"
         )
     return dim
 
 
-def _longer(tensor: torch.Tensor, dim: int, times: int) -> list[int]:
+def _gathered_shape(tensor: torch.Tensor, dim: int, world_size: int) -> list[int]:
     shape = list(tensor.shape)
-    shape[dim] *= times
+    shape[dim] *= world_size
+    return shape
+
+
+def _shard_shape(tensor: torch.Tensor, dim: int, world_size: int) -> list[int]:
+    shape = list(tensor.shape)
+    shape[dim] //= world_size
     return shape
 
 
@@ -60,15 +66,15 @@ def _gather_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     dim = _check(key, value, seq_dim)
-    size = key.shape[dim]
-    keys, values = (new_result(t, _longer(t, dim, group.world_size)) for t in (key, value))
+    rows_per_rank = key.shape[dim]
+    keys, values = (new_result(t, _gathered_shape(t, dim, group.world_size)) for t in (key, value))
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        for full, shard in zip((keys, values), shards, strict=True):
-            full.narrow(dim, rank * size, size).copy_(shard)
+        for gathered, shard in zip((keys, values), shards, strict=True):
+            gathered.narrow(dim, rank * rows_per_rank, rows_per_rank).copy_(shard)
 
-    what = what_is(_GATHER, key, value, detail=f"seq_dim={dim}")
-    runtime.of(key, group).all_gather_and_consume(group, [key, value], consume, what)
+    call_name = what_is(_GATHER, key, value, detail=f"seq_dim={dim}")
+    runtime.of(key, group).all_gather_and_consume(group, [key, value], consume, call_name)
     return keys, values
 
 
@@ -79,19 +85,19 @@ def _scatter_kernel(
     dim = _check(grad_key, grad_value, seq_dim)
     check_divisible(_SCATTER, "seq_dim", dim, grad_key.shape[dim], group.world_size)
     check_reduce_op(_SCATTER, "grad_key", grad_key.dtype)
-    size = grad_key.shape[dim] // group.world_size
+    rows_per_rank = grad_key.shape[dim] // group.world_size
     grads = (grad_key, grad_value)
-    shapes = [_longer(grad.narrow(dim, 0, size), dim, 1) for grad in grads]
+    shapes = [_shard_shape(grad, dim, group.world_size) for grad in grads]
     counts = [torch.Size(shape).numel() for shape in shapes]
     total = new_result(grad_key, (sum(counts),))
 
     def produce(rank: int, partial: torch.Tensor) -> None:
         for grad, shape, part in zip(grads, shapes, partial.split(counts), strict=True):
-            part.view(shape).copy_(grad.narrow(dim, rank * size, size))
+            part.view(shape).copy_(grad.narrow(dim, rank * rows_per_rank, rows_per_rank))
 
-    what = what_is(_SCATTER, *grads, detail=f"seq_dim={dim}")
-    runtime.of(grad_key, group).produce_and_reduce_scatter(group, produce, total, what)
-    # Tensors of their own: an op's results share no memory.
+    call_name = what_is(_SCATTER, *grads, detail=f"seq_dim={dim}")
+    runtime.of(grad_key, group).produce_and_reduce_scatter(group, produce, total, call_name)
+    # Copies: the results of an op share no memory.
     key, value = (part.view(s) for part, s in zip(total.split(counts), shapes, strict=True))
     return key.clone(), value.clone()
 
@@ -99,17 +105,17 @@ def _scatter_kernel(
 def _gather_fake(
     key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dim, times = _check(key, value, seq_dim), world_size_of(group_name)
-    return key.new_empty(_longer(key, dim, times)), value.new_empty(_longer(value, dim, times))
+    dim, world_size = _check(key, value, seq_dim), world_size_of(group_name)
+    keys, values = (t.new_empty(_gathered_shape(t, dim, world_size)) for t in (key, value))
+    return keys, values
 
 
 def _scatter_fake(
     grad_key: torch.Tensor, grad_value: torch.Tensor, seq_dim: int, group_name: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dim = _check(grad_key, grad_value, seq_dim)
-    size = grad_key.shape[dim] // world_size_of(group_name)
-    shapes = [_longer(grad.narrow(dim, 0, size), dim, 1) for grad in (grad_key, grad_value)]
-    return grad_key.new_empty(shapes[0]), grad_value.new_empty(shapes[1])
+    dim, world_size = _check(grad_key, grad_value, seq_dim), world_size_of(group_name)
+    key, value = (t.new_empty(_shard_shape(t, dim, world_size)) for t in (grad_key, grad_value))
+    return key, value
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -158,9 +164,9 @@ def all_gather_kv(
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
 
     Returns contiguous tensors, in rank order. Differentiable: gradients are reduce-scattered, added
-    in rank order, in float32 for 16-bit types. Raises `ValueError` or `TypeError` for arguments
-    that do not fit, before any communication; `RuntimeError` when a peer fails or disagrees.
-    Source: `flex_cp_allgather` of torch's context parallelism.
+    in rank order, in float32 for 16-bit types. Raises `ValueError` or `TypeError` for invalid
+    arguments, before any communication; `RuntimeError` if a peer fails or calls it with other
+    arguments. Source: `flex_cp_allgather` of torch's context parallelism.
     """
     name = group_name(group)
     gathered: tuple[torch.Tensor, torch.Tensor] = torch.ops.symm_mem.all_gather_kv(

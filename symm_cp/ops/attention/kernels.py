@@ -1,12 +1,12 @@
 """torch's attention kernels for one tile, by device, behind two functions.
 
 Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, features contiguous.
-`mask` is an additive one, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
+`mask` is additive, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
 
-    CPU    torch's flash kernels: every dtype and mask, any number of features; plain matmuls for a
-           few keys, of which the flash kernels overlook what is no number.
-    CUDA   what torch would choose for the same attention, so that `sdpa_kernel` and the like hold:
-           cuDNN, flash or memory-efficient; and plain matmuls for what none of them takes.
+    CPU    torch's flash kernel: every dtype and mask, any number of features; plain matmuls for few
+           keys, where the flash kernel loses NaN.
+    CUDA   what torch would choose for the same attention, so that `sdpa_kernel` etc. apply: cuDNN,
+           flash or memory-efficient; plain matmuls for what none of them supports.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _cudnn = _aten._scaled_dot_product_cudnn_attention.default
 _efficient = _aten._scaled_dot_product_efficient_attention.default
 _efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
-# torch's numbers of its kernels (`torch.nn.attention.SDPBackend`).
+# By torch's numbers (`torch.nn.attention.SDPBackend`).
 _KINDS = {1: "flash", 2: "efficient", 3: "cudnn"}
-# With fewer keys torch's kernel takes a row whose scores are NaN for one that sees no key.
+# With fewer keys torch's kernel treats a row with NaN scores as one that sees no key.
 _CPU_KEYS = 16
-# The efficient kernel wants rows of a mask to begin at multiples of 16 elements.
+# The efficient kernel requires rows of a mask to begin at multiples of 16 elements.
 _MASK_ALIGN = 16
 
 
 def kind_of(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
 ) -> str:
-    """Returns which kernel takes a tile: "cpu", "cudnn", "flash", "efficient" or "matmul"."""
+    """Returns the kernel for a tile: "cpu", "cudnn", "flash", "efficient" or "matmul"."""
     if query.device.type == "cpu":
         return "cpu" if key.shape[2] >= _CPU_KEYS else "matmul"
     if mask is not None:
-        # Only the efficient kernel has a mask and a log-sum-exp that can be merged.
+        # Only the efficient kernel takes a mask and returns a log-sum-exp.
         times = query.shape[1] // key.shape[1]
         key, mask = _repeated(key, times), _aligned(mask, query, key)
     shared = query.shape[1] != key.shape[1]
@@ -59,17 +59,17 @@ def forward(
     scale: float | None,
     kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the output and its log-sum-exp; for rows that see no key the latter may be wrong."""
+    """Returns the output and its log-sum-exp, which is undefined for rows that see no key."""
     kind = kind or kind_of(query, key, mask, causal=causal)
     if kind == "cpu":
         return _cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     if causal:
-        # Other kernels align a causal mask at the lower right unless the tile is square.
+        # Kernels other than the CPU's align a causal mask at the lower right.
         assert query.shape[2] == key.shape[2]
     if kind == "flash":
-        tensors = map(_eights, (query, key, value))
+        padded = map(_padded, (query, key, value))
         factor = factor_of(query, scale)
-        out, lse, *_ = _flash(*tensors, 0.0, causal, False, scale=factor)
+        out, lse, *_ = _flash(*padded, 0.0, causal, False, scale=factor)
         return out[..., : query.shape[-1]], lse
     if kind == "cudnn":
         out, lse, *_ = _cudnn(query, key, value, None, True, 0.0, causal, False, scale=scale)
@@ -79,7 +79,7 @@ def forward(
     if kind == "efficient":
         bias = _aligned(mask, query, key)
         out, lse, *_ = _efficient(query, key, value, bias, True, 0.0, causal, scale=scale)
-        return out, lse[:, :, : query.shape[2]]  # it rounds up to a multiple of 32
+        return out, lse[:, :, : query.shape[2]]  # its length is rounded up to a multiple of 32
     score = _scores(query, key, mask, causal, scale)
     lse = torch.logsumexp(score, -1)
     return torch.matmul(_weights(score, lse).to(value.dtype), value), lse
@@ -98,32 +98,15 @@ def backward(
     scale: float | None,
     kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns the gradients of query, key and value; `lse` is inf in rows that see nothing."""
+    """Returns the gradients of query, key and value; `lse` is inf in rows that see no key."""
     kind = kind or kind_of(query, key, mask, causal=causal)
     if kind == "cpu":
         return _cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
     if kind in ("flash", "cudnn"):
-        # cuDNN wants the log-sum-exp as its own forward pass laid it out; flash takes any.
-        none = torch.empty(0, dtype=torch.int64, device=query.device)
-        rows, keys, factor = query.shape[2], key.shape[2], factor_of(query, scale)
-        tensors = map(_eights, (grad_out, query, key, value, out))
-        # Without cumulative lengths: any tensor, also an empty one, would stand for a nested batch.
-        # The last ones are the random state of dropout.
-        grads = _flash_backward(
-            *tensors,
-            lse.contiguous(),
-            None,
-            None,
-            rows,
-            keys,
-            0.0,
-            causal,
-            none,
-            none,
-            scale=factor,
-        )
+        # cuDNN requires the log-sum-exp in the layout of its own forward pass; flash takes any.
+        grads = _by_flash(grad_out, query, key, value, out, lse, causal, scale)
         return tuple(grad[..., : query.shape[-1]] for grad in grads)
     times = query.shape[1] // key.shape[1]
     key, value = _repeated(key, times), _repeated(value, times)
@@ -135,7 +118,7 @@ def backward(
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
-    """Takes attention over further keys into `out` and `lse`, by log-sum-exp."""
+    """Merges attention over further keys into `out` and `lse`, by log-sum-exp."""
     if out.device.type == "cpu":
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
     else:
@@ -147,10 +130,10 @@ def factor_of(query: torch.Tensor, scale: float | None) -> float:
     return float(query.shape[-1] ** -0.5) if scale is None else scale
 
 
-def _eights(tensor: torch.Tensor) -> torch.Tensor:
-    """Pads the features to a multiple of eight, which flash kernels need."""
-    more = -tensor.shape[-1] % 8
-    return F.pad(tensor, (0, more)) if more else tensor
+def _padded(tensor: torch.Tensor) -> torch.Tensor:
+    """Pads the features to a multiple of 8, which the flash kernel requires."""
+    padding = -tensor.shape[-1] % 8
+    return F.pad(tensor, (0, padding)) if padding else tensor
 
 
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
@@ -164,12 +147,12 @@ def _summed(grad: torch.Tensor, times: int) -> torch.Tensor:
 def _aligned(
     mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
 ) -> torch.Tensor | None:
-    """A mask as the efficient kernel takes it: of the query's dtype, expanded, aligned."""
+    """Returns a mask as the efficient kernel takes it: in the query's dtype, expanded, aligned."""
     if mask is None:
         return None
     keys = key.shape[2]
-    room = -keys % _MASK_ALIGN
-    bias = F.pad(mask.to(query.dtype), (0, room))[..., :keys]
+    padding = -keys % _MASK_ALIGN
+    bias = F.pad(mask.to(query.dtype), (0, padding))[..., :keys]
     return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
 
 
@@ -192,8 +175,28 @@ def _scores(
 
 
 def _weights(score: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    # Rows that see nothing: no weight at all.
+    # Rows that see no key have no weights.
     return torch.exp(score - lse.masked_fill(lse == -torch.inf, torch.inf).unsqueeze(-1))
+
+
+def _by_flash(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, ...]:
+    none = torch.empty(0, dtype=torch.int64, device=query.device)
+    rows, keys, factor = query.shape[2], key.shape[2], factor_of(query, scale)
+    padded = map(_padded, (grad_out, query, key, value, out))
+    # No cumulative lengths: any tensor, even an empty one, would mean a nested batch. The last two
+    # are the random state of dropout.
+    return _flash_backward(
+        *padded, lse.contiguous(), None, None, rows, keys, 0.0, causal, none, none, scale=factor
+    )
 
 
 def _by_matmuls(

@@ -1,7 +1,7 @@
-"""Tensors that a `score_mod` captures and that want a gradient: found, and put in their places.
+"""Tensors that a `score_mod` captures and that require gradients: found and replaced.
 
-A `score_mod` takes indices only; learnable tables come through its closure, the arguments of a
-`functools.partial`, or the module whose method it is. Autograd has to be told of them.
+A `score_mod` takes indices only; learnable tables come from its closure, the arguments of a
+`functools.partial`, or the module whose method it is. Autograd needs them as inputs.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from symm_cp.ops.attention.flex.mask import Modifier, over_indices
 
 
 class Rebinding(Protocol):
-    """Lets a backward pass put tensors of its own into a `score_mod`."""
+    """Lets a backward pass replace captured tensors of a `score_mod` by its own."""
 
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
         """Returns the function to differentiate, and what to take gradients of."""
 
 
 class Captures:
-    """The tensors that a `score_mod` captures and that want a gradient, each once.
+    """The tensors that a `score_mod` captures and that require gradients, each once.
 
-    `tensors` are those of closures and partials (also where nested), parameters of modules, and
-    other leaves that its result depends on.
+    `tensors` are those of closures and partials (also nested), parameters of modules, and other
+    leaves that its result depends on.
     """
 
     def __init__(self, score_mod: Modifier) -> None:
@@ -55,40 +55,40 @@ class Captures:
                 self._collect(part)
 
     def _collect_leaves(self) -> None:
-        """Adds the leaves that only running the function shows, such as those of globals."""
+        """Adds leaves that are found only by running the function, such as globals."""
         zero = torch.zeros(1, dtype=torch.int64, device="cpu")
         with torch.enable_grad():
             score = torch.zeros(1, 1, 1, 1, device="cpu", requires_grad=True)
             modified = over_indices(self._score_mod, score=True)(score, zero, zero, zero, zero)
         known = {_node(tensor) for tensor in (score, *self.tensors)}
-        todo = [_node(modified)] if modified.requires_grad else []
-        visited = set(todo)
-        while todo:
-            node = todo.pop()
+        pending = [_node(modified)] if modified.requires_grad else []
+        visited = set(pending)
+        while pending:
+            node = pending.pop()
             if node in known:
                 continue
-            if hasattr(node, "variable"):  # the end of the graph: a leaf
+            if hasattr(node, "variable"):  # a leaf
                 self._add(node.variable)
             fresh = {following for following, _ in node.next_functions} - visited - {None}
             visited |= fresh
-            todo += fresh
+            pending += fresh
 
     def bound(self, tensors: Sequence[torch.Tensor]) -> tuple[Modifier, list[torch.Tensor]]:
         """Returns the function to differentiate, and what to take gradients of.
 
-        `tensors` are the captured ones as autograd saved them. What was computed from others is
-        replaced by a leaf of its own, so that no gradient goes further back than to itself.
+        `tensors` are the captured ones as autograd saved them. Those computed from other tensors
+        are replaced by leaves, so that autograd stops there.
         """
-        inputs = [
+        leaves = [
             old if old.is_leaf else new.detach().requires_grad_()
             for old, new in zip(self.tensors, tensors, strict=True)
         ]
-        places = {id(old): new for old, new in zip(self.tensors, inputs, strict=True)}
-        return _replaced(self._score_mod, places, {}), inputs
+        places = {id(old): new for old, new in zip(self.tensors, leaves, strict=True)}
+        return _replaced(self._score_mod, places, {}), leaves
 
 
 def _node(tensor: torch.Tensor) -> Any:
-    """Where a tensor stands in the graph of autograd."""
+    """Returns the tensor's node in the autograd graph."""
     if tensor.requires_grad:
         return torch.autograd.graph.get_gradient_edge(tensor).node
     return None
@@ -97,19 +97,19 @@ def _node(tensor: torch.Tensor) -> Any:
 def captures_tensors(function: Any) -> bool:
     """Tells whether a function holds tensors or modules: in closures, defaults or partials."""
     seen: set[int] = set()
-    todo = [function]
-    while todo:
-        value = todo.pop()
+    pending = [function]
+    while pending:
+        value = pending.pop()
         if isinstance(value, torch.Tensor | torch.nn.Module):
             return True
         if id(value) not in seen:
             seen.add(id(value))
-            todo += _parts(value)
+            pending += _parts(value)
     return False
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a function or a container holds."""
+    """Returns what a function or a container holds."""
     if isinstance(value, types.FunctionType):
         cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
         return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
@@ -131,12 +131,12 @@ def _is_filled(cell: types.CellType) -> bool:
 
 
 def _replaced(value: Any, places: dict[int, torch.Tensor], done: dict[int, Any]) -> Any:
-    """A copy of a function or container with other tensors; the same one where none is in it."""
+    """Returns a copy of a function or container with tensors replaced."""
     if isinstance(value, torch.Tensor):
         return places.get(id(value), value)
     if id(value) in done:
         return done[id(value)]
-    done[id(value)] = value  # what refers to itself stays
+    done[id(value)] = value  # references to itself stay
 
     def replace(part: Any) -> Any:
         return _replaced(part, places, done)

@@ -1,10 +1,10 @@
-"""Masks of flex attention: evaluated with global indices, for one tile at a time.
+"""Masks of flex attention, evaluated with global indices one tile at a time.
 
-Shapes: B batch, H query heads, Q rows of queries and K of keys in a tile. A mask has dimensions
-(B or 1, H or 1, Q, K); it has 1 where it does not depend on that index.
+Shapes: B batch, H query heads, Q rows of queries and K of keys in a tile. A mask is (B or 1,
+H or 1, Q, K): size 1 where it does not depend on that index.
 
-A `BlockMask` decides first. A query sees a key in a full block; in a partial block when `mask_mod`
-says so; elsewhere it does not. That is how torch's kernels read it.
+A `BlockMask` comes first: a query sees all keys of a full block, those of a partial block for which
+`mask_mod` is true, and no others. torch's kernels interpret it in the same way.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from symm_cp.schedule.tiles import Tile
 #: A `mask_mod` or `score_mod`.
 Modifier: TypeAlias = Callable[..., torch.Tensor]
 
-#: What a block mask says of a block, and a mask of a run of keys.
+#: States of a block in a block mask, and of a run of keys under a mask.
 EMPTY, PARTIAL, FULL = 0, 1, 2
 
-# The largest tile: what a mask takes stays within a processor's cache, and the rows that a causal
-# mask wastes are few.
+# The largest tile: its mask fits into the processor's cache, and a causal mask wastes few rows.
 _ROWS, _KEYS = 256, 2048
 #: How many elements are evaluated at once.
 AREA = _ROWS * _KEYS
-# Keys of a tile are looked at by so many: shorter runs are not worth a kernel call of their own.
+# Granularity of runs of keys: shorter ones are not worth a kernel call of their own.
 _CELL = 128
 
 
@@ -58,7 +57,7 @@ def over_indices(modifier: Modifier, *, score: bool = False) -> Modifier:
 def evaluate(
     mask_mod: Modifier, batch: int, heads: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
 ) -> torch.Tensor:
-    """Returns what is visible: (B or 1, H or 1, Q, K) of bool."""
+    """Returns which keys are visible: (B or 1, H or 1, Q, K) of bool."""
     device = q_idx.device
     if mask_mod is noop_mask:
         return torch.ones(1, 1, len(q_idx), len(kv_idx), dtype=torch.bool, device=device)
@@ -73,16 +72,16 @@ def evaluate(
 
 
 def _listed(counts: torch.Tensor, indices: torch.Tensor, columns: int) -> torch.Tensor:
-    """Which of the columns the first `counts` of the indices name: (..., rows, columns) of bool."""
+    """Returns which columns are among the first `counts` indices: (..., rows, columns) of bool."""
     columns = max(columns, indices.shape[-1])
-    listed = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
-    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=indices.device)
-    found.scatter_(-1, torch.where(listed, indices, columns).long(), True)
-    return found[..., :columns]
+    counted = torch.arange(indices.shape[-1], device=indices.device) < counts.unsqueeze(-1)
+    listed = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=indices.device)
+    listed.scatter_(-1, torch.where(counted, indices, columns).long(), True)
+    return listed[..., :columns]
 
 
 def block_states(block_mask: BlockMask) -> torch.Tensor:
-    """Returns what a block mask says of each block: (B or 1, H or 1, rows, columns) of int8."""
+    """Returns the state of each block of a block mask: (B or 1, H or 1, rows, columns) of int8."""
     columns = -(-block_mask.seq_lengths[1] // block_mask.BLOCK_SIZE[1])
     states = _listed(block_mask.kv_num_blocks, block_mask.kv_indices, columns).to(torch.int8)
     if block_mask.full_kv_num_blocks is not None:
@@ -100,9 +99,9 @@ def whole_mask(
 ) -> tuple[BlockMask | None, Modifier | None]:
     """Returns the blocks and the `mask_mod` of the whole sequence that a `block_mask` stands for.
 
-    `local` and `whole` are the numbers of queries and keys of this rank and of all ranks. Where
-    `by_position` says that its `mask_mod` depends on positions alone, the mask may have been made
-    for this rank's part: then only its blocks are of no use. Raises `ValueError` for others.
+    `local` and `whole` are the numbers of queries and keys of this rank and of all ranks. A mask
+    made for this rank's part is used without its blocks if `by_position` tells that its `mask_mod`
+    depends on positions alone. Raises `ValueError` for masks of other lengths.
     """
     if block_mask is None:
         return None, None
@@ -113,9 +112,9 @@ def whole_mask(
         return None, block_mask.mask_mod
     raise ValueError(
         f"flex_attention: block_mask is for {lengths} queries and keys; within context_parallel it "
-        f"must be that of the whole sequence, {whole}. With a model of transformers, whose own "
-        "masks of padding or packed sequences are those of this rank's part, give the model such a "
-        "BlockMask as attention_mask"
+        f"must be that of the whole sequence, {whole}. Models of transformers make masks of padding "
+        "or packed sequences for this rank's part only: pass the model a BlockMask of the whole "
+        "sequence as attention_mask"
     )
 
 
@@ -126,13 +125,13 @@ def within(
     q_idx: torch.Tensor,
     kv_idx: torch.Tensor,
 ) -> torch.Tensor:
-    """Returns what is visible where blocks have a say: full ones show all, empty ones nothing."""
+    """Applies blocks to a mask: all keys of full blocks are visible, and none of empty ones."""
     blocks = states[:, :, q_idx // sizes[0]][..., kv_idx // sizes[1]]
     return (visible | (blocks == FULL)) & (blocks != EMPTY)
 
 
 def extents(copies: int) -> tuple[int, int]:
-    """Returns how many rows and keys a tile has, of which `copies` are evaluated at once."""
+    """Returns the rows and keys of the largest tile, if `copies` of it are evaluated at once."""
     rows, keys = _ROWS, _KEYS
     while copies * rows * keys > AREA and keys > 1:
         if keys > 2 * _CELL or rows <= 16:
@@ -143,7 +142,7 @@ def extents(copies: int) -> tuple[int, int]:
 
 
 def cut(tile: Tile, copies: int) -> Iterator[Tile]:
-    """Cuts a tile into those of which `copies` are evaluated at once."""
+    """Cuts a tile into tiles that are small enough to evaluate `copies` of each at once."""
     rows, keys = extents(copies)
     for q_begin in range(tile.q_begin, tile.q_end, rows):
         for k_begin in range(tile.k_begin, tile.k_end, keys):
@@ -152,13 +151,13 @@ def cut(tile: Tile, copies: int) -> Iterator[Tile]:
 
 
 def positions(spans: tuple[Span, ...]) -> torch.Tensor:
-    """The position in the sequence of each row of a rank."""
+    """Returns the position in the sequence of each row of a rank."""
     parts = [torch.arange(span.start, span.start + span.length, device="cpu") for span in spans]
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _strips(spans: tuple[Span, ...], limit: int) -> list[tuple[int, int]]:
-    """Cuts rows where runs of positions end, and into at most `limit`; joins short runs."""
+    """Cuts rows where runs of positions end, at most `limit` rows each; joins short runs."""
     strips: list[tuple[int, int]] = []
     joins = False
     for span in spans:
@@ -172,43 +171,43 @@ def _strips(spans: tuple[Span, ...], limit: int) -> list[tuple[int, int]]:
 
 
 def _runs(some: torch.Tensor, every: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """Runs of keys that nobody sees, some see, or all see, as (begin, end, kind).
+    """Yields runs of keys that no query sees, some see, or all see, as (begin, end, state).
 
-    `some` and `every` tell of each key whether any query or all queries see it.
+    `some` and `every` tell for each key whether any query or all queries see it.
     """
     keys = len(some)
     some = F.pad(some, (0, -keys % _CELL)).view(-1, _CELL).any(1)
     every = F.pad(every, (0, -keys % _CELL), value=True).view(-1, _CELL).all(1)
-    kinds = (some.int() + (some & every).int()).tolist()
+    states = (some.int() + (some & every).int()).tolist()
     begin = 0
-    for kind, cells in itertools.groupby(kinds):
+    for state, cells in itertools.groupby(states):
         end = min(keys, begin + _CELL * len(list(cells)))
-        yield begin, end, kind
+        yield begin, end, state
         begin = end
 
 
 def _joined(
-    found: Iterator[tuple[Tile, torch.Tensor | None]],
+    masked_tiles: Iterator[tuple[Tile, torch.Tensor | None]],
 ) -> Iterator[tuple[Tile, torch.Tensor | None]]:
-    """Joins full tiles of the same queries whose keys adjoin."""
-    held: Tile | None = None
-    for tile, visible in found:
-        if visible is None and held is not None and held.k_end == tile.k_begin:
-            held = Tile(tile.q_begin, tile.q_end, held.k_begin, tile.k_end)
+    """Joins full tiles of the same queries with adjacent keys."""
+    pending: Tile | None = None
+    for tile, visible in masked_tiles:
+        if visible is None and pending is not None and pending.k_end == tile.k_begin:
+            pending = Tile(tile.q_begin, tile.q_end, pending.k_begin, tile.k_end)
             continue
-        if held is not None:
-            yield held, None
-        held = tile if visible is None else None
+        if pending is not None:
+            yield pending, None
+        pending = tile if visible is None else None
         if visible is not None:
             yield tile, visible
-    if held is not None:
-        yield held, None
+    if pending is not None:
+        yield pending, None
 
 
 class MaskTiles:
-    """The tiles that a mask leaves of one rank's queries and each rank's keys.
+    """The tiles of one rank's queries and each rank's keys that a mask leaves.
 
-    What is skipped and what is full is decided once; masks are evaluated whenever they are needed.
+    Which tiles are empty and which are full is decided once; masks are evaluated on each use.
     """
 
     def __init__(
@@ -234,8 +233,8 @@ class MaskTiles:
         self._copies = self._probe() if queries.length and keys.length and all(heads) else 1
 
     def _probe(self) -> int:
-        # One pair tells on which of batch and head the mask depends, and whether it works at all:
-        # on every rank, before anything is communicated.
+        # One pair shows whether the mask depends on batch and head, and whether it raises: on every
+        # rank, before any communication.
         first = torch.zeros(1, dtype=torch.int64, device="cpu")
         shape = evaluate(self._mask_mod, *self._heads, first, first).shape[:2]
         if self._states is not None:
@@ -244,19 +243,19 @@ class MaskTiles:
 
     @property
     def all_full(self) -> bool:
-        """There is no mask."""
+        """Whether there is no mask."""
         return self._mask_mod is noop_mask and self._states is None
 
     def q_idx(self, tile: Tile) -> torch.Tensor:
-        """The positions of a tile's queries."""
+        """Returns the positions of a tile's queries."""
         return self._q_idx[tile.q_begin : tile.q_end]
 
     def kv_idx(self, owner: int) -> torch.Tensor:
-        """The positions of a rank's keys."""
+        """Returns the positions of a rank's keys."""
         return positions(self._keys.spans(owner))
 
     def tiles(self, owner: int) -> Iterator[tuple[Tile, torch.Tensor | None]]:
-        """The tiles of a rank's keys; with each, what is visible, or None when everything is."""
+        """Yields the tiles of a rank's keys, each with its mask, or None if it is full."""
         kv_idx = self.kv_idx(owner)
         if len(kv_idx) == 0 or len(self._q_idx) == 0 or not all(self._heads):
             return
@@ -277,27 +276,27 @@ class MaskTiles:
     def _strip(
         self, q_begin: int, q_end: int, kv_idx: torch.Tensor
     ) -> Iterator[tuple[Tile, torch.Tensor | None]]:
-        """The tiles of some rows."""
+        """Yields the tiles of some rows."""
         limit = extents(self._copies)[1]
-        for begin, end, kind in self._by_blocks(q_begin, q_end, kv_idx):
-            if kind == FULL:
+        for begin, end, state in self._by_blocks(q_begin, q_end, kv_idx):
+            if state == FULL:
                 yield Tile(q_begin, q_end, begin, end), None
-            if kind != PARTIAL:
+            if state != PARTIAL:
                 continue
             for first in range(begin, end, limit):
                 visible = self._visible(
                     Tile(q_begin, q_end, first, min(end, first + limit)), kv_idx
                 )
                 some, every = visible.any(2).flatten(0, 1).any(0), visible.all(2).flatten(0, 1)
-                for k_begin, k_end, seen in _runs(some, every.all(0)):
+                for k_begin, k_end, run in _runs(some, every.all(0)):
                     tile = Tile(q_begin, q_end, first + k_begin, first + k_end)
-                    if seen != EMPTY:
-                        yield tile, None if seen == FULL else visible[..., k_begin:k_end]
+                    if run != EMPTY:
+                        yield tile, None if run == FULL else visible[..., k_begin:k_end]
 
     def _by_blocks(
         self, q_begin: int, q_end: int, kv_idx: torch.Tensor
     ) -> Iterator[tuple[int, int, int]]:
-        """What the block mask alone says of some rows."""
+        """Yields runs of keys of some rows by their state in the block mask alone."""
         if self._states is None:
             yield 0, len(kv_idx), PARTIAL
             return

@@ -1,13 +1,13 @@
-"""Attention with a `score_mod`, and its gradient, tile by tile and written out.
+"""Attention with a `score_mod` and its gradient, written out in torch ops, tile by tile.
 
 Shapes: B batch, H query heads, G key/value heads (a divisor of H), R rows of queries and K keys in
-a tile, E features of a head. With S = score_mod(scale * q k^T) and -inf where the mask hides:
+a tile, E features of a head. With S = score_mod(scale * q k^T), -inf where a key is masked:
 
     out = softmax(S) v,  lse = logsumexp(S),  P = exp(S - lse)
     dv = P^T dout,  dS = P * (dout v^T - rowsum(dout * out) + dlse)
 
-and autograd takes dS through `score_mod`, to the scores and to the tensors that it captures. All
-of it in float32 (float64 for float64), for a bounded number of scores at a time.
+and autograd differentiates `score_mod`, by the scores and by the tensors that it captures. All in
+float32 (float64 for float64), for a bounded number of scores at a time.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Indices: TypeAlias = Callable[[Tile], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Scores:
-    """The scores of one rank's queries. `score_mod` None changes none."""
+    """The scores of one rank's queries. `score_mod` None leaves them unchanged."""
 
     def __init__(
         self, query: torch.Tensor, scale: float | None, score_mod: Modifier | None
@@ -42,11 +42,11 @@ class Scores:
 
     @property
     def copies(self) -> int:
-        """How many scores there are of each query and key."""
+        """The number of scores for each query and key."""
         return self._query.shape[0] * self._query.shape[1]
 
     def query(self, tile: Tile) -> torch.Tensor:
-        """A tile's queries."""
+        """Returns a tile's queries."""
         return self._query[:, :, tile.q_begin : tile.q_end].to(wide(self._query.dtype))
 
     def raw(self, tile: Tile, key: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class Scores:
     def modified(
         self, raw: torch.Tensor, visible: torch.Tensor | None, indices: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """Returns the modified scores, -inf where nothing is visible."""
+        """Returns the modified scores, -inf for masked keys."""
         scores = raw
         if self._score_mod is not None:
             scores = over_indices(self._score_mod, score=True)(raw, *self._heads, *indices)
@@ -72,16 +72,19 @@ def times(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 
 
 def transposed_times(a: torch.Tensor, b: torch.Tensor, shared: int) -> torch.Tensor:
-    """Returns a (B, H, R, X)^T @ b (B, H, R, Y), summed over heads that share: (B, G, X, Y)."""
+    """Returns a (B, H, R, X)^T @ b (B, H, R, Y), summed over heads that share a key head.
+
+    The result is (B, G, X, Y), where G is `shared`.
+    """
     left, right = (t.reshape(t.shape[0], shared, -1, t.shape[-1]) for t in (a, b))
     return torch.matmul(left.transpose(-1, -2), right)
 
 
 def _weights(scores: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """exp(score - shift), with a shift (B, H, R) for each row; 0 in rows that see nothing."""
+    """Returns exp(score - shift), with a shift (B, H, R) for each row; 0 in rows without keys."""
     shift = shift.masked_fill(shift == -torch.inf, torch.inf).unsqueeze(-1)
-    # Denormal numbers slow exp and the products by ten times, and biases by distance make many. So
-    # weights below 1e-35 of the largest (1e-304 in float64) become 0, as they do a little later.
+    # Denormal numbers make exp and products ten times slower, and biases by distance produce many.
+    # So weights below 1e-35 of the largest (1e-304 in float64) become 0; smaller ones underflow.
     least = -80.0 if scores.dtype == torch.float32 else -700.0
     weights = (scores - shift).clamp_(min=least).exp_()
     return F.threshold(weights, math.exp(least) * 1.01, 0.0, inplace=True)
@@ -102,21 +105,21 @@ def add_scores(
     shards: Sequence[torch.Tensor],
     indices: Indices,
 ) -> None:
-    """Lets `forward` take in a tile of some keys and values."""
+    """Adds a tile of some keys and values to `forward`."""
     for part in cut(tile, scores.copies):
         k, v = (t[:, :, part.k_begin : part.k_end].to(wide(t.dtype)) for t in shards)
         modified = scores.modified(scores.raw(part, k), _part(tile, part, visible), indices(part))
         top = modified.amax(-1)
         weights = _weights(modified, top)
         total = weights.sum(-1)
-        lse = top + total.log()  # twice -inf in rows that see nothing
+        lse = top + total.log()  # both -inf in rows that see no key
         out = times(weights, v).div_(total.masked_fill_(total == 0, 1).unsqueeze(-1))
         forward.merge(part.q_begin, part.q_end, out, lse)
 
 
 @contextmanager
 def _reproducible() -> Iterator[None]:
-    """Gradients of tables that are looked up are added up in one order, not as threads come."""
+    """Makes gradients of lookup tables independent of the order in which threads add to them."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -141,7 +144,7 @@ class ScoreGradients:
         dtype = wide(out.dtype)
         self._scores, self._lse, self._captured = scores, lse, captured
         self._grad_out = grad_out.to(dtype)
-        # What is taken from every dout v^T of a row.
+        # Subtracted from every dout v^T of a row.
         self._delta = (self._grad_out * out.to(dtype)).sum(-1)
         if grad_lse is not None:
             self._delta = self._delta - grad_lse
@@ -157,7 +160,7 @@ class ScoreGradients:
         indices: Indices,
         totals: tuple[Total, Total],
     ) -> None:
-        """Takes in a tile, and adds to `totals` what belongs to its keys and values."""
+        """Adds a tile; `totals` receive the gradients of its keys and values."""
         for part in cut(tile, self._scores.copies):
             rows, begin, end = slice(part.q_begin, part.q_end), part.k_begin, part.k_end
             k, v = (t[:, :, begin:end].to(self._grad_out.dtype) for t in shards)
@@ -167,25 +170,25 @@ class ScoreGradients:
                 modified = self._scores.modified(raw, _part(tile, part, visible), indices(part))
             weights = _weights(modified.detach(), lse)
             totals[1].add(begin, end, transposed_times(weights, grad_out, v.shape[1]))
-            given = times(grad_out, v.transpose(-1, -2)).sub_(self._delta[:, :, rows, None])
-            grad = self._through(modified, raw, given.mul_(weights))
-            if grad is not None:
-                grad = grad * self._scores.scale
-                self.grad_query.add(part.q_begin, part.q_end, times(grad, k))
+            grad_weights = times(grad_out, v.transpose(-1, -2)).sub_(self._delta[:, :, rows, None])
+            grad_raw = self._through(modified, raw, grad_weights.mul_(weights))
+            if grad_raw is not None:
+                grad_raw = grad_raw * self._scores.scale
+                self.grad_query.add(part.q_begin, part.q_end, times(grad_raw, k))
                 query = self._scores.query(part)
-                totals[0].add(begin, end, transposed_times(grad, query, k.shape[1]))
+                totals[0].add(begin, end, transposed_times(grad_raw, query, k.shape[1]))
 
     def _through(
         self, modified: torch.Tensor, raw: torch.Tensor, grad: torch.Tensor
     ) -> torch.Tensor | None:
-        """Takes a gradient back to the scores, and adds to those of the captured tensors."""
+        """Returns the gradient of the scores, and adds to those of the captured tensors."""
         if not modified.requires_grad:
             return None
         with _reproducible():
-            of_raw, *found = torch.autograd.grad(
+            of_raw, *of_captured = torch.autograd.grad(
                 modified, [raw, *self._captured], grad, allow_unused=True
             )
-        for total, part in zip(self.grad_captured, found, strict=True):
+        for total, part in zip(self.grad_captured, of_captured, strict=True):
             if part is not None:
                 total += part
         return of_raw

@@ -24,8 +24,8 @@ from symm_cp import env
 #: Where buffers begin, in bytes: a cache line, and as torch's own allocations on CPU do.
 ALIGN = 64
 
-# Debug offsets: multiples of this (tests set it to 8 to see that they would notice), up to a page.
-_unit = ALIGN
+#: Debug offsets are multiples of this, up to a page. Tests set it to 8 to see whether they notice.
+offset_unit = ALIGN
 _OFFSETS = 64
 _scratches = itertools.count()
 
@@ -48,7 +48,7 @@ def debug_offset(*key: object) -> int:
     seed = env.debug_offsets()
     if seed is None:
         return 0
-    return zlib.crc32(repr((seed, key)).encode()) % _OFFSETS * _unit
+    return zlib.crc32(repr((seed, key)).encode()) % _OFFSETS * offset_unit
 
 
 def scratch(like: torch.Tensor, nbytes: int) -> torch.Tensor:

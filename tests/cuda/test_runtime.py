@@ -23,6 +23,8 @@ MODES = pytest.mark.parametrize(
     ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
 )
 wait = torch.ops._c10d_functional.wait_tensor
+GATHER = low_contention.CUDA_KERNELS["_low_contention_all_gather"]
+SCATTER = low_contention.CUDA_KERNELS["_low_contention_reduce_scatter"]
 
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -47,9 +49,9 @@ def transfers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
             in_place = turn % 2 == 1
             if in_place:
                 shard, whole = symmetric(shard, group), symmetric(whole, group)
-            gathered = low_contention._all_gather_cuda(shard, group.group_name)
+            gathered = GATHER(shard, group.group_name)
             op = random.choice(["sum", "avg"])
-            scattered = low_contention._reduce_scatter_cuda(whole, op, group.group_name)
+            scattered = SCATTER(whole, op, group.group_name)
             if not in_place:  # the caller may have its input back at once
                 shard.fill_(torch.nan)
                 whole.fill_(torch.nan)
@@ -67,10 +69,10 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
     with simulation() as made:
         shard = symmetric(torch.randn(64, 4), group)
-        wait(low_contention._all_gather_cuda(shard, group.group_name))
+        wait(GATHER(shard, group.group_name))
         made.synchronize()
         made.count()
-        wait(low_contention._all_gather_cuda(shard, group.group_name))
+        wait(GATHER(shard, group.group_name))
         return made.count()
 
 
@@ -129,7 +131,7 @@ def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any])
                 assert torch.equal(key, rows.flatten(0, 1))
                 assert torch.equal(value, -key)
             elif kind == 3:
-                gathered = low_contention._all_gather_cuda(rows[rank], group.group_name)
+                gathered = GATHER(rows[rank], group.group_name)
                 pending.append((gathered, rows))
             elif pending:
                 gathered, expected = pending.pop(0)

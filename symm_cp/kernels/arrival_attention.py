@@ -200,7 +200,7 @@ def arrival_attention_kernel(
     KEYS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """One program after another takes a block of rows; see `arrival_attention`."""
+    """Each program computes blocks of rows in turn; arguments as in `arrival_attention`."""
     blocks = tl.cdiv(rows, ROWS)
     e = tl.arange(0, E)
     for block in range(tl.program_id(0), blocks * batch_heads, tl.num_programs(0)):

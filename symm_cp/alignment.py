@@ -24,8 +24,8 @@ from symm_cp import env
 #: The alignment of buffers in bytes: a cache line, and that of torch's allocations on CPU.
 ALIGN = 64
 
-# Debug offsets are multiples of this, up to a page; tests set it to 8 to see that they would fail.
-_unit = ALIGN
+#: Debug offsets are multiples of this, up to a page; tests set it to 8 to see that they would fail.
+offset_unit = ALIGN
 _OFFSETS = 64
 _scratches = itertools.count()
 
@@ -48,7 +48,7 @@ def debug_offset(*key: object) -> int:
     seed = env.debug_offsets()
     if seed is None:
         return 0
-    return zlib.crc32(repr((seed, key)).encode()) % _OFFSETS * _unit
+    return zlib.crc32(repr((seed, key)).encode()) % _OFFSETS * offset_unit
 
 
 def scratch(like: torch.Tensor, nbytes: int) -> torch.Tensor:

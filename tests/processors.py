@@ -2,8 +2,8 @@
 
 What torch and its matrix libraries do differs between processors: vectors of 128, 256 or 512 bits,
 and whether MKL's sums depend on addresses (float32 ones do with `MKL_ENABLE_INSTRUCTIONS=SSE4_2`,
-and on AMD processors). These settings hold on every x86-64 processor: where one asks for what the
-processor lacks it is left out.
+and on AMD processors). The settings apply to every x86-64 processor; one that asks for a feature
+which the processor lacks is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 #: The tests that multiply, attend or compare bits.
 TESTS = ("tests/bits", "tests/ops/test_random.py")
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
-#: Settings, and what the processor must be able to do.
+#: Settings, and the features that they need.
 SETTINGS: tuple[tuple[dict[str, str], frozenset[str]], ...] = (
     ({"MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ATEN_CPU_CAPABILITY": "default"}, frozenset()),
     ({"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "avx2"}, frozenset({"avx2", "fma"})),
@@ -25,15 +25,15 @@ SETTINGS: tuple[tuple[dict[str, str], frozenset[str]], ...] = (
 )
 
 
-def flags() -> set[str]:
-    """Returns what the processor can do."""
+def features() -> set[str]:
+    """Returns the processor's features, as the kernel names them."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
 def main() -> int:
     """Runs the tests under each setting; returns an exit code."""
-    here, failed = flags(), False
+    here, failed = features(), False
     for seed, (settings, needed) in enumerate(SETTINGS, 1):
         described = " ".join(f"{name}={value}" for name, value in settings.items())
         if missing := needed - here:
@@ -42,7 +42,7 @@ def main() -> int:
         start = time.monotonic()
         # Every setting finds the buffers elsewhere, too.
         environment = {**os.environ, **settings, "SYMM_CP_DEBUG_OFFSETS": str(seed)}
-        command = [sys.executable, "-m", "pytest", *TESTS]
+        command = [sys.executable, "-m", "pytest", "--all", *TESTS]
         code = subprocess.run(command, env=environment, check=False).returncode
         result = "failed" if code else "passed"
         print(f"{described}: {result}, {time.monotonic() - start:.0f} s", flush=True)

@@ -56,6 +56,8 @@ class Device(ABC):
     dispatch_key: ClassVar[str]
     #: A library that exports the functions listed in csrc/driver.h.
     driver: str
+    #: Whether torch has kernels of its own for the ops of `torch.ops.symm_mem`.
+    torch_has_kernels: ClassVar[bool] = False
     #: Whether calls can be captured into graphs.
     captures: ClassVar[bool] = False
     #: Whether it reaches ranks on other hosts, so that groups need no hierarchy.

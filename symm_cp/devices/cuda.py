@@ -18,6 +18,7 @@ class CudaDevice(Device):
     """The streams of one GPU."""
 
     torch_type, dispatch_key = "cuda", "CUDA"
+    torch_has_kernels = True
     driver = "libcuda.so.1"
     captures = True
 

@@ -38,7 +38,7 @@ class Tiling:
 
 # Two warpgroups of 64 queries each. tests/cuda/test_compiled.py shows that tiles of this size stay
 # in registers on Hopper, and fit into the shared memory of smaller GPUs.
-_TILINGS = {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 128, 8, 2)}
+TILINGS = {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 128, 8, 2)}
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _attend_shard(
 
 
 @triton.jit
-def _arrival_attention(
+def arrival_attention_kernel(
     query,
     key,
     value,
@@ -200,6 +200,7 @@ def _arrival_attention(
     KEYS: tl.constexpr,
     E: tl.constexpr,
 ):
+    """Each program computes blocks of rows in turn; arguments as in `arrival_attention`."""
     blocks = tl.cdiv(rows, ROWS)
     e = tl.arange(0, E)
     for block in range(tl.program_id(0), blocks * batch_heads, tl.num_programs(0)):
@@ -279,7 +280,7 @@ def arrival_attention(
     G, shards = key.shape[1], chunks.shape[0]
     out = torch.empty_like(query)
     lse = query.new_empty((B, H, S), dtype=torch.float32)
-    tiling = tiling or _TILINGS[E]
+    tiling = tiling or TILINGS[E]
     work = triton.cdiv(S, tiling.rows) * B * H
     if work == 0:
         return out, lse
@@ -289,7 +290,7 @@ def arrival_attention(
     if programs is None:
         programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scale = E**-0.5 if scale is None else scale
-    _arrival_attention[(min(programs, work),)](
+    arrival_attention_kernel[(min(programs, work),)](
         query,
         key,
         value,

@@ -120,14 +120,15 @@ device_kernels: dict[str, Op] = {}
 def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
     """Registers an op's kernel for CPU tensors and for those of every known device.
 
-    With `replaces_torch`, torch has a kernel for devices: ours is kept in `device_kernels`.
+    With `replaces_torch`, torch has a kernel for some devices; ours is kept in `device_kernels`, and
+    `override_cuda_ops` installs it.
     """
     lib.impl(name, kernel, "CPU")
     if replaces_torch:
         device_kernels[name] = kernel
-        return
     for device in devices.known():
-        lib.impl(name, kernel, device.dispatch_key)
+        if not (replaces_torch and device.torch_has_kernels):
+            lib.impl(name, kernel, device.dispatch_key)
 
 
 def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:

@@ -8,7 +8,7 @@ import torch
 
 
 @functools.cache
-def _torch_scales_rows_on_cpu() -> bool:
+def torch_scales_rows_on_cpu() -> bool:
     """Whether `torch._scaled_mm` takes a scale for each row on CPU; that of 2.11 does not."""
     matrix = torch.zeros(16, 16, dtype=torch.float8_e4m3fn, device="cpu")
     rows, columns = (torch.ones(shape, device="cpu") for shape in ((16, 1), (1, 16)))
@@ -40,7 +40,7 @@ def scaled_mm_out(
     if by_rows:
         scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a
         scale_b = scale_b.reshape(1, 1).repeat(1, B.shape[1]) if scale_b.numel() == 1 else scale_b
-    if by_rows and A.device.type == "cpu" and not _torch_scales_rows_on_cpu():
+    if by_rows and A.device.type == "cpu" and not torch_scales_rows_on_cpu():
         one = scale_a.new_ones(())
         product = torch._scaled_mm(A, B, one, one, out_dtype=torch.float32)
         product.mul_(scale_a).mul_(scale_b)

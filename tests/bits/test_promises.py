@@ -21,7 +21,7 @@ import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
 from symm_cp import alignment, devices, memory, tuning
-from symm_cp.ops.scaled_mm import _torch_scales_rows_on_cpu
+from symm_cp.ops.scaled_mm import torch_scales_rows_on_cpu
 from tests import device as test_device
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
@@ -43,7 +43,7 @@ def moved(group: dist.ProcessGroup, unit: int = alignment.ALIGN) -> Iterator[Non
     state, streams = memory.resolve(group), test_device.chosen() == "simulated"
     with (
         mock.patch.dict(os.environ, {"SYMM_CP_DEBUG_OFFSETS": "7"}),
-        mock.patch.object(alignment, "_unit", unit),
+        mock.patch.object(alignment, "offset_unit", unit),
         simulation(delays_us=0) if streams else nullcontext(),
     ):
         dist.barrier(group)
@@ -155,7 +155,7 @@ def repeated(group: dist.ProcessGroup, unit: int) -> list[str]:
     """The ops of which a call gave other bits than the same call before, or had other operands."""
     differ = []
     torch.manual_seed(group.rank())
-    _torch_scales_rows_on_cpu()  # it multiplies to find out
+    torch_scales_rows_on_cpu()  # it multiplies to find out
     for name, (run, ways) in all_ops(group).items():
         for way in ways:
             with moved(group, unit), tuning.forced(way), watched(ULPS) as calls:
@@ -260,7 +260,7 @@ def test_where_a_shard_lies_changes_no_bit(ranks: Ranks, world_size: int) -> Non
 
 def operands(group: dist.ProcessGroup) -> None:
     """What the ops of shards multiply begins at multiples of 64 bytes and has a shape's strides."""
-    _torch_scales_rows_on_cpu()  # it multiplies to find out
+    torch_scales_rows_on_cpu()  # it multiplies to find out
     for kind in ("view", "symmetric view"):
         with moved(group), tuning.forced("shards"), watched() as calls:
             x = elsewhere(torch.randn(3, 5, 7), kind, group)

@@ -29,15 +29,15 @@ _SOURCE = Path(__file__).with_name("driver.cpp")
 
 @cache
 def build() -> str:
-    """Compiles the stand-in, once for each version of it; returns the library's path."""
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    """Compiles the stand-in, once for each version and compiler; returns the library's path."""
+    command = native.find_compiler()
+    digest = hashlib.sha256(command.encode() + _SOURCE.read_bytes()).hexdigest()[:16]
     target = Path(tempfile.gettempdir()) / f"symm_cp_simulated_driver_{digest}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory() as folder:
             made = Path(folder) / "driver.so"
             flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-o", str(made)]
-            compiler = shlex.split(native.find_compiler())
-            subprocess.run([*compiler, *flags, str(_SOURCE)], check=True)
+            subprocess.run([*shlex.split(command), *flags, str(_SOURCE)], check=True)
             scratch = target.with_name(f"{target.name}.{made.parent.name}")
             scratch.write_bytes(made.read_bytes())
             scratch.replace(target)

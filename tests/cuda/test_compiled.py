@@ -71,7 +71,7 @@ def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
 
 
 def attention(features: int, causal: bool, target: GPUTarget) -> Any:
-    tiling = arrival._TILINGS[features]
+    tiling = arrival.TILINGS[features]
     tensors = ("query", "key", "value", "pulled_key", "pulled_value", "out")
     types = dict.fromkeys(tensors, "*bf16")
     types |= dict.fromkeys(("q_positions", "chunks", "words"), "*i32")
@@ -80,7 +80,7 @@ def attention(features: int, causal: bool, target: GPUTarget) -> Any:
         "CHUNKS": 2, "CAUSAL": causal, "ROWS": tiling.rows, "KEYS": tiling.keys, "E": features
     }  # fmt: skip
     return compiled(
-        arrival._arrival_attention, types, constants, target,
+        arrival.arrival_attention_kernel, types, constants, target,
         num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True,
     )  # fmt: skip
 

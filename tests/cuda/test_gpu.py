@@ -1,4 +1,4 @@
-"""What only a GPU can show, in one process. Ranks on GPUs: `pytest --device cuda`."""
+"""What only a GPU can show, in one process. Ranks on GPUs: test_on_gpus.py."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def test_rows_have_scales(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if not torchs_own:
-        monkeypatch.setattr(scaled_mm, "_torch_scales_rows_on_cpu", lambda: False)
+        monkeypatch.setattr(scaled_mm, "torch_scales_rows_on_cpu", lambda: False)
     a, b = torch.randn(33, 64).to(FLOAT8), torch.randn(48, 64).to(FLOAT8).t()
     scale_a = torch.rand(rows[0], 1) + 0.5
     scale_b = torch.rand(1, rows[1]) + 0.5

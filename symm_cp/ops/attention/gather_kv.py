@@ -19,6 +19,7 @@ from symm_cp.ops.common import (
     group_of,
     lib,
     new_result,
+    register_kernel,
     what_is,
     world_size_of,
 )
@@ -138,9 +139,8 @@ def _scatter_backward(
 
 def register() -> None:
     """Adds the kernels, the fake kernels and the gradients."""
-    for device in ("CPU", "CUDA"):
-        lib.impl(_GATHER, _gather_kernel, device)
-        lib.impl(_SCATTER, _scatter_kernel, device)
+    register_kernel(_GATHER, _gather_kernel)
+    register_kernel(_SCATTER, _scatter_kernel)
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
     # Each is the gradient of the other.

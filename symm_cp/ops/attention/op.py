@@ -34,7 +34,7 @@ from symm_cp.ops.attention.pipeline import (
 )
 from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors
 from symm_cp.ops.attention.tiles import Backward, Forward, dense_features
-from symm_cp.ops.common import attention_runs, group_of, lib
+from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
 _FORWARD = "fused_all_gather_attention"
@@ -217,8 +217,7 @@ def register() -> None:
         (_FORWARD, _attention_kernel, _attention_fake),
         (_BACKWARD, _attention_backward_kernel, _attention_backward_fake),
     ):
-        for device in ("CPU", "CUDA"):
-            lib.impl(name, kernel, device)
+        register_kernel(name, kernel)
         lib.impl(name, fake, "Meta")
     lib.impl(_FORWARD, _attention_autograd, "Autograd")
     lib.impl(_BACKWARD, _attention_backward_autograd, "Autograd", with_keyset=True)

@@ -120,8 +120,8 @@ device_kernels: dict[str, Op] = {}
 def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
     """Registers an op's kernel for CPU tensors and for those of every known device.
 
-    With `replaces_torch`, torch has a kernel for some devices; ours is kept in `device_kernels`, and
-    `override_cuda_ops` installs it.
+    With `replaces_torch`, torch has a kernel for some devices; ours is kept in `device_kernels`,
+    and `override_cuda_ops` installs it.
     """
     lib.impl(name, kernel, "CPU")
     if replaces_torch:

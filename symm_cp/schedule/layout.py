@@ -36,7 +36,7 @@ class SequenceLayout:
             raise ValueError(f"world_size={ranks} must be at least 1")
         if chunks == 0 or chunks % ranks != 0:
             raise ValueError(
-                f"chunk_order: its length {chunks} must be a positive multiple of world size "
+                f"chunk_order has {chunks} chunks, must have a positive multiple of world size "
                 f"{ranks} (chunks may be empty)"
             )
         if sorted(self.chunk_order) != list(range(chunks)):

@@ -48,8 +48,8 @@ def test_even_lengths(length: int, chunks: int) -> None:
     ("arguments", "message"),
     [
         ((0, (0,), (1,)), "world_size=0"),
-        ((2, (0, 1, 2), (1, 1, 1)), "length 3 must be a positive multiple of world size 2"),
-        ((2, (), ()), "length 0 must be"),
+        ((2, (0, 1, 2), (1, 1, 1)), "3 chunks, must have a positive multiple of world size 2"),
+        ((2, (), ()), "0 chunks"),
         ((2, (0, 2), (1, 1)), r"chunk_order=\[0, 2\] must be a permutation of 0..1"),
         ((2, (0, 0), (1, 1)), "must be a permutation"),
         ((2, (0, 1), (1,)), "1 entries for 2 chunks"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp.schedule import Compute, Copy, Schedule, Signal, Step, Wait
@@ -22,6 +22,7 @@ def costs(compute: float, copy: float):  # type: ignore[no-untyped-def]
     return cost
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(st.integers(1, 8), TIMES)
 def test_without_copies_a_pipeline_takes_the_time_of_its_kernels(ranks: int, kernel: float) -> None:
     timeline = simulate([DIRECT.schedules(ranks)], costs(kernel, 0.0))
@@ -29,6 +30,7 @@ def test_without_copies_a_pipeline_takes_the_time_of_its_kernels(ranks: int, ker
     assert timeline.busy(0, Compute) == pytest.approx(ranks * kernel)
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(st.integers(2, 8), TIMES, TIMES)
 def test_a_pulled_pipeline_takes_the_longer_of_copies_and_kernels(
     ranks: int, kernel: float, copy: float
@@ -45,6 +47,7 @@ def test_a_pulled_pipeline_takes_the_longer_of_copies_and_kernels(
     assert timeline.total <= slower + min(kernel, copy) + copy
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(st.integers(2, 6), TIMES, TIMES, TIMES)
 def test_signals_take_time(ranks: int, kernel: float, copy: float, signal: float) -> None:
     schedules = STAGED.schedules(ranks)
@@ -55,6 +58,7 @@ def test_signals_take_time(ranks: int, kernel: float, copy: float, signal: float
     assert timeline.total == pytest.approx(end)
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(st.integers(2, 6), TIMES)
 def test_what_is_hidden(ranks: int, kernel: float) -> None:
     schedules = STAGED.schedules(ranks)
@@ -78,6 +82,7 @@ def test_every_variant_ends(place: Place) -> None:
         assert len(timeline.events) == 3 * steps
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(st.integers(1, 8), TIMES, TIMES)
 def test_a_kernel_that_polls_begins_at_once(ranks: int, shard: float, copy: float) -> None:
     """And ends as W kernels would, one for each shard."""

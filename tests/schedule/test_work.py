@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp.schedule.machine import Curve, Machine
@@ -29,6 +29,7 @@ RANKS = st.integers(1, 8)
 TIMES = st.floats(0.01, 100.0)
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(RANKS, TIMES, TIMES)
 def test_consuming_in_place(ranks: int, kernel: float, shard: float) -> None:
     """A copy to the slot, W kernels, of which W - 1 read at peers."""
@@ -37,6 +38,7 @@ def test_consuming_in_place(ranks: int, kernel: float, shard: float) -> None:
     assert work.predict(SLOW, ranks).total == pytest.approx(expected)
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(RANKS, TIMES, TIMES)
 def test_producing(ranks: int, kernel: float, partial: float) -> None:
     """W kernels, then a sum that reads W partial sums and writes one."""
@@ -45,6 +47,7 @@ def test_producing(ranks: int, kernel: float, partial: float) -> None:
     assert work.predict(SLOW, ranks).total == pytest.approx(expected)
 
 
+@settings(deadline=None)  # the first example builds schedules
 @given(RANKS, TIMES, TIMES)
 def test_staged_transfers_hide_behind_kernels(ranks: int, kernel: float, shard: float) -> None:
     """A pull ends at (t + 2) copies, a kernel begins when it and the kernel before have ended."""

@@ -164,7 +164,7 @@ def test_saved_files_replace_links_in_the_cache(
         (["bench", "--against", "nccl"], "--against nccl: --device cpu communicates by gloo"),
         (["bench", "--against", "torch"], "torch has no kernels for these ops on CPU"),
         (["bench", "train", "--shapes", "64x1x7"], "--seq 7 cannot be split over 2 ranks"),
-        (["trace", "attention", "--machine", "h300"], "--machine 'h300' is neither"),
+        (["trace", "attention", "--machine", "h300"], "--machine 'h300' must be one of"),
         (["trace", "attention", "--shape", "8x8x8,9x8x8"], "must be a single shape"),
         (["tune", "--shapes", "llama3-8b", "--ranks", "3"], "tokens: 512 is not divisible by 3"),
         (

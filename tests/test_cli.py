@@ -32,7 +32,8 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    assert all(command in shown for command in ("demo", "doctor", "build"))
+    commands = ("demo", "doctor", "plan", "bench", "trace", "calibrate", "tune", "build")
+    assert all(f"\n    {command}" in shown for command in commands)
 
 
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -1,7 +1,7 @@
 """A `BlockMask` of the whole sequence, cut to the queries of one rank.
 
-The rank's queries are those that a load balancer gives it; its keys are all of them, in the order
-in which they are gathered: rank after rank. Local indices are of those, global ones of the
+The rank's queries are those that a load balancer gives it; its keys are those of all ranks, in the
+order in which they are gathered: rank after rank. Local indices refer to these, global ones to the
 sequence.
 """
 
@@ -44,16 +44,16 @@ def local_block_mask(
             B, H, len(q), len(k), BLOCK_SIZE=block_mask.BLOCK_SIZE,
         )
 
-    with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(). Any lengths do,
-    also such that block boundaries are not chunk boundaries: what is evaluated anew are blocks that
-    straddle several blocks of the whole, not all empty nor all full, some at a time. Blocks have to
-    say what `block_mask.mask_mod` says, as `create_block_mask` makes them, or that is torch's
+    with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(). Any lengths work,
+    also where block boundaries are not chunk boundaries: blocks made of several blocks of the whole
+    that are neither all empty nor all full are evaluated again, a few at a time. Blocks must agree
+    with `block_mask.mask_mod`, as those of `create_block_mask` do, unless that is torch's
     `noop_mask`.
 
-    `kv_load_balancer` tells how keys are spread; by default as queries, or evenly where there are
-    not as many keys as queries. The result remembers `block_mask` as `symm_cp_global`, and has a
-    mask for each sample where the load balancer has a layout for each. Raises `ValueError` when
-    lengths or rank do not fit.
+    `kv_load_balancer` tells how keys are spread; by default as queries, or evenly if the number of
+    keys differs. The result keeps `block_mask` as `symm_cp_global`, and has a mask for each sample
+    if the load balancer has a layout for each. Raises `ValueError` for other lengths or an invalid
+    rank.
     """
     if load_balancer.samples or (kv_load_balancer is not None and kv_load_balancer.samples):
         result = _of_samples(block_mask, load_balancer, rank, kv_load_balancer)
@@ -152,8 +152,8 @@ def local_score_mod(
         lambda score, b, h, q_idx, kv_idx: score_mod(score, b, h, q[q_idx], k[kv_idx])
 
     with q = load_balancer.positions(rank) and k = kv_load_balancer.permutation(), by default of the
-    same balancer; both on `device`, where the indices are to be. Raises `ValueError` for a rank
-    that there is not, `NotImplementedError` for layouts of each sample.
+    same balancer; both on `device`, as the indices must be. Raises `ValueError` for an invalid
+    rank, `NotImplementedError` if each sample has its own layout.
     """
     _check_rank(load_balancer, rank)
     keys = load_balancer if kv_load_balancer is None else kv_load_balancer
@@ -183,16 +183,18 @@ def _keys(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer | Non
 
 def _check_rank(load_balancer: LoadBalancer, rank: int) -> None:
     if not 0 <= rank < load_balancer.world_size:
-        raise ValueError(f"{rank=} is not one of the {load_balancer.world_size} of {load_balancer}")
+        raise ValueError(
+            f"{rank=} must be in [0, {load_balancer.world_size}), the ranks of {load_balancer}"
+        )
 
 
 def _check(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer, rank: int) -> None:
     _check_rank(queries, rank)
-    given, needed = tuple(block_mask.seq_lengths), (queries.seq_length, keys.seq_length)
-    if given != needed:
+    lengths, whole = tuple(block_mask.seq_lengths), (queries.seq_length, keys.seq_length)
+    if lengths != whole:
         raise ValueError(
-            f"local_block_mask: block_mask is for {given} queries and keys: needs to be of the "
-            f"whole sequence, {needed}"
+            f"local_block_mask: block_mask is for {lengths} queries and keys, must be for the "
+            f"whole sequence, {whole}"
         )
     if block_mask.kv_num_blocks.dim() != 3:
         raise ValueError(
@@ -202,14 +204,14 @@ def _check(block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer, ran
 
 
 def _ordered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks a row has and their columns, those that count first."""
+    """Returns how many blocks a row has, and all columns, theirs first."""
     order = torch.argsort(blocks.int(), dim=-1, descending=True, stable=True)
     return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
 def _index(positions: torch.Tensor) -> _Index:
-    """Looks positions up; what is beyond the end, as in padded blocks, gets the last one."""
-    # Never empty: a rank without rows has a mask to evaluate all the same.
+    """Returns a lookup of positions; indices beyond the end, as in padded blocks, get the last."""
+    # Never empty: the mask of a rank without rows is evaluated, too.
     padded = positions if len(positions) else positions.new_zeros(1)
     last = len(padded) - 1
     return lambda index: padded[index.clamp(max=last)]
@@ -245,7 +247,7 @@ def _local_mask_mod_of_samples(mask_mod: Modifier, q: torch.Tensor, k: torch.Ten
 
 
 def _mask_of_blocks(block_mask: BlockMask) -> Modifier:
-    """The mask of a block mask that has no other than its blocks."""
+    """Returns the mask that the blocks of a block mask alone describe."""
     visible = block_states(block_mask) != EMPTY
     if visible.all():
         return noop_mask
@@ -266,8 +268,8 @@ def _mask_of_blocks(block_mask: BlockMask) -> Modifier:
 class _Blocks:
     """Along one dimension: which blocks of the whole each local block is made of.
 
-    `sources` (blocks, n) are their numbers, some repeated. `short` marks a last block that reaches
-    beyond the end, `exact` those that are one block of the whole.
+    `sources` (blocks, n) are their numbers, some repeated. `short` marks a last block that extends
+    beyond the end, `exact` blocks that equal one block of the whole.
     """
 
     def __init__(self, positions: torch.Tensor, size: int, length: int) -> None:
@@ -287,7 +289,7 @@ class _Blocks:
 
 
 def _distinct(ids: torch.Tensor) -> torch.Tensor:
-    """The distinct numbers of each row, the first one repeated where there are fewer."""
+    """Returns the distinct numbers of each row, padded with the first one."""
     if len(ids) == 0:
         return ids.new_zeros(0, 1)
     ordered = ids.sort(-1).values
@@ -300,7 +302,7 @@ def _distinct(ids: torch.Tensor) -> torch.Tensor:
 
 
 def _local_states(block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """What the local mask says of each block: as `block_states`."""
+    """Returns the state of each block of the local mask, as `block_states` does."""
     states, sizes = block_states(block_mask), block_mask.BLOCK_SIZE
     if block_mask.mask_mod is noop_mask:
         states = states.clamp(max=PARTIAL) * FULL
@@ -309,7 +311,7 @@ def _local_states(block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> to
     low, high = (_reduced(states, rows, columns, largest=largest) for largest in (False, True))
     local = torch.full_like(low, PARTIAL)
     local.masked_fill_(high == EMPTY, EMPTY)
-    # torch lists a block that reaches beyond the end as partial, so that the mask hides the rest.
+    # torch lists a block that extends beyond the end as partial, so that the mask hides the rest.
     short = rows.short[:, None] | columns.short
     local.masked_fill_((low == FULL) & ~short, FULL)
     copied = rows.exact[:, None] & columns.exact
@@ -322,18 +324,18 @@ def _local_states(block_mask: BlockMask, q: torch.Tensor, k: torch.Tensor) -> to
 def _reduced(
     states: torch.Tensor, rows: _Blocks, columns: _Blocks, *, largest: bool
 ) -> torch.Tensor:
-    """The least or the most that blocks of the whole say that a local block is made of."""
+    """Returns the smallest or largest state of the blocks that a local block is made of."""
     for dim, blocks in ((2, rows), (3, columns)):
-        found = states.index_select(dim, blocks.sources.flatten())
-        found = found.unflatten(dim, blocks.sources.shape)
-        states = found.amax(dim + 1) if largest else found.amin(dim + 1)
+        sources = states.index_select(dim, blocks.sources.flatten())
+        sources = sources.unflatten(dim, blocks.sources.shape)
+        states = sources.amax(dim + 1) if largest else sources.amin(dim + 1)
     return states
 
 
 def _some_columns(
     mixed: torch.Tensor, sizes: tuple[int, int], copies: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Rows of blocks, with as many of their mixed columns as are evaluated at a time."""
+    """Yields rows of blocks, with as many of their mixed columns as are evaluated at once."""
     most = max(1, extents(copies)[1] // sizes[1])
     for row, columns in enumerate(mixed.any(0).any(0)):
         for some in columns.nonzero().flatten().split(most):
@@ -349,7 +351,7 @@ def _evaluated(
     row: int,
     some: torch.Tensor,
 ) -> torch.Tensor:
-    """What the mask says of some blocks of a row: (B, H, blocks)."""
+    """Returns the states of some blocks of a row: (B, H, blocks)."""
     parts = [columns.slice(int(column)) for column in some]
     k, (B, H) = torch.cat(parts), states.shape[:2]
     seen = torch.zeros(B, H, len(some), dtype=torch.int64, device=k.device)
@@ -358,5 +360,5 @@ def _evaluated(
         visible = within(visible, states, block_mask.BLOCK_SIZE, q, k)
         pieces = visible.split([len(part) for part in parts], -1)
         seen += torch.stack([piece.flatten(2).sum(-1) for piece in pieces], -1)
-    found = torch.where(seen == 0, EMPTY, PARTIAL)
-    return found.masked_fill(seen == rows.size * columns.size, FULL).to(states.dtype)
+    evaluated = torch.where(seen == 0, EMPTY, PARTIAL)
+    return evaluated.masked_fill(seen == rows.size * columns.size, FULL).to(states.dtype)

@@ -1,7 +1,7 @@
 """How Dynamo puts `flex_attention` within a region into its graph. Imported while it traces.
 
-Dynamo knows how to take the functions of torch's `flex_attention` into a graph: each as a graph of
-its own, and what it captures as inputs. `graph_flex_attention` borrows that; called with them, it
+Dynamo can put the functions that torch's `flex_attention` takes into a graph: each as a graph of
+its own, with what it captures as inputs. `graph_flex_attention` reuses that; called with them, it
 becomes the op of ops/attention/flex/graph.py.
 """
 
@@ -78,23 +78,25 @@ graph_flex_attention = _GraphFlexAttention()
 
 
 class _GraphFlexVariable(dynamo_ops.FlexAttentionHigherOrderVariable):
-    """torch's, but for who sees the call and for a look at where the mask comes from."""
+    """torch's, without the region's mode, and with a check of where the mask is defined."""
 
     _HOP_NAME = f"torch.ops.higher_order.{_NAME}"
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        # The region's mode, which led here, need not see it.
+        # The region's mode led here and need not see the call.
         *args, options = args
         mask_mod = args[4].items[-1]
-        made = _module(mask_mod) == TRANSFORMERS
+        by_transformers = _module(mask_mod) == TRANSFORMERS
         build = dynamo_ops.VariableTracker.build
         options = options.clone()
-        options.call_method(tx, "__setitem__", [build(tx, "transformers"), build(tx, made)], {})
+        options.call_method(
+            tx, "__setitem__", [build(tx, "transformers"), build(tx, by_transformers)], {}
+        )
         return self._call_function(tx, [*args, options], kwargs)
 
 
 def _module(function: Any) -> str | None:
-    """The module that a function was defined in, as Dynamo knows the function."""
+    """Returns the module in which a function, as Dynamo represents it, was defined."""
     try:
         name = function.get_globals().get("__name__")
     except (AttributeError, NotImplementedError):
@@ -102,7 +104,7 @@ def _module(function: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
-# Where torch's kernels attend to gathered keys, masks are cut outside of the graph.
+# Where torch's kernels attend to gathered keys, masks are cut outside the graph.
 outside_graph = torch.compiler.disable(
     attend_compiled, reason="flex_attention within context_parallel is one op on CPU only"
 )

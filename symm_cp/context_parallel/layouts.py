@@ -1,4 +1,4 @@
-"""Which load balancers shards of a group were cut by, so that nobody has to guess later."""
+"""Records which load balancers cut the shards of a group, so that later calls need not guess."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import torch.distributed as dist
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 
-# By length of this rank's shard. They go with the process group.
+# By length of this rank's shard; they live as long as the process group.
 _Kept = weakref.WeakKeyDictionary
 _used: _Kept[dist.ProcessGroup, dict[int, set[LoadBalancer]]] = _Kept()
 _last_cut: _Kept[dist.ProcessGroup, dict[int, LoadBalancer]] = _Kept()
 
 
 def remember(group: dist.ProcessGroup, balancer: LoadBalancer, *, shards: bool) -> None:
-    """Notes that a load balancer was used, and whether the caller got `shards` cut by it."""
+    """Records that a load balancer was used, and whether the caller got `shards` cut by it."""
     length = balancer.lengths[group.rank()]
     used = _used.setdefault(group, {}).setdefault(length, set())
-    if len(used) < 2:  # two are enough to know that it is not known
+    if len(used) < 2:  # two are enough to know that it is ambiguous
         used.add(balancer)
     if shards:
         _last_cut.setdefault(group, {})[length] = balancer
@@ -31,7 +31,7 @@ def remembered(group: dist.ProcessGroup, local_length: int) -> set[LoadBalancer]
 
 
 def last_cut(group: dist.ProcessGroup, local_length: int) -> LoadBalancer | None:
-    """Returns that of the last shards of this length that the caller got."""
+    """Returns the load balancer of the last shards of this length that the caller got."""
     return _last_cut.get(group, {}).get(local_length)
 
 

@@ -1,11 +1,12 @@
 """Load balancers: which positions of a sequence each rank gets, so that all have the same work.
 
-Each is a layout with names: chunks of the sequence, numbered in sequence order, and which rank has
-which. `permutation()` lists the positions in the order in which the ranks hold them, rank after
-rank; `sequence[permutation]`, cut at `lengths`, are the shards, and `torch.cat(shards)[inverse]` is
-the sequence again. Nothing has to divide anything: chunks differ by one position, or are empty.
+Each wraps a layout: chunks of the sequence, numbered in sequence order, and the rank of each chunk.
+`permutation()` lists the positions in the order in which the ranks hold them, rank after rank;
+`sequence[permutation]`, cut at `lengths`, are the shards, and `torch.cat(shards)[inverse]` is the
+sequence again. Any length works on any number of ranks: chunks differ by one position, or are
+empty.
 
-Samples of a batch share a layout, except those of `PerDocumentHeadTail` with a list for each.
+Samples of a batch share a layout, except in `PerDocumentHeadTail` with a list for each sample.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, seq
 class LoadBalancer:
     """A sequence of `seq_length` positions spread over `world_size` ranks, as `layout` says.
 
-    The base class serves for a layout of one's own.
+    Use the base class for a custom layout.
     """
 
     def __init__(self, *layouts: SequenceLayout) -> None:
@@ -43,17 +44,17 @@ class LoadBalancer:
 
     @property
     def layout(self) -> SequenceLayout:
-        """Which chunks each rank has; `NotImplementedError` for a layout for each sample."""
+        """Which chunks each rank has; `NotImplementedError` if each sample has its own layout."""
         if self.samples:
             raise NotImplementedError(
-                f"{self} has a layout for each of {len(self.samples)} samples, here all samples "
-                "must have one: use one of its samples"
+                f"{self} has a layout for each of {len(self.samples)} samples, but all samples "
+                "must share one here: use one of its samples"
             )
         return self._layouts[0]
 
     @property
     def samples(self) -> tuple[LoadBalancer, ...]:
-        """The load balancer of each sample of a batch; none when all samples have one layout."""
+        """The load balancer of each sample of a batch; empty if all samples share a layout."""
         if len(self._layouts) == 1:
             return ()
         return tuple(LoadBalancer(layout) for layout in self._layouts)
@@ -70,7 +71,7 @@ class LoadBalancer:
 
     @property
     def chunk_order(self) -> list[int]:
-        """The chunks of rank 0, then those of rank 1, and so on, equally many each."""
+        """The chunks of rank 0, then those of rank 1, and so on: the same number for each."""
         return list(self.layout.chunk_order)
 
     @property
@@ -86,30 +87,30 @@ class LoadBalancer:
     def positions(self, rank: int) -> torch.Tensor:
         """The positions in the sequence of a rank's rows: (lengths[rank],) of int64.
 
-        For layouts of each sample (B, lengths[rank]); `permutation` and `inverse` likewise.
+        (B, lengths[rank]) if each sample has its own layout; likewise `permutation` and `inverse`.
         """
-        found = [positions(layout.spans(rank)) for layout in self._layouts]
-        return torch.stack(found) if self.samples else found[0]
+        by_layout = [positions(layout.spans(rank)) for layout in self._layouts]
+        return torch.stack(by_layout) if self.samples else by_layout[0]
 
     def permutation(self) -> torch.Tensor:
         """The positions of all ranks' rows, rank after rank: (seq_length,) of int64."""
         return torch.cat([self.positions(rank) for rank in range(self.world_size)], -1)
 
     def inverse(self) -> torch.Tensor:
-        """Where each position of the sequence went: `permutation()[inverse()]` counts up from 0."""
+        """Where each position of the sequence is: `permutation()[inverse()]` counts up from 0."""
         return torch.argsort(self.permutation())
 
     def gathered_rows(self) -> torch.Tensor:
-        """Where the ranks' rows are once all shards are joined, padded to the longest.
+        """Where the ranks' rows are after a gather of shards padded to the longest.
 
-        Collectives take equal shards; the padding is not selected: (seq_length,) of int64.
+        Collectives require equal shards; the padding is left out: (seq_length,) of int64.
         """
         longest = max(self.lengths)
         return torch.cat([torch.arange(n) + r * longest for r, n in enumerate(self.lengths)])
 
 
 class Sequential(LoadBalancer):
-    """Rank r holds the r-th part: as balanced as the mask is uniform."""
+    """Rank r holds the r-th part: balanced for uniform masks."""
 
     def __init__(self, seq_length: int, world_size: int) -> None:
         super().__init__(sequential(seq_length, world_size))
@@ -129,11 +130,11 @@ class PerDocumentHeadTail(LoadBalancer):
     """Every document is spread head-tail: balanced under a causal mask within documents.
 
     `document_lengths` are those of the documents packed into the sequence: one list for all samples
-    of a batch, or a list of lists, one for each sample. Then tensors are cut sample by sample
-    (their dimension 0), and each rank must hold the same number of positions of every sample, as it
-    does when all lengths are divisible by 2 * world_size. `flex_attention` within
-    `context_parallel` and `all_gather_attention` need one list. Raises `ValueError` for lengths
-    that do not fit. Source: torch's `_PerDocumentHeadTailLoadBalancer`.
+    of a batch, or a list of lists, one for each sample. With lists, tensors are cut sample by
+    sample (their dimension 0), and each rank must hold the same number of positions of every
+    sample, as it does if all lengths are divisible by 2 * world_size. `flex_attention` within
+    `context_parallel` and `all_gather_attention` require one list. Raises `ValueError` for other
+    lengths. Source: torch's `_PerDocumentHeadTailLoadBalancer`.
     """
 
     def __init__(
@@ -151,8 +152,8 @@ class PerDocumentHeadTail(LoadBalancer):
             if layout.lengths != layouts[0].lengths:
                 raise ValueError(
                     f"PerDocumentHeadTail: the ranks hold {list(layout.lengths)} positions of "
-                    f"sample {sample} and {list(layouts[0].lengths)} of sample 0, they must hold "
-                    f"as many of every sample: use lengths divisible by {2 * world_size}"
+                    f"sample {sample} and {list(layouts[0].lengths)} of sample 0, must be equal "
+                    f"for all samples: use lengths divisible by {2 * world_size}"
                 )
         super().__init__(*layouts)
         self.document_lengths = (
@@ -163,7 +164,7 @@ class PerDocumentHeadTail(LoadBalancer):
     def cu_seqlens(self) -> torch.Tensor:
         """Where documents begin and end: (documents + 1,) of int32, for `all_gather_attention`.
 
-        `NotImplementedError` for lists of lengths of each sample.
+        `NotImplementedError` if each sample has its own list of lengths.
         """
         _ = self.layout
         return torch.tensor([0, *itertools.accumulate(self.document_lengths)], dtype=torch.int32)
@@ -182,19 +183,19 @@ def _per_document(document_lengths: Sequence[int], world_size: int) -> SequenceL
 
 
 class ProcessingTimeRoundRobin(LoadBalancer):
-    """Deals the blocks of queries of a `BlockMask` by how many blocks of keys each sees.
+    """Deals the query blocks of a `BlockMask` by how many key blocks each sees.
 
-    The blocks with the most work go round first, in alternating direction, so that every rank has
-    as many blocks and about the same work. The mask must be of one sequence length for queries and
-    keys. Source: torch's `_PTRRLoadBalancer`.
+    The blocks with the most work are dealt first, in alternating direction, so that every rank has
+    the same number of blocks and about the same work. The mask must have equal numbers of queries
+    and keys. Source: torch's `_PTRRLoadBalancer`.
     """
 
     def __init__(self, block_mask: BlockMask, world_size: int) -> None:
         queries, keys = block_mask.seq_lengths
         if queries != keys:
             raise ValueError(
-                f"ProcessingTimeRoundRobin: block_mask has {queries} queries and {keys} keys: "
-                "needs equally many"
+                f"ProcessingTimeRoundRobin: block_mask has {queries} queries and {keys} keys, "
+                "must be equal"
             )
         size = block_mask.BLOCK_SIZE[0]
         work = block_mask.kv_num_blocks.sum((0, 1))
@@ -202,7 +203,7 @@ class ProcessingTimeRoundRobin(LoadBalancer):
             work = work + block_mask.full_kv_num_blocks.sum((0, 1))
         lengths = [min(size, queries - begin) for begin in range(0, queries, size)]
         busiest = torch.argsort(work[: len(lengths)], descending=True, stable=True).tolist()
-        # Empty chunks make up the number.
+        # Every rank needs the same number of chunks: empty ones fill up.
         lengths += [0] * (-len(lengths) % world_size)
         busiest += range(len(busiest), len(lengths))
         held: list[list[int]] = [[] for _ in range(world_size)]

@@ -1,6 +1,6 @@
-"""What a module asks of attention that a region does not apply: windows, sinks, soft caps, ...
+"""What a module requires of attention that a region does not apply: windows, sinks, soft caps, ...
 
-Models of transformers tell by their `config`; their attention modules by attributes as well. Other
+Models of transformers state it in their `config`, their attention modules also in attributes. Other
 modules are judged by their type only.
 """
 
@@ -12,13 +12,13 @@ from typing import Any
 
 from torch import nn
 
-# Layer types of transformers' configurations, and the attribute that has their length.
+# Layer types of transformers' configurations, and the attributes with their lengths.
 _FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
 _CHUNKED = {"chunked_attention"}
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size")
 _CHUNKS = ("attention_chunk_size",)
-# Sparse attention: each query picks so many keys, of those that this rank holds.
+# Sparse attention: the number of keys that each query picks among those of this rank.
 _PICKED = ("index_topk", "keep_window_size")
 _SOFT_CAPS = (
     "attn_logit_softcapping",
@@ -27,7 +27,7 @@ _SOFT_CAPS = (
     "attention_logits_soft_cap",
 )
 _SINKS = ("sinks", "s_aux", "attention_sinks")
-# Implementations of attention that call neither function that a region sees, or mask local keys.
+# Attention implementations that call neither function that a region sees, or mask local keys.
 _HIDDEN = ("eager", "flash", "paged", "/")
 _MIXERS = (nn.RNNBase, nn.Conv1d)
 _FULL_ATTENTION = "Use a model with full attention"
@@ -38,7 +38,7 @@ class Limit:
     """Something that attention within a region does not apply.
 
     `harmless_up_to` is the longest sequence for which that makes no difference; `shortest` the
-    least number of positions that a rank may hold.
+    smallest number of positions that a rank may hold.
     """
 
     what: str
@@ -49,11 +49,11 @@ class Limit:
 
     @property
     def needs_length(self) -> bool:
-        """Whether the length of the sequence decides."""
+        """Whether it depends on the length of the sequence."""
         return self.harmless_up_to is not None or self.shortest > 0
 
     def fits(self, lengths: Sequence[int]) -> bool:
-        """Tells whether it makes no difference for a sequence with so many positions a rank."""
+        """Tells whether it makes no difference if ranks hold these numbers of positions."""
         longest = self.harmless_up_to
         held = [length for length in lengths if length > 0]
         return (longest is None or sum(lengths) <= longest) and min(held, default=0) >= min(
@@ -75,17 +75,17 @@ def uses_transformers(module: nn.Module) -> bool:
 
 
 def _masks_whole_sequence(module: nn.Module) -> bool:
-    """Tells whether windows reach attention as functions, which see positions of the sequence."""
+    """Tells whether windows are mask functions, which get positions in the whole sequence."""
     config = getattr(module, "config", None)
     return getattr(config, "_attn_implementation", None) == "flex_attention"
 
 
 def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
-    """Yields what a region does not apply of what a module itself, not its children, asks for.
+    """Yields what a module itself, not its children, requires and a region does not apply.
 
     Args:
         module: any module.
-        transformers: whether it is part of a model of transformers, whose attributes are known.
+        transformers: whether it is part of a model of transformers, with known attributes.
     """
     if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
         yield Limit(
@@ -101,7 +101,7 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
 
 
 def first_position(module: nn.Module) -> int:
-    """Where a module with embedded positions starts to count: RoBERTa's after the padding's."""
+    """Returns the first position of a module with embedded positions: RoBERTa skips padding."""
     table = getattr(module, "position_embeddings", None)
     padding = table.padding_idx if isinstance(table, nn.Embedding) else None
     return 0 if padding is None else int(padding) + 1

@@ -213,7 +213,7 @@ def flex_refuses_packing(group: dist.ProcessGroup) -> None:
         with (
             quick_masks(),
             symm_cp.context_parallel(mesh_of(group)),
-            pytest.raises(ValueError, match="give the model such a BlockMask as attention_mask"),
+            pytest.raises(ValueError, match="a BlockMask of the whole sequence as attention_mask"),
         ):
             forward(input_ids=ids, position_ids=positions, use_cache=False)
 

@@ -112,9 +112,9 @@ def whole_mask(
         return None, block_mask.mask_mod
     raise ValueError(
         f"flex_attention: block_mask is for {lengths} queries and keys; within context_parallel it "
-        f"must be that of the whole sequence, {whole}. Models of transformers make masks of padding "
-        "or packed sequences for this rank's part only: pass the model a BlockMask of the whole "
-        "sequence as attention_mask"
+        f"must be that of the whole sequence, {whole}. Models of transformers make masks of "
+        "padding or packed sequences for this rank's part only: pass the model a BlockMask of the "
+        "whole sequence as attention_mask"
     )
 
 

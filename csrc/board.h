@@ -1,7 +1,7 @@
-// What each rank of a group tells the others at any time: a page of shared memory for each rank.
+// The status of each rank of a group, in a page of shared memory for each rank.
 //
 // Only the rank that owns a board writes it. Peers read it when they have waited for a while, to
-// tell a peer that is slow from one that will never come.
+// tell a slow peer from one that will never make the call.
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace symm_cp {
 struct CallSite {
   int channel;
   int64_t number;  // 1, 2, ... in each channel, identically on all ranks
-  std::string what;
+  std::string call_name;
   int64_t ordinal = 0;  // of the calls of all channels
 };
 
@@ -43,26 +43,26 @@ class Board {
   std::optional<CallSite> blocked() const {
     const uint32_t before = version_.load();
     CallSite site{blocked_channel_.load(), blocked_number_.load(), {}, blocked_ordinal_.load()};
-    char text[sizeof(what_) + 1] = {};
-    for (size_t i = 0; i < what_.size(); ++i) {
-      const uint64_t word = what_[i].load();
+    char text[sizeof(blocked_name_) + 1] = {};
+    for (size_t i = 0; i < blocked_name_.size(); ++i) {
+      const uint64_t word = blocked_name_[i].load();
       std::memcpy(text + i * sizeof(word), &word, sizeof(word));
     }
     if (before % 2 != 0 || version_.load() != before || site.number == 0) return std::nullopt;
-    site.what = text;
+    site.call_name = text;
     return site;
   }
-  void set_blocked(int channel, int64_t number, int64_t ordinal, const char* what) {
+  void set_blocked(int channel, int64_t number, int64_t ordinal, const char* call_name) {
     ++version_;
     blocked_channel_.store(channel);
     blocked_number_.store(number);
     blocked_ordinal_.store(ordinal);
-    char text[sizeof(what_)] = {};
-    std::strncpy(text, what, sizeof(text) - 1);
-    for (size_t i = 0; i < what_.size(); ++i) {
+    char text[sizeof(blocked_name_)] = {};
+    std::strncpy(text, call_name, sizeof(text) - 1);
+    for (size_t i = 0; i < blocked_name_.size(); ++i) {
       uint64_t word = 0;
       std::memcpy(&word, text + i * sizeof(word), sizeof(word));
-      what_[i].store(word);
+      blocked_name_[i].store(word);
     }
     ++version_;
   }
@@ -77,7 +77,7 @@ class Board {
   std::atomic<int32_t> blocked_channel_;
   std::atomic<int64_t> blocked_number_;
   std::atomic<int64_t> blocked_ordinal_;
-  std::array<std::atomic<uint64_t>, 13> what_;
+  std::array<std::atomic<uint64_t>, 13> blocked_name_;
 };
 static_assert(sizeof(Board) <= 4096 && std::atomic<int64_t>::is_always_lock_free);
 

@@ -81,13 +81,13 @@ void symm_cp_group_close(void* group) { delete static_cast<std::shared_ptr<Group
 void symm_cp_release_groups() { release_groups(); }
 
 // Begins a call on the channel `sync`; returns which one it is of those that the memory has seen.
-int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* what) {
+int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {
   return guarded([&]() -> int64_t {
-    of(group).check_owned(what);
+    of(group).check_owned(call_name);
     const int64_t number = of(group).next(kSync);
     of(group).end_current();
     try {
-      of(group).set_current(of(group).workspace(kSync).begin(number, slot_bytes, what));
+      of(group).set_current(of(group).workspace(kSync).begin(number, slot_bytes, call_name));
     } catch (const std::exception& error) {
       of(group).failed(kSync, number, error);
       throw;
@@ -118,17 +118,17 @@ int64_t symm_cp_reserve(void* group, int channel, int64_t slot_bytes) {
     Workspace& workspace = all.workspace(channel);
     workspace.reserve(slot_bytes);
     if (workspace.channel() != nullptr && workspace.slot_bytes() >= slot_bytes) return 0;
-    const std::string what = "reserve " + std::to_string(slot_bytes) + " bytes";
+    const std::string call_name = "reserve " + std::to_string(slot_bytes) + " bytes";
     const int64_t number = all.next(channel);
     if (channel == kAsync) {
       const auto nothing =
-          std::make_shared<const Plan>(std::vector<Command>{}, std::vector<Reference>{}, what);
+          std::make_shared<const Plan>(std::vector<Command>{}, std::vector<Reference>{}, call_name);
       all.lane().submit({number, nothing, {}, slot_bytes}, false);
       all.lane().wait(number);
       return 0;
     }
     try {
-      workspace.begin(number, slot_bytes, what);
+      workspace.begin(number, slot_bytes, call_name);
     } catch (const std::exception& error) {
       all.failed(channel, number, error);
       throw;
@@ -168,10 +168,10 @@ int64_t symm_cp_run(void* group, const Command* commands, int count, const Refer
 
 // A handle of a plan, for collectives.cpp.
 void* symm_cp_plan(const Command* commands, int count, const Reference* references,
-                   int reference_count, const char* what) {
+                   int reference_count, const char* call_name) {
   return new std::shared_ptr<const Plan>(std::make_shared<const Plan>(
       std::vector<Command>(commands, commands + count),
-      std::vector<Reference>(references, references + reference_count), what));
+      std::vector<Reference>(references, references + reference_count), call_name));
 }
 
 void symm_cp_plan_free(void* plan) { delete static_cast<std::shared_ptr<const Plan>*>(plan); }
@@ -209,14 +209,14 @@ int64_t symm_cp_driver(const char* path) {
 // `bases[r]` is where the workspace of rank r is mapped; `processes[r]` a pidfd of rank r, which is
 // closed with the streams, or -1. Null on failure.
 void* symm_cp_streams_open(const char* driver, char* const* bases, int world_size, int rank,
-                           const WorkspaceLayout* layout, int take_back, int events,
+                           const WorkspaceLayout* layout, int reset_flags, int events,
                            const char* group, int64_t timeout_ms, const int* processes) {
   void* result = nullptr;
   guarded([&]() -> int64_t {
     std::vector<Descriptor> owned;
     for (int peer = 0; peer < world_size; ++peer) owned.emplace_back(processes[peer]);
     std::vector<char*> all(bases, bases + world_size);
-    result = new Streams(driver, std::move(all), rank, *layout, take_back != 0, events, group,
+    result = new Streams(driver, std::move(all), rank, *layout, reset_flags != 0, events, group,
                          std::chrono::milliseconds(timeout_ms), std::move(owned));
     return 0;
   });
@@ -227,25 +227,25 @@ void symm_cp_streams_close(void* streams) { delete static_cast<Streams*>(streams
 
 int64_t symm_cp_streams_run(void* streams, const StreamCommand* commands, int count,
                             void* const* operands, void* const* lanes, uint32_t epoch,
-                            int capturing, const char* what) {
+                            int capturing, const char* call_name) {
   return guarded([&]() -> int64_t {
     auto* to = static_cast<Streams*>(streams);
-    to->run(commands, count, operands, lanes, epoch, capturing != 0, what);
+    to->run(commands, count, operands, lanes, epoch, capturing != 0, call_name);
     return 0;
   });
 }
 
 void symm_cp_streams_expect(void* streams, int peer, int flag, uint32_t needed, uint32_t epoch,
-                            const char* what) {
-  static_cast<Streams*>(streams)->expect(peer, flag, needed, epoch, what);
+                            const char* call_name) {
+  static_cast<Streams*>(streams)->expect(peer, flag, needed, epoch, call_name);
 }
 
 void symm_cp_streams_give_up(void* streams) { static_cast<Streams*>(streams)->give_up(); }
 
-// Ends the thread that looks at what streams wait for.
-void symm_cp_watch_stop() { Watch::instance().stop(); }
+// Ends the thread that watches the waits of streams.
+void symm_cp_watch_stop() { Watcher::instance().stop(); }
 
-// Begins to record what steps take, or ends.
+// Starts or ends the recording of steps.
 void symm_cp_record(int on) { Recorder::instance().record(on != 0); }
 
 // What was recorded, in memory that symm_cp_recorded_free frees; `count` says how much.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 
 #include "error.h"
 #include "group.h"
@@ -71,18 +72,20 @@ bool Channel::entered(int peer, uint32_t epoch) const {
 }
 
 void Channel::begin(Call& call) {
-  if (debt_ == 0) return;
+  if (failed_epoch_ == 0) return;
   for (int peer = 0; peer < mapping_->world_size(); ++peer) {
     if (peer == mapping_->rank()) continue;
     // Whichever flag tells: a peer that failed the call, too, has raised them all.
     wait_for(
         flag_word(mapping_->rank(), peer, 0), peer, call,
-        [&](uint32_t) { return entered(peer, debt_); },
-        "rank " + std::to_string(peer) + " to come to call " +
-            std::to_string(call.number - (call.epoch - debt_)) + ", which failed here (" +
-            failure(mapping_->rank(), debt_).cause + ")");
+        [&](uint32_t) { return entered(peer, failed_epoch_); },
+        [&] {
+          return "rank " + std::to_string(peer) + " to come to call " +
+                 std::to_string(call.number - (call.epoch - failed_epoch_)) +
+                 ", which failed here (" + failure(mapping_->rank(), failed_epoch_).cause + ")";
+        });
   }
-  debt_ = 0;
+  failed_epoch_ = 0;
 }
 
 void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* other) {
@@ -97,7 +100,7 @@ void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* oth
   own.epoch.store(epoch);
   Record& written = record(rank, epoch);
   if (written.epoch.load() == epoch) written.failed.store(1);
-  debt_ = epoch;
+  failed_epoch_ = epoch;
   for (int peer = 0; peer < mapping_->world_size(); ++peer)
     for (int flag = 0; flag < layout_.flag_count; ++flag)
       if (peer != rank) signal(peer, flag, epoch);
@@ -107,36 +110,33 @@ void Channel::signal(int peer, int flag, uint32_t epoch) {
   publish(flag_word(peer, mapping_->rank(), flag), &mapping_->control(peer).sleepers, epoch);
 }
 
-template <class Ready>
-void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, const std::string& awaited) {
-  const Blocked blocked(group_);
-  wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, call.budget, ready,
+template <class Ready, class Awaited>
+void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited) {
+  std::optional<Blocked> blocked;  // only once it sleeps: most waits end while they spin
+  const int rank = mapping_->rank();
+  wait_until(word, &mapping_->control(rank).sleepers, spins_, call.budget, ready,
              [&](bool expired) {
-               const std::string what = call.what + ": rank " + std::to_string(mapping_->rank()) +
-                                        " waiting for " + awaited + " (call " +
-                                        std::to_string(call.number) + ")";
-               mapping_->throw_if_peer_lost(peer, expired, call.budget, what);
-               // Nor does the call come to its end without another rank that never came to it.
+               if (!blocked) blocked.emplace(group_);
+               const std::string context = call.call_name + ": rank " + std::to_string(rank) +
+                                           " waiting for " + awaited() + " (call " +
+                                           std::to_string(call.number) + ")";
+               mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
+               // The call cannot end either without a rank that has not come to it.
                for (int other = 0; other < mapping_->world_size(); ++other)
-                 if (other != mapping_->rank() && other != peer && !entered(other, call.epoch))
-                   mapping_->throw_if_peer_lost(other, false, call.budget, what);
-               group_.check_agreement({index_, call.number, call.what}, peer, true);
+                 if (other != rank && other != peer && !entered(other, call.epoch))
+                   mapping_->throw_if_peer_lost(other, false, call.budget, context);
+               group_.check_agreement({index_, call.number, call.call_name}, peer, true);
              });
 }
 
 void Channel::wait(int peer, int flag, int lag, Call& call) {
-  Word* word = flag_word(mapping_->rank(), peer, flag);
   const uint32_t epoch = call.epoch - static_cast<uint32_t>(lag);
-  const auto arrived = [epoch](uint32_t seen) { return reached(seen, epoch); };
-  // The common case, without the text that an error would need.
-  bool there = arrived(word->load(std::memory_order_acquire));
-  for (int i = 0; i < spins_ && !there; ++i) {
-    cpu_relax();
-    there = arrived(word->load(std::memory_order_acquire));
-  }
-  if (!there)
-    wait_for(word, peer, call, arrived,
-             std::string("flag '") + kFlagNames[flag] + "' of rank " + std::to_string(peer));
+  wait_for(
+      flag_word(mapping_->rank(), peer, flag), peer, call,
+      [epoch](uint32_t seen) { return reached(seen, epoch); },
+      [&] {
+        return std::string("flag '") + kFlagNames[flag] + "' of rank " + std::to_string(peer);
+      });
   if (lag == 0) verify(peer, call);
 }
 
@@ -145,14 +145,14 @@ void Channel::announce(Call& call, const void* shard) {
   if (shard != nullptr) {
     const auto mapping = find_mapping(shard, *mapping_->peers());
     if (mapping == nullptr)
-      throw PeerError(call.what + ": the shard is not symmetric memory of this group");
+      throw PeerError(call.call_name + ": the shard is not symmetric memory of this group");
     call.place = Place::kInPlace;
     own.sequence = mapping->sequence();
     own.offset = static_cast<const char*>(shard) -
                  static_cast<const char*>(mapping->data()[mapping->rank()]);
   }
   own.place = call.place;
-  std::strncpy(own.call_name, call.what.c_str(), kMaxCallName);
+  std::strncpy(own.call_name, call.call_name.c_str(), kMaxCallName);
   own.call_name[kMaxCallName] = 0;
   own.failed.store(0, std::memory_order_relaxed);
   own.epoch.store(call.epoch, std::memory_order_release);
@@ -160,7 +160,7 @@ void Channel::announce(Call& call, const void* shard) {
 
 void Channel::throw_failure(int peer, const Call& call) {
   const Failure& theirs = failure(peer, call.epoch);
-  const std::string who = call.what + ": rank " + std::to_string(peer);
+  const std::string who = call.call_name + ": rank " + std::to_string(peer);
   if (theirs.epoch.load() != call.epoch)
     throw PeerError(who + " has left call " + std::to_string(call.number));
   const std::string cause = theirs.cause;
@@ -175,18 +175,18 @@ void Channel::verify(int peer, const Call& call) {
   const Record& theirs = record(peer, call.epoch);
   if (theirs.epoch.load(std::memory_order_acquire) != call.epoch || theirs.failed.load() != 0)
     throw_failure(peer, call);
-  if (std::strncmp(theirs.call_name, call.what.c_str(), kMaxCallName) == 0 &&
+  if (std::strncmp(theirs.call_name, call.call_name.c_str(), kMaxCallName) == 0 &&
       theirs.place == call.place)
     return;
   const auto place = [&](Place of) {
     return theirs.place == call.place ? "" : kPlaces[static_cast<uint32_t>(of) % 3];
   };
-  const std::string mine = "rank " + std::to_string(mapping_->rank()) + " calls " + call.what;
+  const std::string mine = "rank " + std::to_string(mapping_->rank()) + " calls " + call.call_name;
   throw PeerError("ranks disagree: " + mine + place(call.place) + ", rank " + std::to_string(peer) +
                   " calls " + theirs.call_name + place(theirs.place));
 }
 
-void Channel::meet(Call& call) {
+void Channel::agree_to_replace(Call& call) {
   call.place = Place::kReplaced;
   announce(call, nullptr);
   const int rank = mapping_->rank(), size = mapping_->world_size();
@@ -201,7 +201,7 @@ void* Channel::shard_of(int peer, const Call& call) {
   if (mapping == nullptr) {
     mapping = find_mapping(*mapping_->peers(), theirs.sequence);
     if (mapping == nullptr)
-      throw PeerError(call.what + ": rank " + std::to_string(peer) +
+      throw PeerError(call.call_name + ": rank " + std::to_string(peer) +
                       " gave a symmetric tensor that rank " + std::to_string(mapping_->rank()) +
                       " has freed");
     if (in_place_.size() > 256) in_place_.clear();  // only a cache: entries of freed memory pile up
@@ -274,7 +274,7 @@ void Channel::run(const Command* commands, int count, const Reference* reference
     if (probe.on()) probe.step();
     const int64_t start = Recorder::now();
     run_one(*c, references, operands, call);
-    if (recorder.on()) recorder.add(*c, start, Recorder::now(), call.epoch, call.what.c_str());
+    if (recorder.on()) recorder.add(*c, start, Recorder::now(), call.epoch, call.call_name.c_str());
   }
 }
 

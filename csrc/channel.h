@@ -1,11 +1,11 @@
 // The memory of one channel of a group, the calls that follow each other there, and how the native
 // steps of a schedule are carried out.
 //
-// A call that fails on a rank is, for its peers, a call that never was. The rank marks it as failed
-// and raises all its flags to the number of the call, so that nobody waits for it; a peer looks at
-// the mark before it uses data of the call and once more when it has used it. Before its next call
-// the rank waits until every peer has come to the call that failed: then nobody reads what it left
-// in the slots. Model: tests/model/protocol.pml.
+// When a call fails on a rank, its peers fail it, too. The rank marks the call as failed and raises
+// all its flags to the call's epoch, so that no peer waits for it; a peer checks the mark before it
+// uses data of the call, and again afterwards. Before its next call the rank waits until every peer
+// has entered the failed one: then no peer still reads what it left in the slots. Model:
+// tests/model/protocol.pml.
 #pragma once
 
 #include <map>
@@ -22,9 +22,9 @@ namespace symm_cp {
 
 // A call under way on a rank.
 struct Call {
-  int64_t number;    // of the calls of the channel, from 1
-  uint32_t epoch;    // of those that this memory has seen, from 1
-  std::string what;  // names it in errors and to the peers
+  int64_t number;         // of the calls of the channel, from 1
+  uint32_t epoch;         // of those that this memory has seen, from 1
+  std::string call_name;  // shown in errors, and compared by the peers
   Place place = Place::kSlot;
   WaitBudget budget;
 };
@@ -35,25 +35,25 @@ class Channel {
  public:
   Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, WorkspaceLayout layout);
 
-  // Begins a call: after one that failed, waits until all peers have come to that one.
+  // Begins a call; after a failed one, waits until all peers have entered that one.
   void begin(Call& call);
-  // Whether `begin` would wait.
-  bool in_debt() const { return debt_ != 0; }
+  // Whether `begin` has to wait for the peers to enter a failed call.
+  bool has_failed_call() const { return failed_epoch_ != 0; }
   // Carries out native steps in order in the calling thread. Throws PeerError; the caller then
   // calls `fail`.
   void run(const Command* commands, int count, const Reference* references, void* const* operands,
            Call& call);
-  // Ends a call of this rank, which may not have begun: peers that wait for it throw `cause`.
+  // Fails a call of this rank, begun or not: peers that wait for it throw `cause`.
   void fail(uint32_t epoch, const std::string& cause, const CallSite* other = nullptr);
-  // Waits until all ranks are at this call and need larger memory for it.
-  void meet(Call& call);
+  // StreamWaits until all ranks are at this call and need larger memory for it.
+  void agree_to_replace(Call& call);
 
   // Address of the shard of `peer` in this call; only after its ready flag was waited for.
   void* shard_of(int peer, const Call& call);
   void* slot(int rank, uint32_t epoch) const;
   const Mapping& mapping() const { return *mapping_; }
   const WorkspaceLayout& layout() const { return layout_; }
-  // No peer waits for this rank here any more, or it hears that it does so for nothing.
+  // Tells the peers that this rank signals nothing here any more; those that wait for it throw.
   void close() { mapping_->close(); }
 
  private:
@@ -65,8 +65,8 @@ class Channel {
   void signal(int peer, int flag, uint32_t epoch);
   // Returns once `peer` has raised its flag here `lag` calls ago - or throws, naming the step.
   void wait(int peer, int flag, int lag, Call& call);
-  template <class Ready>
-  void wait_for(Word* word, int peer, Call& call, Ready ready, const std::string& awaited);
+  template <class Ready, class Awaited>
+  void wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited);
   // Writes this call's record; `shard` is null unless the shard is read in place.
   void announce(Call& call, const void* shard);
   // Throws unless the peer's record is of this call, and the peer has not failed it.
@@ -84,7 +84,8 @@ class Channel {
   std::shared_ptr<Mapping> mapping_;
   WorkspaceLayout layout_;
   int spins_;
-  uint32_t debt_ = 0;  // the last call that this rank failed, until its peers have come to it
+  uint32_t failed_epoch_ =
+      0;  // the last call that this rank failed, until its peers have entered it
   std::map<int64_t, std::weak_ptr<Mapping>> in_place_;
 };
 

@@ -13,7 +13,7 @@ namespace {
 
 using PlanHandle = std::shared_ptr<const Plan>;
 
-// Holds what the transfer reads and writes until somebody waited for it. The output's storage, not
+// Holds what the transfer reads and writes until it has been waited for. The output's storage, not
 // the tensor: the work is registered under the tensor.
 class Transfer : public c10d::Work {
  public:
@@ -48,7 +48,7 @@ std::shared_ptr<Group>& group_at(int64_t handle) {
 
 // Handles of the plans of a collective, and what their slots take: for an input in symmetric memory
 // of the group, which must be contiguous, and for any other.
-struct Ways {
+struct PlanHandles {
   int64_t plain, in_place, slot_plain, slot_in_place;
 };
 
@@ -58,12 +58,12 @@ struct Inputs {
   const PlanHandle& plan;
   int64_t slot_bytes;
 
-  Inputs(const Group& group, const Ways& ways, const at::Tensor& given)
+  Inputs(const Group& group, const PlanHandles& handles, const at::Tensor& given)
       : input(given.contiguous()),
-        symmetric(ways.plain != ways.in_place && input.is_same(given) &&
+        symmetric(handles.plain != handles.in_place && input.is_same(given) &&
                   is_symmetric(group, input)),
-        plan(*reinterpret_cast<PlanHandle*>(symmetric ? ways.in_place : ways.plain)),
-        slot_bytes(symmetric ? ways.slot_in_place : ways.slot_plain) {}
+        plan(*reinterpret_cast<PlanHandle*>(symmetric ? handles.in_place : handles.plain)),
+        slot_bytes(symmetric ? handles.slot_in_place : handles.slot_plain) {}
 
   std::vector<void*> operands(const at::Tensor& output) const {
     return {const_cast<void*>(input.const_data_ptr()), const_cast<void*>(output.const_data_ptr())};
@@ -90,7 +90,7 @@ void run_collective(int64_t handle, int64_t plain, int64_t in_place, int64_t slo
   const int64_t number = group->next(kSync);
   try {
     const Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
-    Call call = workspace.begin(number, inputs.slot_bytes, inputs.plan->what);
+    Call call = workspace.begin(number, inputs.slot_bytes, inputs.plan->call_name);
     run_commands(*workspace.channel(), inputs.plan->whole, *inputs.plan, inputs.operands(output),
                  call);
   } catch (const std::exception& error) {
@@ -114,11 +114,11 @@ at::Tensor start_transfer(int64_t handle, int64_t plain, int64_t in_place, int64
   try {
     Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
     at::Tensor output = at::empty(shape, given.options());
-    const bool publish = group->lane().idle() && workspace.at_hand(inputs.slot_bytes);
+    const bool publish = group->lane().idle() && workspace.begins_at_once(inputs.slot_bytes);
     if (!publish && !inputs.symmetric && inputs.input.is_same(given)) inputs.input = given.clone();
     Lane::Program program{number, inputs.plan, inputs.operands(output), inputs.slot_bytes};
     if (publish) {
-      program.begun = workspace.begin(number, inputs.slot_bytes, inputs.plan->what);
+      program.begun = workspace.begin(number, inputs.slot_bytes, inputs.plan->call_name);
       run_commands(*workspace.channel(), inputs.plan->publish, *inputs.plan, program.operands,
                    *program.begun);
     }

@@ -9,9 +9,9 @@
 
 namespace symm_cp {
 
-// The world failed: a peer died, failed, disagreed or did not answer in time. `cause` is what went
-// wrong first, wherever that was: it is passed on to the peers as it is, so that the error of each
-// rank names the rank that caused it.
+// A peer died, failed, disagreed or did not answer in time. `cause` is the first error, on
+// whichever rank; it is passed to the peers unchanged, so that every rank's error names the rank
+// that caused it.
 class PeerError : public std::runtime_error {
  public:
   explicit PeerError(const std::string& what) : std::runtime_error(what), cause_(what) {}
@@ -29,7 +29,7 @@ class Interrupted : public PeerError {
   using PeerError::PeerError;
 };
 
-// This process cannot have what it needs.
+// This process lacks memory, file descriptors or another resource.
 class ResourceError : public std::runtime_error {
  public:
   using std::runtime_error::runtime_error;
@@ -42,7 +42,7 @@ class SystemError : public ResourceError {
       : ResourceError(what + ": " + std::strerror(errno)) {}
 };
 
-// What other ranks are told of a failure on a rank.
+// What the peers are told about a failure on a rank.
 inline std::string cause_of(const std::exception& error, int rank) {
   const auto* known = dynamic_cast<const PeerError*>(&error);
   if (known != nullptr && dynamic_cast<const Interrupted*>(&error) == nullptr)

@@ -101,7 +101,7 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
     return tensor;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    // Every rank's output depends on every rank's input alike.
+    // Every rank's output depends on every rank's input in the same way.
     return {all_reduce(grads[0], ctx->saved_data["reduce_op"].toStringRef(),
                        ctx->saved_data["group"].toStringRef()),
             at::Tensor(), at::Tensor()};

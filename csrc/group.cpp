@@ -8,9 +8,9 @@ namespace symm_cp {
 
 namespace {
 
-// How long the ranks may seem to use different memory: a rank that has just met the others for new
-// memory says so a moment later.
-constexpr std::chrono::seconds kSettle{1};
+// How long the boards may show different memory: a rank updates its board a moment after the
+// rendezvous for new memory.
+constexpr std::chrono::seconds kSettleTime{1};
 
 int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 std::string text(int64_t value) { return std::to_string(value); }
@@ -50,20 +50,20 @@ bool Workspace::serves(int64_t number, int64_t slot_bytes) const {
          number - base_ <= kLastEpoch;
 }
 
-bool Workspace::at_hand(int64_t slot_bytes) const {
-  return serves(base_, slot_bytes) && !channel_->in_debt();
+bool Workspace::begins_at_once(int64_t slot_bytes) const {
+  return serves(base_, slot_bytes) && !channel_->has_failed_call();
 }
 
-Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& what) {
-  group_.check_owned(what);
-  Call call{number, static_cast<uint32_t>(number - base_), what.substr(0, kMaxCallName),
+Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name) {
+  group_.check_owned(call_name);
+  Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
             Place::kSlot, group_.budget()};
   group_.set_entered(index_, number);
   last_ = number;
   if (channel_ != nullptr) channel_->begin(call);
   if (serves(number, slot_bytes)) return call;
   // All ranks make new memory for this call, or one of them makes another call.
-  if (channel_ != nullptr) channel_->meet(call);
+  if (channel_ != nullptr) channel_->agree_to_replace(call);
   open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
   call.epoch = 1;
   call.place = Place::kSlot;
@@ -72,17 +72,18 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& wha
 
 void Workspace::open(Call& call, int64_t slot_bytes) {
   opening_ = call.number;
-  const CallSite site{index_, call.number, call.what};
+  const CallSite site{index_, call.number, call.call_name};
   const Blocked blocked(group_);
   Clock::time_point looked = Clock::now();
-  const Meeting meeting{key_of_call(index_, call.number), call.what, call.budget, [&] {
-                          group_.throw_if_closing();
-                          if (Clock::now() - looked < kSlice) return;
-                          for (int peer = 0; peer < group_.world_size(); ++peer)
-                            if (peer != group_.rank()) group_.check_agreement(site, peer, false);
-                          looked = Clock::now();
-                        }};
-  const auto peers = group_.peers(meeting);
+  const Rendezvous rendezvous{key_of_call(index_, call.number), call.call_name, call.budget, [&] {
+                                group_.throw_if_closing();
+                                if (Clock::now() - looked < kSlice) return;
+                                for (int peer = 0; peer < group_.world_size(); ++peer)
+                                  if (peer != group_.rank())
+                                    group_.check_agreement(site, peer, false);
+                                looked = Clock::now();
+                              }};
+  const auto peers = group_.peers(rendezvous);
   WorkspaceLayout layout = layout_of(group_.world_size(), slot_bytes);
   layout.slots += group_.offset();
   layout.slot_bytes += group_.offset();
@@ -91,12 +92,12 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
     try {
       return Segment::create(static_cast<size_t>(bytes), "symm_cp");
     } catch (const std::exception& error) {
-      peers->refuse(meeting.key, cause_of(error, group_.rank()));
+      peers->refuse(rendezvous.key, cause_of(error, group_.rank()));
       throw;
     }
   }();
   std::shared_ptr<Mapping> mapping =
-      std::make_shared<Mapping>(peers, memory, memory.size(), 64, -1, meeting);
+      std::make_shared<Mapping>(peers, memory, memory.size(), 64, -1, rendezvous);
   auto fresh = std::make_shared<Channel>(group_, index_, mapping, layout);
   close();
   channel_ = std::move(fresh);
@@ -148,8 +149,8 @@ int64_t Group::next(int index, bool by_user) {
   if (by_user) {
     const auto self = std::this_thread::get_id();
     if (first_thread_ == std::thread::id()) first_thread_ = self;
-    if (first_thread_ != self) several_ = true;
-    board().set_threads(several_ ? 2 : 1);
+    if (first_thread_ != self) several_threads_ = true;
+    board().set_threads(several_threads_ ? 2 : 1);
   }
   const int64_t number = board().made(index) + 1;
   ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
@@ -157,10 +158,10 @@ int64_t Group::next(int index, bool by_user) {
   return number;
 }
 
-std::shared_ptr<Peers> Group::peers(const Meeting& meeting) {
+std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
   auto known = known_peers();
   if (known != nullptr) return known;
-  auto found = peers_of(name_, meeting);
+  auto found = peers_of(name_, rendezvous);
   std::lock_guard<std::mutex> lock(mutex_);
   Board& shared = found->board(rank_);
   // Another thread may be in a call of the other channel: what it notes meanwhile is later.
@@ -169,7 +170,7 @@ std::shared_ptr<Peers> Group::peers(const Meeting& meeting) {
     shared.set_made(index, std::max(shared.made(index), own_board_.made(index)));
     shared.set_entered(index, std::max(shared.entered(index), own_board_.entered(index)));
   }
-  shared.set_threads(several_ ? 2 : 1);
+  shared.set_threads(several_threads_ ? 2 : 1);
   std::atomic_store(&peers_, found);
   return found;
 }
@@ -218,9 +219,10 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   if (theirs.entered(call.channel) > call.number) {
     if (!on_memory) {  // before there were peers it may have said why
       WaitBudget none(std::chrono::milliseconds(0));
-      check_refused_peers(name_, {key_of_call(call.channel, call.number), call.what, none}, peer);
+      check_refused_peers(name_, {key_of_call(call.channel, call.number), call.call_name, none},
+                          peer);
     }
-    throw OutOfStep(call.what + ": " + who + " has gone on without call " + text(call.number) +
+    throw OutOfStep(call.call_name + ": " + who + " has gone on without call " + text(call.number) +
                     " of channel '" + kChannelNames[call.channel] + "'");
   }
   if (on_memory) check_generation(call, peer);
@@ -240,34 +242,34 @@ void Group::compare(const CallSite& call, int peer, const CallSite& theirs) {
   const std::string me = "rank " + text(rank_), who = "rank " + text(peer);
   if (mine > theirs.ordinal) {
     const CallSite before{call.channel, call.number - 1, {}};
-    const std::string cause = "ranks disagree: " + who + " calls " + theirs.what + ", " + me +
-                              " has gone on to " + call.what;
+    const std::string cause = "ranks disagree: " + who + " calls " + theirs.call_name + ", " + me +
+                              " has gone on to " + call.call_name;
     give_up_at(theirs.channel, theirs.number, cause, &before);
     return;
   }
   CallSite all{theirs.channel, theirs.number - 1, {}};
-  std::string what = "ranks disagree: " + me + " calls " + call.what + ", " + who;
+  std::string call_name = "ranks disagree: " + me + " calls " + call.call_name + ", " + who;
   if (mine == theirs.ordinal) {
     all.number = known_peers()->board(peer).made(theirs.channel);
-    what += " calls " + theirs.what;
+    call_name += " calls " + theirs.call_name;
   } else {
-    what += " has gone on to " + theirs.what;
+    call_name += " has gone on to " + theirs.call_name;
   }
-  throw GaveUp(what, what, all);
+  throw GaveUp(call_name, call_name, all);
 }
 
 void Group::check_generation(const CallSite& call, int peer) {
   const Board& theirs = known_peers()->board(peer);
-  Clock::time_point& since = apart_since_[call.channel];
+  Clock::time_point& since = mismatch_since_[call.channel];
   const bool apart = theirs.entered(call.channel) == call.number &&
                      theirs.generation(call.channel) != board().generation(call.channel);
   if (!apart) {
     since = {};
   } else if (since == Clock::time_point{}) {
     since = Clock::now();
-  } else if (Clock::now() - since > kSettle) {
+  } else if (Clock::now() - since > kSettleTime) {
     since = {};
-    throw OutOfStep(call.what + ": rank " + text(peer) + " and rank " + text(rank_) +
+    throw OutOfStep(call.call_name + ": rank " + text(peer) + " and rank " + text(rank_) +
                     " use different workspaces after a failure; the next call makes a new one");
   }
 }
@@ -276,7 +278,7 @@ void Group::block(const CallSite& call) {
   const auto known = board().blocked();
   if (known && known->channel == call.channel && known->number == call.number) return;
   board().set_blocked(call.channel, call.number, ordinal_of(call.channel, call.number),
-                      call.what.c_str());
+                      call.call_name.c_str());
 }
 
 void Group::unblock() {
@@ -286,10 +288,11 @@ void Group::unblock() {
 void Group::set_generation(int index, int64_t number) { board().set_generation(index, number); }
 void Group::set_entered(int index, int64_t number) { board().set_entered(index, number); }
 
-void Group::check_owned(const std::string& what) const {
+void Group::check_owned(const std::string& call_name) const {
   if (!owned())
-    throw PeerError(what + ": this process was forked from rank " + text(rank_) + " of group '" +
-                    name_ + "' and is no rank of it: call it in the parent process only");
+    throw PeerError(call_name + ": this process was forked from rank " + text(rank_) +
+                    " of group '" + name_ +
+                    "' and is no rank of it: call it in the parent process only");
 }
 
 }  // namespace symm_cp

@@ -23,15 +23,15 @@ class Workspace {
 
   // Begins the call of that number, whose slots take `slot_bytes`. Collective, and waits for the
   // peers, when memory has to be made, or after a call that failed.
-  Call begin(int64_t number, int64_t slot_bytes, const std::string& what);
+  Call begin(int64_t number, int64_t slot_bytes, const std::string& call_name);
   // Whether `begin` would return at once.
-  bool at_hand(int64_t slot_bytes) const;
+  bool begins_at_once(int64_t slot_bytes) const;
   // Ends a call that failed on this rank or that it refuses to make. `other` is a call of another
   // channel that was given up with it. Never waits.
   void fail(int64_t number, const std::string& cause, const CallSite* other = nullptr);
   // Makes slots of at least `slot_bytes` at the next call that needs new memory.
   void reserve(int64_t slot_bytes) { reserved_ = std::max(reserved_, slot_bytes); }
-  // Passes over so many calls, as if they had been made. For tests.
+  // Skips `calls` calls, as if they had been made. For tests.
   void skip(int64_t calls) { base_ -= calls; }
 
   Channel* channel() const { return channel_.get(); }
@@ -57,14 +57,14 @@ class Workspace {
   int64_t reserved_ = 0;
 };
 
-// A peer has gone on without this rank's call, or they use different memory: after failures on
-// different ranks in the moment in which memory is replaced.
+// A peer has continued without this rank's call, or uses different memory: the result of failures
+// on different ranks while memory was being replaced.
 class OutOfStep : public PeerError {
  public:
   using PeerError::PeerError;
 };
 
-// Where the parts of a workspace lie (memory.py explains and mirrors it).
+// Where the parts of a workspace lie (memory.py gives the formula).
 WorkspaceLayout layout_of(int world_size, int64_t slot_bytes);
 
 class Group {
@@ -90,7 +90,7 @@ class Group {
   // The peers, once they are known.
   std::shared_ptr<Peers> known_peers() const { return std::atomic_load(&peers_); }
   // Collective at the first call.
-  std::shared_ptr<Peers> peers(const Meeting& meeting);
+  std::shared_ptr<Peers> peers(const Rendezvous& rendezvous);
 
   // Refuses to make a call: its peers, which may be making it, hear why at once. Never waits.
   void refuse(int index, const std::string& reason);
@@ -100,8 +100,8 @@ class Group {
   // another channel that is given up with them.
   void give_up_at(int index, int64_t number, const std::string& cause,
                   const CallSite* other = nullptr);
-  // Throws `GaveUp` when neither this rank nor the peer can ever make the call in which the
-  // other one is blocked, and `OutOfStep` when the peer cannot see this rank's call any more.
+  // Throws `GaveUp` when this rank and the peer are each blocked in a call that the other one can
+  // never make, and `OutOfStep` when the peer has left this rank's call behind.
   // `on_memory`: the call waits in the memory of its channel, not for new memory.
   void check_agreement(const CallSite& call, int peer, bool on_memory);
   // Throws when this object is being destroyed.
@@ -117,7 +117,7 @@ class Group {
   void set_current(Call call) { current_ = std::move(call); }
   void end_current() { current_.reset(); }
   // Throws PeerError in a process that was forked from the one that made this object.
-  void check_owned(const std::string& what) const;
+  void check_owned(const std::string& call_name) const;
   bool owned() const { return forks_ == fork_count(); }
   // For lane.cpp: this thread makes no calls of its own.
   static void enter_engine();
@@ -140,20 +140,20 @@ class Group {
   int forks_;
   std::mutex mutex_;  // numbers, and making the peers
   std::thread::id first_thread_;
-  bool several_ = false;  // other threads have made calls, too
-  Board own_board_{};     // until there are peers
+  bool several_threads_ = false;  // more than one thread has made calls
+  Board own_board_{};             // until there are peers
   std::atomic<Board*> board_{&own_board_};
   std::shared_ptr<Peers> peers_;
   Workspace workspaces_[kChannels];
   static constexpr size_t kOrdinals = 1024;
   std::atomic<int64_t> ordinals_[kChannels][kOrdinals]{};  // of the last calls
   std::optional<Call> current_;
-  Clock::time_point apart_since_[kChannels]{};  // since when a peer seems to use other memory
+  Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
   std::atomic<bool> closing_{false};
   Lane lane_;
 };
 
-// While it lives the calling thread may say that it is blocked; takes that back at the end.
+// In its scope the calling thread may be marked as blocked (`Group::block`); unmarks it at the end.
 class Blocked {
  public:
   explicit Blocked(Group& group) : group_(group) {}

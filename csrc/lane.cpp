@@ -61,7 +61,7 @@ std::string Lane::carry_out(Item& item) {
     const Plan& plan = *program.plan;
     const bool begun = program.begun.has_value();
     Call call = begun ? std::move(*program.begun)
-                      : workspace.begin(program.number, program.slot_bytes, plan.what);
+                      : workspace.begin(program.number, program.slot_bytes, plan.call_name);
     const auto& commands = begun ? plan.rest : plan.whole;
     workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),
                              plan.references.data(), program.operands.data(), call);
@@ -77,7 +77,7 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   running_ = true;
   Item item = std::move(queue_.front());
   queue_.pop_front();
-  running_what_ = item.program.plan == nullptr ? "" : item.program.plan->what;
+  running_name_ = item.program.plan == nullptr ? "" : item.program.plan->call_name;
   lock.unlock();
   std::string failure = carry_out(item);
   lock.lock();
@@ -114,7 +114,7 @@ void Lane::wait(int64_t number) {
       run_one(lock);
       work_.notify_one();  // the engine may have found the lane taken
     } else if (done_.wait_for(lock, kSlice) == std::cv_status::timeout) {
-      const CallSite site{kAsync, completed_ + 1, running_what_};
+      const CallSite site{kAsync, completed_ + 1, running_name_};
       lock.unlock();
       throw_if_interrupted();
       if (!Group::in_engine()) group_.block(site);
@@ -123,9 +123,9 @@ void Lane::wait(int64_t number) {
   }
   const auto failure = failures_.find(number);
   if (failure == failures_.end()) return;
-  const std::string what = failure->second;
+  const std::string call_name = failure->second;
   failures_.erase(failure);
-  throw PeerError(what);
+  throw PeerError(call_name);
 }
 
 bool Lane::finished(int64_t number) {

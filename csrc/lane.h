@@ -19,8 +19,8 @@ namespace symm_cp {
 class Group;
 
 // Programs are the calls of the channel `async`, carried out one after the other in the order of
-// their numbers. A thread that waits for one helps: it runs what is queued up to it unless the
-// engine already does, so a small transfer costs no hand-over between threads. An idle engine
+// their numbers. A thread that waits for one runs the queue up to it, unless the engine
+// already does, so a small transfer needs no hand-over between threads. An idle engine
 // sleeps; the thread starts with the first program that asks for it, and ends with the lane. A
 // program that fails ends alone: those behind it go on.
 class Lane {
@@ -36,18 +36,18 @@ class Lane {
     std::optional<Call> begun = std::nullopt;  // the caller has published; only the rest is left
   };
 
-  // With `background` false the engine is left asleep: the program runs when somebody waits for
+  // With `background` false the engine is not woken: the program runs when a thread waits for
   // it, or with the next program that wakes the engine.
   void submit(Program program, bool background);
-  // A call that this rank does not make: its peers are told in its turn. Never waits.
+  // Queues the refusal of a call: its peers are told when its turn comes. Never waits.
   void refuse(int64_t number, const std::string& cause, const CallSite* other);
-  // Returns when the call was carried out, or with a number beyond the last when all were; throws
-  // what it threw. Any thread, any order.
+  // Returns when the call has ended (all calls, for a number beyond the last), and throws if it
+  // failed. Any thread, any order.
   void wait(int64_t number);
   bool finished(int64_t number);
   // True when nothing is queued or running.
   bool idle();
-  // Ends the engine; the group is closing, so a program that waits gives up.
+  // Ends the engine; a running program fails at its next check, because the group is closing.
   void close();
 
  private:
@@ -70,7 +70,7 @@ class Lane {
   int64_t submitted_ = 0;
   int64_t completed_ = 0;
   bool running_ = false;
-  std::string running_what_;
+  std::string running_name_;
   bool wake_ = false;
   bool closing_ = false;
   std::map<int64_t, std::string> failures_;  // of calls that may still be waited for

@@ -1,5 +1,5 @@
-// Tells when the process of a rank ends that has never said anything: gloo connects all ranks of a
-// group when the group is made, and a connection that breaks fails what waits for it.
+// Detects that a rank's process has ended before its first call: gloo connects all ranks of a group
+// when the group is made, and a pending receive fails when the connection breaks.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -14,13 +14,13 @@ namespace symm_cp {
 
 class LinkProbe {
  public:
-  // Null where the backend does not tell; then only a time-out does.
+  // Null for backends that do not report it; then only the time-out applies.
   static std::unique_ptr<LinkProbe> of(c10::intrusive_ptr<c10d::Backend> backend) {
     if (!backend || backend->getBackendName() != "gloo") return nullptr;
     return std::unique_ptr<LinkProbe>(new LinkProbe(std::move(backend)));
   }
 
-  // Whether the link to a rank is broken. The first question only begins to look.
+  // Whether the link to a rank is broken. The first call for a rank only starts its probe.
   bool lost(int rank) {
     auto& probe = probes_[rank];
     if (probe == nullptr) probe = std::make_unique<Probe>(*backend_, rank);
@@ -28,8 +28,8 @@ class LinkProbe {
   }
 
  private:
-  // Receives what is never sent. Waiting for it with a short time-out would break the link itself,
-  // so a thread waits without one until it is told to stop.
+  // Receives a message that is never sent. A short time-out would break the link itself, so a
+  // thread waits until it is aborted.
   struct Probe {
     Probe(c10d::Backend& backend, int rank) {
       std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
@@ -51,7 +51,7 @@ class LinkProbe {
       if (!waiter.joinable()) return;
       try {
         work->abort();
-      } catch (const std::exception&) {  // it has ended by itself
+      } catch (const std::exception&) {  // it has ended already
       }
       waiter.join();
     }

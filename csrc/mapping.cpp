@@ -12,30 +12,30 @@ namespace {
 
 using std::chrono::milliseconds;
 
-enum ParcelWord : size_t { kBlockBytes, kPadBytes, kMappedBytes, kWords };
+enum PayloadWord : size_t { kBlockBytes, kPadBytes, kMappedBytes, kWords };
 const char* const kNames[kWords] = {"allocation size", "signal pad size", "mapped size"};
 
 std::string text(int64_t value) { return std::to_string(value); }
 
 // Throws when a peer meets for another call, or has sent other words than this rank.
-void check_parcels(const Peers& peers, const std::vector<Received>& received, const Parcel& own,
-                   const std::string& what) {
+void check_payloads(const Peers& peers, const std::vector<Received>& received, const Payload& own,
+                    const std::string& context) {
   const std::string me = "rank " + text(peers.rank());
   for (int peer = 0; peer < peers.world_size(); ++peer) {
     if (peer == peers.rank()) continue;
     const std::vector<int64_t>& words = received[peer].words;
     const std::string who = "rank " + text(peer);
-    if (received[peer].what != what)
-      throw PeerError("ranks disagree: " + me + " calls " + what + ", " + who + " calls " +
-                      received[peer].what);
+    if (received[peer].call_name != context)
+      throw PeerError("ranks disagree: " + me + " calls " + context + ", " + who + " calls " +
+                      received[peer].call_name);
     if (words.size() != own.words.size() || received[peer].fds.size() != own.fds.size())
-      throw PeerError(what + ": " + who + " sent " + text(words.size()) + " numbers and " +
+      throw PeerError(context + ": " + who + " sent " + text(words.size()) + " numbers and " +
                       text(received[peer].fds.size()) + " descriptors, " + text(own.words.size()) +
                       " and " + text(own.fds.size()) + " are required");
     for (size_t i = 0; i < words.size(); ++i)
       if (words[i] != own.words[i])
         throw PeerError("ranks disagree on the " + std::string(kNames[i]) + ": " + me + " calls " +
-                        what + " with " + text(own.words[i]) + " bytes, " + who + " with " +
+                        context + " with " + text(own.words[i]) + " bytes, " + who + " with " +
                         text(words[i]));
   }
 }
@@ -43,25 +43,25 @@ void check_parcels(const Peers& peers, const std::vector<Received>& received, co
 }  // namespace
 
 Mapping::Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes,
-                 size_t pad_bytes, int64_t sequence, const Meeting& meeting)
+                 size_t pad_bytes, int64_t sequence, const Rendezvous& rendezvous)
     : peers_(std::move(peers)),
       block_bytes_(block_bytes),
       pad_bytes_(pad_bytes),
       sequence_(sequence),
       spins_(spin_rounds(peers_->world_size())) {
   try {
-    require_descriptors(2 * world_size() + 1, meeting.what);
+    require_descriptors(2 * world_size() + 1, rendezvous.call_name);
     control_ = Segment::create(ControlPage::kBytes + pad_bytes, "symm_cp-control");
-    const Parcel own{{static_cast<int64_t>(block_bytes), static_cast<int64_t>(pad_bytes),
-                      static_cast<int64_t>(block.size())},
-                     {block.fd(), control_.fd()}};
-    auto received = peers_->exchange(meeting, 0, own, false);
-    check_parcels(*peers_, received, own, meeting.what);
+    const Payload own{{static_cast<int64_t>(block_bytes), static_cast<int64_t>(pad_bytes),
+                       static_cast<int64_t>(block.size())},
+                      {block.fd(), control_.fd()}};
+    auto received = peers_->exchange(rendezvous, 0, own, false);
+    check_payloads(*peers_, received, own, rendezvous.call_name);
     map_peers(block, received);
     // All ranks have mapped all memory, or none uses it.
-    peers_->exchange(meeting, 1, {}, true);
+    peers_->exchange(rendezvous, 1, {}, true);
   } catch (const std::exception& error) {
-    peers_->refuse(meeting.key, cause_of(error, rank()), other_of(error));
+    peers_->refuse(rendezvous.key, cause_of(error, rank()), other_of(error));
     throw;
   }
 }
@@ -85,16 +85,16 @@ void Mapping::close() {
 }
 
 void Mapping::throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
-                                 const std::string& what) const {
+                                 const std::string& context) const {
   const std::string who = "rank " + text(peer);
   const auto lost = [&](const std::string& why) {
-    return PeerError(what + ": " + who + " " + why,
+    return PeerError(context + ": " + who + " " + why,
                      who + " " + why + " (noticed by rank " + text(rank()) + ")");
   };
   // A process that ends normally closes its memory first: that it died says more.
   if (peers_->dead(peer)) throw lost("died");
   if (control(peer).closed.load() == 1) throw lost("has left the group");
-  if (expired) throw PeerError(what + ": timed out after " + text(budget.limit.count()) + " ms");
+  if (expired) throw PeerError(context + ": timed out after " + text(budget.limit.count()) + " ms");
 }
 
 WaitBudget Mapping::budget_of(int64_t timeout_ms) const {

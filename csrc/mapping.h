@@ -16,7 +16,7 @@ namespace symm_cp {
 struct ControlPage {
   static constexpr size_t kBytes = 4096;
   Word sleepers;  // processes asleep on a word that this rank owns
-  Word closed;    // 1: this rank has closed the memory; it will raise no word any more
+  Word closed;    // 1: this rank has closed the memory; it signals nothing any more
 };
 static_assert(sizeof(ControlPage) <= ControlPage::kBytes);
 
@@ -27,7 +27,7 @@ class Mapping {
   // values, when they disagree on sizes or on what they meet for; and when one of them cannot have
   // or map the memory, which then throws what it met. `sequence` names the mapping to peers.
   Mapping(std::shared_ptr<Peers> peers, const Segment& block, size_t block_bytes, size_t pad_bytes,
-          int64_t sequence, const Meeting& meeting);
+          int64_t sequence, const Rendezvous& rendezvous);
 
   int rank() const { return peers_->rank(); }
   int world_size() const { return peers_->world_size(); }
@@ -42,12 +42,12 @@ class Mapping {
     return *reinterpret_cast<ControlPage*>(static_cast<char*>(pads_[rank]) - ControlPage::kBytes);
   }
 
-  // Tells the peers that this rank raises no word here any more.
+  // Tells the peers that this rank signals nothing here any more.
   void close();
-  // Throws when `peer` will not raise what is waited for: it died, has closed the memory, or the
-  // time is over. `what` says what was waited for.
+  // Throws when `peer` cannot signal any more, because it died or has closed the memory, or when
+  // the wait has expired. `context` says what was waited for.
   void throw_if_peer_lost(int peer, bool expired, const WaitBudget& budget,
-                          const std::string& what) const;
+                          const std::string& call_name) const;
 
   // Signal-pad protocol of torch: a word is 0, or 1 between a put and the wait that consumes it.
   // The word of channel c that rank s raises at rank d is pad d's word c * world_size + s. Legal
@@ -85,11 +85,11 @@ std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
 
 // Returns the peers of a group. Collective at the first call for a group; see Peers.
-std::shared_ptr<Peers> peers_of(const std::string& group, const Meeting& meeting);
+std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous);
 // Refuses to take part in a rendezvous that makes the peers of a group. Not collective.
 void refuse_peers(const std::string& group, const std::string& key, const std::string& reason);
 // Throws when a peer has refused so to meet for this call, or a later one.
-void check_refused_peers(const std::string& group, const Meeting& meeting, int peer);
+void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer);
 // How long ops of a group wait for a peer unless the user chose otherwise.
 std::chrono::milliseconds timeout_of(const std::string& group);
 

@@ -11,8 +11,8 @@
 #include <thread>
 #include <utility>
 
-#include "door.h"
 #include "error.h"
+#include "listener.h"
 
 namespace symm_cp {
 
@@ -23,10 +23,10 @@ using std::chrono::milliseconds;
 constexpr size_t kMaxWords = 8;
 constexpr size_t kMaxDescriptors = 2;
 constexpr size_t kMaxEnded = 1024;
-const char* const kBoards = "boards";   // the key under which boards are exchanged
-constexpr int kRefusal = -1;            // the round of a refusal
-constexpr milliseconds kPatience{500};  // between the end of a socket and that of its process
-constexpr milliseconds kPoll{10};
+const char* const kBoards = "boards";    // the key under which boards are exchanged
+constexpr int kRefusal = -1;             // the round of a refusal
+constexpr milliseconds kExitGrace{500};  // between the end of a socket and that of its process
+constexpr milliseconds kPollInterval{10};
 
 std::string text(int64_t value) { return std::to_string(value); }
 std::string key_of(int rank) { return "symm_cp/peer/" + text(rank); }
@@ -53,15 +53,15 @@ std::string key_of_call(int channel, int64_t number) {
   return std::string(kChannelNames[channel]) + "/" + text(number);
 }
 
-void require_descriptors(int count, const std::string& what) {
+void require_descriptors(int count, const std::string& context) {
   std::vector<Descriptor> opened;
   for (int i = 0; i < count; ++i) {
     opened.emplace_back(open("/dev/null", O_RDONLY | O_CLOEXEC));
     if (opened.back().valid()) continue;
     rlimit limit{};
     getrlimit(RLIMIT_NOFILE, &limit);
-    throw ResourceError(what + " needs " + text(count) + " more file descriptors, only " + text(i) +
-                        " are left of " + text(static_cast<int64_t>(limit.rlim_cur)) +
+    throw ResourceError(context + " needs " + text(count) + " more file descriptors, only " +
+                        text(i) + " are left of " + text(static_cast<int64_t>(limit.rlim_cur)) +
                         "; raise the limit (ulimit -n)");
   }
 }
@@ -75,7 +75,7 @@ struct Peers::Message {
 };
 
 Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
-             milliseconds timeout, const Meeting& meeting)
+             milliseconds timeout, const Rendezvous& rendezvous)
     : group_(std::move(group)),
       rank_(rank),
       world_size_(world_size),
@@ -85,30 +85,30 @@ Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
       boards_(static_cast<size_t>(world_size)) {
   try {
     // For each peer a socket, a process and, for a moment, a board; and what this rank opens.
-    require_descriptors(3 * world_size + 4, meeting.what);
+    require_descriptors(3 * world_size + 4, rendezvous.call_name);
     boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
     if (world_size_ == 1) return;
-    meet(bootstrap, meeting);
-    exchange_boards(meeting);
+    connect_all(bootstrap, rendezvous);
+    exchange_boards(rendezvous);
   } catch (const std::exception& error) {
-    refuse_before(bootstrap, rank_, meeting.key, cause_of(error, rank_));
-    refuse(kBoards, cause_of(error, rank_));  // to those that have come that far
-    // What a peer said before it left says more than that it has.
+    refuse_before(bootstrap, rank_, rendezvous.key, cause_of(error, rank_));
+    refuse(kBoards, cause_of(error, rank_));  // for peers that are already connected
+    // A peer's refusal is a better error than that it has left.
     for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_) check_refusal(bootstrap, meeting, peer);
+      if (peer != rank_) check_refusal(bootstrap, rendezvous, peer);
     throw;
   }
 }
 
-void Peers::check_refusal(Bootstrap& bootstrap, const Meeting& meeting, int peer) {
+void Peers::check_refusal(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer) {
   const auto refusal = bootstrap.get(refusal_of(peer));
   if (!refusal) return;
   const size_t line = refusal->find('\n');
-  const auto theirs = number_like(meeting.key, refusal->substr(0, line));
-  const auto own = number_like(meeting.key, meeting.key);
+  const auto theirs = number_like(rendezvous.key, refusal->substr(0, line));
+  const auto own = number_like(rendezvous.key, rendezvous.key);
   if (!theirs || !own || *theirs < *own) return;
   const std::string cause = refusal->substr(line + 1);
-  throw PeerError(meeting.what + ": rank " + text(peer) + " failed: " + cause, cause);
+  throw PeerError(rendezvous.call_name + ": rank " + text(peer) + " failed: " + cause, cause);
 }
 
 void Peers::refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
@@ -116,69 +116,68 @@ void Peers::refuse_before(Bootstrap& bootstrap, int rank, const std::string& key
   bootstrap.set(refusal_of(rank), key + "\n" + reason);
 }
 
-void Peers::check_owned(const std::string& what) const {
+void Peers::check_owned(const std::string& context) const {
   if (!owned())
-    throw PeerError(what + ": this process was forked from rank " + text(rank_) + " of group '" +
+    throw PeerError(context + ": this process was forked from rank " + text(rank_) + " of group '" +
                     group_ + "' and is no rank of it: call it in the parent process only");
 }
 
-// Looks for a peer in the store and connects to it, when that is this rank's part. Lower ranks are
-// called, higher ranks call: one socket for each pair.
-void Peers::look_for(Bootstrap& bootstrap, const Meeting& meeting, int peer, bool closely,
-                     Suspicion& suspicion) {
-  if (closely) check_refusal(bootstrap, meeting, peer);
+// Looks for a peer in the store, and connects to it if its rank is lower: one socket for each pair.
+void Peers::find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer, bool thorough,
+                      StaleEntry& stale) {
+  if (thorough) check_refusal(bootstrap, rendezvous, peer);
   const auto entry = bootstrap.get(key_of(peer));
   if (!entry) {
-    if (closely && bootstrap.lost(peer))
-      throw_missing(peer, meeting.what, "died or left before its first call");
+    if (thorough && bootstrap.lost(peer))
+      throw_missing(peer, rendezvous.call_name, "died or left before its first call");
     return;
   }
-  if (closely && Door::gone(*entry)) {
-    // The entry may be of an earlier process; then the present one will write its own.
-    if (suspicion.entry != *entry) suspicion = {*entry, Clock::now()};
-    if (Clock::now() - suspicion.since > kPatience) throw_missing(peer, meeting.what, "died");
+  if (thorough && Listener::process_ended(*entry)) {
+    // The entry may be of an earlier process, which the present one will replace.
+    if (stale.entry != *entry) stale = {*entry, Clock::now()};
+    if (Clock::now() - stale.since > kExitGrace) throw_missing(peer, rendezvous.call_name, "died");
     return;
   }
   if (peer < rank_) connect_to(*entry, peer);
 }
 
-void Peers::meet(Bootstrap& bootstrap, const Meeting& meeting) {
-  Door door(group_, rank_, world_size_);
-  bootstrap.set(key_of(rank_), door.entry());
-  const Waiting waiting(meeting.budget);
-  std::vector<Suspicion> suspicions(peers_.size());
+void Peers::connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
+  Listener listener(group_, rank_, world_size_);
+  bootstrap.set(key_of(rank_), listener.entry());
+  const Waiting waiting(rendezvous.budget);
+  std::vector<StaleEntry> stale_entries(peers_.size());
   Clock::time_point next_look{};
   while (true) {
-    const bool closely = Clock::now() >= next_look;
-    if (closely) next_look = Clock::now() + kSlice;
+    const bool thorough = Clock::now() >= next_look;
+    if (thorough) next_look = Clock::now() + kSlice;
     for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_ && !peers_[peer].socket.valid() && (peer < rank_ || closely))
-        look_for(bootstrap, meeting, peer, closely, suspicions[peer]);
-    for (auto& [peer, socket] : door.arrivals()) adopt(peer, std::move(socket));
+      if (peer != rank_ && !peers_[peer].socket.valid() && (peer < rank_ || thorough))
+        find_peer(bootstrap, rendezvous, peer, thorough, stale_entries[peer]);
+    for (auto& [peer, socket] : listener.accept_ranks()) add_connection(peer, std::move(socket));
     int missing = -1;
     for (int peer = 0; peer < world_size_; ++peer)
       if (peer != rank_ && !peers_[peer].socket.valid()) missing = peer;
     if (missing < 0) return;
     throw_if_interrupted();
-    meeting.on_slice();
+    rendezvous.on_slice();
     if (waiting.expired())
-      throw_missing(missing, meeting.what,
+      throw_missing(missing, rendezvous.call_name,
                     "was not found on the host of rank " + text(rank_) + " within " +
-                        text(meeting.budget.limit.count()) + " ms");
-    door.wait(milliseconds(5));
+                        text(rendezvous.budget.limit.count()) + " ms");
+    listener.wait(milliseconds(5));
   }
 }
 
 void Peers::connect_to(const std::string& entry, int peer) {
-  if (!Door::same_host(entry))
+  if (!Listener::same_host(entry))
     throw PeerError("group '" + group_ + "' spans hosts: rank " + text(peer) +
                     " is not on the host of rank " + text(rank_));
-  Descriptor socket = Door::knock(entry, rank_, world_size_);
-  if (socket.valid()) adopt(peer, std::move(socket));
+  Descriptor socket = Listener::connect(entry, rank_, world_size_);
+  if (socket.valid()) add_connection(peer, std::move(socket));
 }
 
-void Peers::adopt(int peer, Descriptor socket) {
-  const ucred credentials = Door::credentials(socket.get());
+void Peers::add_connection(int peer, Descriptor socket) {
+  const ucred credentials = Listener::credentials(socket.get());
   if (credentials.uid != getuid())
     throw PeerError("rendezvous of group '" + group_ + "': rank " + text(peer) +
                     " belongs to another user");
@@ -188,10 +187,11 @@ void Peers::adopt(int peer, Descriptor socket) {
   peers_[peer].socket = std::move(socket);
 }
 
-// Not under the key of a call: ranks may come here for different calls first.
-void Peers::exchange_boards(const Meeting& meeting) {
-  const Parcel own{{}, {boards_[rank_].fd()}};
-  auto received = exchange({kBoards, meeting.what, meeting.budget, meeting.on_slice}, 0, own, true);
+// Not under the key of a call: the ranks' first calls may differ.
+void Peers::exchange_boards(const Rendezvous& rendezvous) {
+  const Payload own{{}, {boards_[rank_].fd()}};
+  auto received = exchange({kBoards, rendezvous.call_name, rendezvous.budget, rendezvous.on_slice},
+                           0, own, true);
   for (int peer = 0; peer < world_size_; ++peer)
     if (peer != rank_)
       boards_[peer] = Segment::map(std::move(received[peer].fds.at(0)), boards_[rank_].size());
@@ -206,7 +206,7 @@ bool Peers::dead(int rank) const {
   return has_pidfd || (entry.revents & (POLLHUP | POLLERR)) != 0;
 }
 
-// False when the peer's buffer is full. That a peer is gone shows when this rank reads.
+// False when the peer's buffer is full. A closed socket is noticed when this rank reads.
 bool Peers::send_message(int peer, const Message& message, const std::vector<int>& fds) {
   iovec data{const_cast<Message*>(&message), sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))] = {};
@@ -227,8 +227,8 @@ bool Peers::send_message(int peer, const Message& message, const std::vector<int
   return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS);
 }
 
-// Reads one letter, if there is one.
-bool Peers::read_letter(Peer& peer) {
+// Reads one message; false when there is none.
+bool Peers::read_message(Peer& peer) {
   Message message{};
   iovec data{&message, sizeof(message)};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))];
@@ -253,7 +253,7 @@ bool Peers::read_letter(Peer& peer) {
     for (size_t i = 0; i < count; ++i) received.fds.emplace_back(fds[i]);
   }
   if (std::find(ended_.begin(), ended_.end(), message.key) != ended_.end()) return true;
-  Letter& letter = peer.letters[{message.key, message.round}];
+  Incoming& letter = peer.incoming[{message.key, message.round}];
   letter.truncated = (header.msg_flags & MSG_CTRUNC) != 0;
   if (message.round == kRefusal) {
     letter.refused = true;
@@ -263,23 +263,23 @@ bool Peers::read_letter(Peer& peer) {
   }
   const auto words = std::min(static_cast<size_t>(std::max(message.words, 0)), kMaxWords);
   received.words.assign(message.word, message.word + words);
-  received.what = message.text;
-  letter.parcel = std::move(received);
+  received.call_name = message.text;
+  letter.payload = std::move(received);
   return true;
 }
 
-void Peers::read_letters() {
+void Peers::read_messages() {
   for (Peer& peer : peers_)
-    while (peer.socket.valid() && !peer.closed && read_letter(peer)) {
+    while (peer.socket.valid() && !peer.closed && read_message(peer)) {
     }
 }
 
-// What comes under this key from now on is of no use.
+// Drops all messages under this key, also later ones.
 void Peers::end(const std::string& key) {
   for (Peer& peer : peers_)
-    for (auto it = peer.letters.lower_bound({key, kRefusal});
-         it != peer.letters.end() && it->first.first == key;)
-      it = peer.letters.erase(it);
+    for (auto it = peer.incoming.lower_bound({key, kRefusal});
+         it != peer.incoming.end() && it->first.first == key;)
+      it = peer.incoming.erase(it);
   if (std::find(ended_.begin(), ended_.end(), key) != ended_.end()) return;
   ended_.push_back(key);
   if (ended_.size() > kMaxEnded) ended_.pop_front();
@@ -300,101 +300,101 @@ void Peers::refuse(const std::string& key, const std::string& reason, const Call
   end(key);
 }
 
-void Peers::throw_missing(int peer, const std::string& what, const std::string& why) {
-  throw PeerError(what + ": rank " + text(peer) + " " + why,
+void Peers::throw_missing(int peer, const std::string& context, const std::string& why) {
+  throw PeerError(context + ": rank " + text(peer) + " " + why,
                   "rank " + text(peer) + " " + why + " (noticed by rank " + text(rank_) + ")");
 }
 
-// Moves what has come to `all`; throws what a peer refused with. True when nothing is missing.
-bool Peers::collect(const std::string& key, int round, const std::string& what,
+// Moves received payloads to `all`; throws a peer's refusal. True when nothing is missing.
+bool Peers::collect(const std::string& key, int round, const std::string& context,
                     std::vector<Received>& all, std::vector<bool>& have) {
   std::lock_guard<std::mutex> lock(mutex_);
-  read_letters();
+  read_messages();
   for (int peer = 0; peer < world_size_; ++peer) {
-    auto& letters = peers_[peer].letters;
-    const auto refusal = letters.find({key, kRefusal});
-    if (refusal != letters.end()) {
-      const Letter& theirs = refusal->second;
-      throw GaveUp(what + ": rank " + text(peer) + " failed: " + theirs.refusal, theirs.refusal,
+    auto& incoming = peers_[peer].incoming;
+    const auto refusal = incoming.find({key, kRefusal});
+    if (refusal != incoming.end()) {
+      const Incoming& theirs = refusal->second;
+      throw GaveUp(context + ": rank " + text(peer) + " failed: " + theirs.refusal, theirs.refusal,
                    theirs.other);
     }
-    const auto letter = letters.find({key, round});
-    if (letter == letters.end()) continue;
+    const auto letter = incoming.find({key, round});
+    if (letter == incoming.end()) continue;
     if (letter->second.truncated)
-      throw ResourceError(what + ": too few file descriptors for what rank " + text(peer) +
+      throw ResourceError(context + ": too few file descriptors for context rank " + text(peer) +
                           " sent; raise the limit (ulimit -n)");
-    all[peer] = std::move(*letter->second.parcel);
+    all[peer] = std::move(*letter->second.payload);
     have[peer] = true;
-    letters.erase(letter);
+    incoming.erase(letter);
   }
-  return std::all_of(have.begin(), have.end(), [](bool came) { return came; });
+  return std::all_of(have.begin(), have.end(), [](bool accepted) { return accepted; });
 }
 
-// Throws when one that has not come never will.
-void Peers::check_missing(const std::string& key, const std::string& what,
+// Throws when a missing peer will never come, or the time is over.
+void Peers::check_missing(const std::string& key, const std::string& context,
                           const std::vector<bool>& have, bool expired, const WaitBudget& budget) {
   for (int peer = 0; peer < world_size_; ++peer) {
     if (have[peer]) continue;
     bool closed;
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      read_letters();
+      read_messages();
       closed = peers_[peer].closed;
-      // What came just before its end counts: the next look finds it.
-      const auto& letters = peers_[peer].letters;
-      const auto letter = letters.lower_bound({key, kRefusal});
-      if (letter != letters.end() && letter->first.first == key) continue;
+      // A message sent just before its end counts: the next pass finds it.
+      const auto& incoming = peers_[peer].incoming;
+      const auto letter = incoming.lower_bound({key, kRefusal});
+      if (letter != incoming.end() && letter->first.first == key) continue;
     }
     if (closed) {
       // The socket of a process closes a little before the process ends.
-      const auto until = Clock::now() + kPatience;
+      const auto until = Clock::now() + kExitGrace;
       while (!dead(peer) && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
     }
-    if (dead(peer)) throw_missing(peer, what, "died");
-    if (closed) throw_missing(peer, what, "has left the group");
+    if (dead(peer)) throw_missing(peer, context, "died");
+    if (closed) throw_missing(peer, context, "has left the group");
   }
   if (!expired) return;
   std::string late;
   for (int peer = 0; peer < world_size_; ++peer)
     if (!have[peer]) late += (late.empty() ? "rank " : ", rank ") + text(peer);
-  throw PeerError(what + ": " + late + " did not come within " + text(budget.limit.count()) +
+  throw PeerError(context + ": " + late + " did not come within " + text(budget.limit.count()) +
                   " ms");
 }
 
-std::vector<Received> Peers::exchange(const Meeting& meeting, int round, const Parcel& parcel,
-                                      bool last) {
+std::vector<Received> Peers::exchange(const Rendezvous& rendezvous, int round,
+                                      const Payload& payload, bool last) {
   std::vector<Received> all(static_cast<size_t>(world_size_));
   std::vector<bool> have(static_cast<size_t>(world_size_), false);
   have[rank_] = true;
   Message message{};
-  put(message.key, meeting.key);
-  put(message.text, meeting.what);
+  put(message.key, rendezvous.key);
+  put(message.text, rendezvous.call_name);
   message.round = round;
-  message.words = static_cast<int32_t>(parcel.words.size());
-  std::copy(parcel.words.begin(), parcel.words.end(), message.word);
-  const std::string what =
-      meeting.what + ": rendezvous of group '" + group_ + "' on rank " + text(rank_);
+  message.words = static_cast<int32_t>(payload.words.size());
+  std::copy(payload.words.begin(), payload.words.end(), message.word);
+  const std::string context =
+      rendezvous.call_name + ": rendezvous of group '" + group_ + "' on rank " + text(rank_);
   try {
-    const Waiting waiting(meeting.budget);
+    const Waiting waiting(rendezvous.budget);
     std::vector<bool> sent = have;
     while (true) {
       for (int peer = 0; peer < world_size_; ++peer)
-        sent[peer] = sent[peer] || send_message(peer, message, parcel.fds);
-      if (collect(meeting.key, round, what, all, have)) break;
+        sent[peer] = sent[peer] || send_message(peer, message, payload.fds);
+      if (collect(rendezvous.key, round, context, all, have)) break;
       throw_if_interrupted();
-      check_missing(meeting.key, what, have, waiting.expired(), meeting.budget);
-      meeting.on_slice();
+      check_missing(rendezvous.key, context, have, waiting.expired(), rendezvous.budget);
+      rendezvous.on_slice();
       std::vector<pollfd> sockets;
       for (const Peer& peer : peers_)
         if (peer.socket.valid() && !peer.closed) sockets.push_back({peer.socket.get(), POLLIN, 0});
-      poll(sockets.data(), sockets.size(), static_cast<int>(kPoll.count()));
+      poll(sockets.data(), sockets.size(), static_cast<int>(kPollInterval.count()));
     }
     if (last) {
       std::lock_guard<std::mutex> lock(mutex_);
-      end(meeting.key);
+      end(rendezvous.key);
     }
   } catch (const std::exception& error) {
-    refuse(meeting.key, cause_of(error, rank_), other_of(error));
+    refuse(rendezvous.key, cause_of(error, rank_), other_of(error));
     throw;
   }
   return all;

@@ -19,18 +19,18 @@
 
 namespace symm_cp {
 
-// What the group offers for finding each other: its key-value store.
+// The group's key-value store, through which the ranks find each other.
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
   virtual std::optional<std::string> get(const std::string& key) = 0;
-  // Whether the process of a rank is known to have ended, before it said anything here.
+  // Whether a rank's process is known to have ended before its first call.
   virtual bool lost(int /*rank*/) { return false; }
 };
 
 // What one rank sends to all others in a rendezvous.
-struct Parcel {
+struct Payload {
   std::vector<int64_t> words;
   std::vector<int> fds;  // borrowed
 };
@@ -38,15 +38,15 @@ struct Parcel {
 struct Received {
   std::vector<int64_t> words;
   std::vector<Descriptor> fds;
-  std::string what;  // the call that the rank meets for
+  std::string call_name;  // the call that the rank meets for
 };
 
-// A rank gives up its call, and with it all calls of another channel up to that of `other`, if any:
-// ranks that disagree then go on with the same numbers.
+// A rank gives up its call, and all calls of another channel up to `other`, if any, so that ranks
+// that disagreed continue with the same call numbers.
 class GaveUp : public PeerError {
  public:
-  GaveUp(const std::string& what, std::string cause, std::optional<CallSite> with)
-      : PeerError(what, std::move(cause)), other(std::move(with)) {}
+  GaveUp(const std::string& call_name, std::string cause, std::optional<CallSite> with)
+      : PeerError(call_name, std::move(cause)), other(std::move(with)) {}
   std::optional<CallSite> other;
 };
 
@@ -56,14 +56,13 @@ inline const CallSite* other_of(const std::exception& error) {
   return found != nullptr && found->other ? &*found->other : nullptr;
 }
 
-// Throws when a rank that waits in a rendezvous will never be joined; runs every few milliseconds.
+// Runs every few milliseconds in a rendezvous; throws when it cannot succeed.
 using OnSlice = std::function<void()>;
 
-// What ranks meet for: the name of the rendezvous, which is never used again, and of the call; and
-// how long it may take.
-struct Meeting {
+// A rendezvous: its key, which is used once, the call it is for, and how long it may take.
+struct Rendezvous {
   std::string key;
-  std::string what;
+  std::string call_name;
   WaitBudget& budget;
   OnSlice on_slice = [] {};
 };
@@ -72,27 +71,27 @@ class Peers {
  public:
   // Collective. Throws PeerError, naming the rank, when a peer does not come within the budget,
   // died, refused to meet, or lives on another host. Sockets are in the abstract
-  // namespace: no file is left behind. Their names are public, so strangers are turned away by
-  // their user id and by a 128-bit token, and none of them can hold up a rank.
+  // namespace: no file is left behind. Their names are public, so
+  // connections are checked by user id and a 128-bit token, and none can block a rank.
   Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
-        std::chrono::milliseconds timeout, const Meeting& meeting);
+        std::chrono::milliseconds timeout, const Rendezvous& rendezvous);
 
-  // Tells ranks that look for this one that it will not meet them for `key`. Not collective.
+  // Tells ranks that look for this one that it refuses the rendezvous `key`. Not collective.
   static void refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
                             const std::string& reason);
 
-  // Throws when a peer has refused this call so, or a later one.
-  static void check_refusal(Bootstrap& bootstrap, const Meeting& meeting, int peer);
+  // Throws when a peer has refused this call that way, or a later one.
+  static void check_refusal(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer);
 
   // Collective: sends the parcel to every peer and returns what each rank sent (the own entry is
   // empty). All ranks give the same key; rendezvous with different keys may overlap in any order. A
   // rendezvous may have several rounds; the last one ends it. When a rank fails it refuses the key,
   // and every rank throws the first cause.
-  std::vector<Received> exchange(const Meeting& meeting, int round, const Parcel& parcel,
+  std::vector<Received> exchange(const Rendezvous& rendezvous, int round, const Payload& payload,
                                  bool last);
 
-  // Tells all peers that this rank does not, or no longer, take part in the rendezvous. Not
-  // collective: peers hear of it when they come.
+  // Tells all peers that this rank does not take part in the rendezvous (any more). Not
+  // collective: peers receive it when they come to the rendezvous.
   void refuse(const std::string& key, const std::string& reason, const CallSite* other = nullptr);
 
   // True when the process of `rank` has ended; never true for a stopped or busy one.
@@ -106,18 +105,18 @@ class Peers {
   // False in a child that was forked after the group was made: it is no rank.
   bool owned() const { return forks_ == fork_count(); }
   // Throws PeerError in such a child.
-  void check_owned(const std::string& what) const;
+  void check_owned(const std::string& call_name) const;
 
  private:
   struct Message;
-  struct Letter {
-    std::optional<Received> parcel;
+  struct Incoming {
+    std::optional<Received> payload;
     std::string refusal;
     std::optional<CallSite> other;
     bool refused = false;
     bool truncated = false;
   };
-  struct Suspicion {  // an entry in the store whose process is gone
+  struct StaleEntry {  // an entry in the store whose process has ended
     std::string entry;
     Clock::time_point since;
   };
@@ -125,23 +124,24 @@ class Peers {
     Descriptor socket;
     Descriptor process;  // a pidfd; invalid where the kernel has none
     bool closed = false;
-    std::map<std::pair<std::string, int>, Letter> letters;  // by key and round; refusals: round -1
+    std::map<std::pair<std::string, int>, Incoming>
+        incoming;  // by key and round; refusals: round -1
   };
-  void meet(Bootstrap& bootstrap, const Meeting& meeting);
-  void look_for(Bootstrap& bootstrap, const Meeting& meeting, int peer, bool closely,
-                Suspicion& suspicion);
+  void connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous);
+  void find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer, bool thorough,
+                 StaleEntry& stale);
   void connect_to(const std::string& entry, int peer);
-  void adopt(int peer, Descriptor socket);
-  void exchange_boards(const Meeting& meeting);
+  void add_connection(int peer, Descriptor socket);
+  void exchange_boards(const Rendezvous& rendezvous);
   bool send_message(int peer, const Message& message, const std::vector<int>& fds);
-  void read_letters();
-  bool read_letter(Peer& peer);
+  void read_messages();
+  bool read_message(Peer& peer);
   void end(const std::string& key);
-  bool collect(const std::string& key, int round, const std::string& what,
+  bool collect(const std::string& key, int round, const std::string& call_name,
                std::vector<Received>& all, std::vector<bool>& have);
-  [[noreturn]] void throw_missing(int peer, const std::string& what, const std::string& why);
-  void check_missing(const std::string& key, const std::string& what, const std::vector<bool>& have,
-                     bool expired, const WaitBudget& budget);
+  [[noreturn]] void throw_missing(int peer, const std::string& call_name, const std::string& why);
+  void check_missing(const std::string& key, const std::string& call_name,
+                     const std::vector<bool>& have, bool expired, const WaitBudget& budget);
 
   std::string group_;
   int rank_;
@@ -150,12 +150,12 @@ class Peers {
   int forks_;
   std::vector<Peer> peers_;
   std::vector<Segment> boards_;
-  std::mutex mutex_;               // letters, and who is closed
-  std::deque<std::string> ended_;  // keys whose late letters are of no use
+  std::mutex mutex_;               // messages, and which sockets are closed
+  std::deque<std::string> ended_;  // keys whose late messages are dropped
 };
 
-// Throws PeerError unless this process can open so many more files.
-void require_descriptors(int count, const std::string& what);
+// Throws ResourceError unless this process can open `count` more files.
+void require_descriptors(int count, const std::string& call_name);
 
 // How ranks name a rendezvous for a call: the channel and the call's number.
 std::string key_of_call(int channel, int64_t number);

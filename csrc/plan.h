@@ -12,7 +12,7 @@ namespace symm_cp {
 
 struct Plan {
   Plan(std::vector<Command> commands, std::vector<Reference> refer, std::string name)
-      : whole(std::move(commands)), references(std::move(refer)), what(std::move(name)) {
+      : whole(std::move(commands)), references(std::move(refer)), call_name(std::move(name)) {
     const auto signals = [](const Command& command) { return command.kind == Kind::kSignal; };
     // Without signals (one rank) all of it comes first.
     auto first = std::find_if(whole.begin(), whole.end(), signals);
@@ -25,7 +25,7 @@ struct Plan {
   std::vector<Command> rest;     // what follows
   std::vector<Command> whole;    // both
   std::vector<Reference> references;
-  std::string what;  // names the call in errors and to the peers
+  std::string call_name;  // of the call, in errors and for the peers
 };
 
 }  // namespace symm_cp

@@ -1,4 +1,4 @@
-// What tests do to a rank between two steps of a schedule: let it dawdle, or die.
+// Faults that tests inject between two steps of a schedule: random delays, or the rank's death.
 #pragma once
 
 #include <atomic>
@@ -13,8 +13,8 @@ class Probe {
   static Probe& instance();
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  // From now on, before every other step or so, sleeps for up to `delay_us` microseconds; kills
-  // the process before step number `fatal`, counted from 0 (-1: never).
+  // From now on sleeps for up to `delay_us` microseconds before about every other step, and kills
+  // the process before step `fatal`, counted from 0 (-1: never).
   void begin(uint64_t seed, int64_t delay_us, int64_t fatal);
   // Returns how many steps there were.
   int64_t end();

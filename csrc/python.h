@@ -1,4 +1,4 @@
-// What waiting needs of Python: other threads run meanwhile, and Ctrl-C ends it.
+// Waiting in a Python process: releases the GIL for other threads, and handles Ctrl-C.
 //
 // torch calls a handle's barrier, put_signal, wait_signal and rendezvous with Python's lock held:
 // on CUDA they only enqueue. Here they block, and two threads that wait in two groups, in another

@@ -1,9 +1,10 @@
 #include "reduce.h"
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <string>
+
+#include "float16.h"
 
 namespace symm_cp {
 
@@ -11,45 +12,6 @@ namespace {
 
 // Small enough to stay in the first-level cache while W sources pass over it.
 constexpr int64_t kBlock = 1024;
-
-struct BFloat16 {
-  uint16_t bits;
-};
-
-inline float widen(BFloat16 x) {
-  const uint32_t bits = uint32_t{x.bits} << 16;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Rounds to nearest, ties to even; NaN stays NaN.
-inline BFloat16 narrow(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  return {static_cast<uint16_t>(is_nan ? 0x7fc0 : rounded)};
-}
-
-template <class T>
-struct Conversion {
-  using Sum = T;
-  static Sum load(T x) { return x; }
-  static T store(Sum x) { return x; }
-};
-template <>
-struct Conversion<BFloat16> {
-  using Sum = float;
-  static Sum load(BFloat16 x) { return widen(x); }
-  static BFloat16 store(Sum x) { return narrow(x); }
-};
-template <>
-struct Conversion<_Float16> {
-  using Sum = float;
-  static Sum load(_Float16 x) { return static_cast<float>(x); }
-  static _Float16 store(Sum x) { return static_cast<_Float16>(x); }
-};
 
 template <class T>
 void reduce_typed(T* out, const void* const* sources, int count, int64_t elements, bool mean) {

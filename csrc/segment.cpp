@@ -23,8 +23,8 @@ constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPrefault = size_t{1} << 20;
 constexpr int kSeals = F_SEAL_SHRINK | F_SEAL_GROW;
 
-// Memory that can be had without a process being killed for it, by the system's account and by that
-// of the container (control groups, version 2).
+// Memory available without the OOM killer, by the system's count and by that of the container
+// (control groups, version 2).
 size_t available_memory() {
   size_t available = SIZE_MAX;
   std::ifstream meminfo("/proc/meminfo");
@@ -65,7 +65,7 @@ Segment Segment::create(size_t size, const std::string& label) {
   segment.size_ = round_to_pages(size);
   segment.fd_ = Descriptor(memfd_create(label.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));
   const std::string what = "shared memory of " + std::to_string(segment.size_) + " bytes";
-  // Small ones are not worth reading files for.
+  // Small segments are not worth the reading of files.
   if (segment.size_ >= kHugePage && segment.size_ > available_memory()) {
     errno = ENOMEM;
     throw SystemError("cannot take " + what);

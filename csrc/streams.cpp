@@ -9,28 +9,29 @@ constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 }  // namespace
 
 Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
-                 WorkspaceLayout layout, bool take_back, int events, std::string group,
+                 WorkspaceLayout layout, bool reset_flags, int events, std::string group,
                  std::chrono::milliseconds timeout, std::vector<Descriptor> processes)
     : api_(driver::load(driver)),
       bases_(std::move(bases)),
       rank_(rank),
       layout_(layout),
-      take_back_(take_back) {
+      reset_flags_(reset_flags) {
   for (int i = 0; i < events; ++i) {
     driver::Event event = nullptr;
     api_.expect(api_.event_create(&event, kNoTiming), "cuEventCreate");
     events_.push_back(event);
   }
   const int ranks = static_cast<int>(bases_.size());
-  if (take_back_ || timeout.count() <= 0 || ranks == 1) return;
-  Watched about{std::move(group), rank_, ranks, flag(rank_, 0, 0), timeout, std::move(processes)};
-  waits_ = std::make_shared<Waits>(api_, std::move(about));
-  Watch::instance().add(waits_);
+  if (reset_flags_ || timeout.count() <= 0 || ranks == 1) return;
+  WatchedFlags about{std::move(group),  rank_,   ranks,
+                     flag(rank_, 0, 0), timeout, std::move(processes)};
+  waits_ = std::make_shared<StreamWaits>(api_, std::move(about));
+  Watcher::instance().add(waits_);
 }
 
 Streams::~Streams() {
   if (waits_ != nullptr) waits_->close();
-  // At exit the driver may be gone; it then says so, and there is nothing left to free.
+  // At exit the driver may be unloaded: it then returns errors, and nothing is left to free.
   for (driver::Event event : events_) api_.event_destroy(event);
 }
 
@@ -50,22 +51,22 @@ driver::Address Streams::resolve(const Reference& reference, void* const* operan
   return reinterpret_cast<driver::Address>(base + reference.offset);
 }
 
-void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what) {
-  if (waits_ != nullptr) waits_->expect(peer, flag, needed, epoch, what);
+void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name) {
+  if (waits_ != nullptr) waits_->expect(peer, flag, needed, epoch, call_name);
 }
 
 void Streams::give_up() {
   if (waits_ == nullptr) return;
   std::vector<driver::MemOp> marks;
   for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
-    // What is not mapped here cannot be written; that peer has the time-out.
+    // A peer whose memory is not mapped here cannot be told; its time-out ends its waits.
     if (peer != rank_ && bases_[peer] != nullptr)
       marks.push_back({driver::kWriteValue32, flag(peer, rank_, kGaveUpFlag), 1, 0, 0, 0});
   }
   waits_->give_up(std::move(marks));
 }
 
-void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* what) {
+void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* call_name) {
   if (command.kind == StreamKind::kArrived) {
     mem_ops_.push_back(
         {driver::kWriteValue32, flag(rank_, command.peer, command.flag), epoch, 0, 0, 0});
@@ -74,13 +75,13 @@ void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch, const ch
   if (command.kind == StreamKind::kSignal) {
     // Publishes all that came before it in the stream: a write is ordered after it, system-wide.
     mem_ops_.push_back({driver::kWriteValue32, flag(command.peer, rank_, command.flag),
-                        take_back_ ? 1U : epoch, 0, 0, 0});
+                        reset_flags_ ? 1U : epoch, 0, 0, 0});
     return;
   }
   driver::Address mine = flag(rank_, command.peer, command.flag);
-  if (!take_back_) {
+  if (!reset_flags_) {
     uint32_t needed = epoch - static_cast<uint32_t>(command.lag);
-    expect(command.peer, command.flag, needed, epoch, what);
+    expect(command.peer, command.flag, needed, epoch, call_name);
     mem_ops_.push_back({driver::kWaitValue32, mine, needed, driver::kWaitGeq, 0, 0});
     return;
   }
@@ -146,7 +147,8 @@ void Streams::flush_copies(driver::Stream lane, bool capturing) {
 }
 
 void Streams::run(const StreamCommand* commands, int count, void* const* operands,
-                  driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* what) {
+                  driver::Stream const* lanes, uint32_t epoch, bool capturing,
+                  const char* call_name) {
   int32_t lane = count > 0 ? commands[0].lane : 0;
   auto flush = [&] {
     // Never both at once: each kind flushes the other before it gathers.
@@ -168,7 +170,7 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
       case StreamKind::kWait:
       case StreamKind::kArrived:
         flush_copies(stream, capturing);
-        add_mem_ops(command, epoch, what);
+        add_mem_ops(command, epoch, call_name);
         break;
       case StreamKind::kRecord:
         flush();

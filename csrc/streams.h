@@ -14,13 +14,13 @@ namespace symm_cp {
 
 class Streams {
  public:
-  // `bases[r]` is where the workspace of rank r is mapped here. With `take_back` a signal is 1 and
-  // the waiter sets it back to 0, so that the same commands serve every call (CUDA graphs);
+  // `bases[r]` is where the workspace of rank r is mapped here. With `reset_flags` a signal is 1
+  // and the waiter sets it back to 0, so that the same commands serve every call (CUDA graphs);
   // otherwise it is the number of the call, and only grows. The calling thread has the context of
   // the device, here and in all other calls. With a `timeout` waits that are in vain end the
   // process (watch.h); `processes` are pidfds of the ranks. Those of a graph are not seen here.
   Streams(const std::string& driver, std::vector<char*> bases, int rank, WorkspaceLayout layout,
-          bool take_back, int events, std::string group, std::chrono::milliseconds timeout,
+          bool reset_flags, int events, std::string group, std::chrono::milliseconds timeout,
           std::vector<Descriptor> processes);
   ~Streams();
   Streams(const Streams&) = delete;
@@ -30,17 +30,16 @@ class Streams {
   // While the streams are `capturing`, copies are single ones: batches cannot be captured. Throws
   // driver::Error.
   void run(const StreamCommand* commands, int count, void* const* operands,
-           driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* what);
-  // A stream will wait, by other means than `run`.
-  void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what);
-  // Tells the peers that no call will be completed any more; none of this rank's own waits ends
-  // the process after it.
+           driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* call_name);
+  // Announces a wait of a stream that is not issued by `run`.
+  void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
+  // Tells the peers that this rank completes no further call, and stops watching its own waits.
   void give_up();
 
  private:
   driver::Address flag(int owner, int writer, int flag) const;
   driver::Address resolve(const Reference& reference, void* const* operands, uint32_t epoch) const;
-  void add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* what);
+  void add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* call_name);
   void flush_mem_ops(driver::Stream lane);
   void add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
                 uint32_t epoch);
@@ -50,9 +49,9 @@ class Streams {
   std::vector<char*> bases_;
   int rank_;
   WorkspaceLayout layout_;
-  bool take_back_;
+  bool reset_flags_;
   std::vector<driver::Event> events_;
-  std::shared_ptr<Waits> waits_;  // null when nobody looks at them
+  std::shared_ptr<StreamWaits> waits_;  // null when nobody looks at them
   // What is gathered for the next call of the driver.
   std::vector<driver::MemOp> mem_ops_;
   std::vector<driver::Address> to_, from_;

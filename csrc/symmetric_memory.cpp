@@ -44,7 +44,7 @@ class StoreBootstrap : public Bootstrap {
 
 // The peers of a group. They are tied to the process group object, not to its name: names are used
 // again after a group was destroyed.
-struct Party {
+struct GroupPeers {
   std::shared_ptr<Peers> peers;
   c10::weak_intrusive_ptr<c10d::ProcessGroup> process_group{
       c10::intrusive_ptr<c10d::ProcessGroup>()};
@@ -68,9 +68,9 @@ struct Block {
 struct Registry {
   std::mutex mutex;
   std::map<const char*, std::shared_ptr<Block>> blocks;  // by start address
-  std::map<std::string, std::shared_ptr<Party>> parties;
+  std::map<std::string, std::shared_ptr<GroupPeers>> groups;
   std::map<std::string, Count> rendezvous;
-  std::set<std::string> being_made;  // parties that a thread of this process makes now
+  std::set<std::string> in_progress;  // parties that a thread of this process makes now
 
   std::shared_ptr<Block> find(const void* address) {
     const char* at = static_cast<const char*>(address);
@@ -114,7 +114,7 @@ milliseconds timeout_of(c10d::ProcessGroup& group) {
   return kProcessGroupDefaultTimeout;
 }
 
-bool current(const Party& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
              const std::string& name) {
   if (process_group) return known.process_group.lock().get() == process_group.get();
   return known.store == symm::get_group_info(name).store;
@@ -126,62 +126,63 @@ StoreBootstrap bootstrap_of(const std::string& name,
   return {process_group->getStore(), LinkProbe::of(cpu_backend(*process_group))};
 }
 
-std::shared_ptr<Party> make_party(const std::string& name,
-                                  const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
-                                  const Meeting& meeting) {
-  auto party = std::make_shared<Party>();
+std::shared_ptr<GroupPeers> make_group_peers(
+    const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+    const Rendezvous& rendezvous) {
+  auto group_peers = std::make_shared<GroupPeers>();
   StoreBootstrap bootstrap = bootstrap_of(name, process_group);
   if (process_group) {
-    party->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
-    party->peers =
+    group_peers->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
+    group_peers->peers =
         std::make_shared<Peers>(bootstrap, name, process_group->getRank(), process_group->getSize(),
-                                timeout_of(*process_group), meeting);
+                                timeout_of(*process_group), rendezvous);
   } else {
     const auto& info = symm::get_group_info(name);
-    party->store = info.store;
-    party->peers = std::make_shared<Peers>(bootstrap, name, info.rank, info.world_size,
-                                           info.store->getTimeout(), meeting);
+    group_peers->store = info.store;
+    group_peers->peers = std::make_shared<Peers>(bootstrap, name, info.rank, info.world_size,
+                                                 info.store->getTimeout(), rendezvous);
   }
-  return party;
+  return group_peers;
 }
 
 // Collective on the first call for a group. The registry's lock is not held meanwhile, so that
 // two threads can rendezvous in two groups; of two in one group the second waits.
-std::shared_ptr<Party> party_of(const std::string& name, const Meeting& meeting) {
+std::shared_ptr<GroupPeers> group_peers_of(const std::string& name, const Rendezvous& rendezvous) {
   release_groups();
   const auto process_group = try_resolve(name);
   Registry& all = registry();
   {
-    const Waiting waiting(meeting.budget);
+    const Waiting waiting(rendezvous.budget);
     std::unique_lock<std::mutex> lock(all.mutex);
     while (true) {
-      const auto it = all.parties.find(name);
-      if (it != all.parties.end() && current(*it->second, process_group, name)) {
-        it->second->peers->check_owned(meeting.what);
+      const auto it = all.groups.find(name);
+      if (it != all.groups.end() && current(*it->second, process_group, name)) {
+        it->second->peers->check_owned(rendezvous.call_name);
         return it->second;
       }
-      if (all.being_made.insert(name).second) break;
+      if (all.in_progress.insert(name).second) break;
       lock.unlock();
       std::this_thread::sleep_for(milliseconds(2));
       throw_if_interrupted();
-      meeting.on_slice();
+      rendezvous.on_slice();
       if (waiting.expired())
-        throw PeerError(meeting.what + ": another thread did not make the rendezvous of group '" +
-                        name + "' within " + std::to_string(meeting.budget.limit.count()) + " ms");
+        throw PeerError(rendezvous.call_name +
+                        ": another thread did not make the rendezvous of group '" + name +
+                        "' within " + std::to_string(rendezvous.budget.limit.count()) + " ms");
       lock.lock();
     }
   }
-  std::shared_ptr<Party> party;
+  std::shared_ptr<GroupPeers> group_peers;
   try {
-    party = make_party(name, process_group, meeting);
+    group_peers = make_group_peers(name, process_group, rendezvous);
   } catch (...) {
     std::lock_guard<std::mutex> lock(all.mutex);
-    all.being_made.erase(name);
+    all.in_progress.erase(name);
     throw;
   }
   std::lock_guard<std::mutex> lock(all.mutex);
-  all.being_made.erase(name);
-  return all.parties[name] = party;
+  all.in_progress.erase(name);
+  return all.groups[name] = group_peers;
 }
 
 class CpuSymmetricMemory : public symm::SymmetricMemory {
@@ -282,7 +283,7 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
     TORCH_CHECK_VALUE(name.has_value(),
                       "rendezvous: group_name was given neither here nor at the allocation");
     const size_t offset = static_cast<size_t>(static_cast<char*>(ptr) - block->segment.data());
-    const WithoutGil others_may_run;
+    const WithoutGil without_gil;
     try {
       return c10::make_intrusive<CpuSymmetricMemory>(block, mapping_of(*block, *name), offset);
     } catch (const PeerError& error) {
@@ -302,21 +303,22 @@ class CpuAllocator : public symm::SymmetricMemoryAllocator {
     int64_t sequence;
     {
       std::lock_guard<std::mutex> lock(registry().mutex);
-      const auto party = registry().parties.find(name);
+      const auto group_peers = registry().groups.find(name);
       const auto known = block.mappings.find(name);
-      if (party != registry().parties.end() && known != block.mappings.end() &&
-          current(*party->second, process_group, name) &&
-          known->second->peers() == party->second->peers)
+      if (group_peers != registry().groups.end() && known != block.mappings.end() &&
+          current(*group_peers->second, process_group, name) &&
+          known->second->peers() == group_peers->second->peers)
         return known->second;
       Count& count = registry().rendezvous[name];
       if (count.process_group != process_group.get()) count = {process_group.get(), 0};
       sequence = count.value++;
     }
     WaitBudget budget(symm_cp::timeout_of(name));
-    const Meeting meeting{"tensor/" + std::to_string(sequence), "symm_mem.rendezvous", budget};
-    const auto party = party_of(name, meeting);
-    auto mapping = std::make_shared<Mapping>(party->peers, block.segment, block.bytes,
-                                             symm::get_signal_pad_size(), sequence, meeting);
+    const Rendezvous rendezvous{"tensor/" + std::to_string(sequence), "symm_mem.rendezvous",
+                                budget};
+    const auto group_peers = group_peers_of(name, rendezvous);
+    auto mapping = std::make_shared<Mapping>(group_peers->peers, block.segment, block.bytes,
+                                             symm::get_signal_pad_size(), sequence, rendezvous);
     std::lock_guard<std::mutex> lock(registry().mutex);
     return block.mappings[name] = mapping;
   }
@@ -339,16 +341,15 @@ std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers) {
 }
 
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& name) {
-  std::shared_ptr<Party> party;
+  std::shared_ptr<GroupPeers> group_peers;
   const auto process_group = try_resolve(name);
   {
     std::lock_guard<std::mutex> lock(registry().mutex);
-    const auto it = registry().parties.find(name);
-    if (it == registry().parties.end() || !current(*it->second, process_group, name))
-      return nullptr;
-    party = it->second;
+    const auto it = registry().groups.find(name);
+    if (it == registry().groups.end() || !current(*it->second, process_group, name)) return nullptr;
+    group_peers = it->second;
   }
-  return find_mapping(address, *party->peers);
+  return find_mapping(address, *group_peers->peers);
 }
 
 std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
@@ -359,8 +360,8 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
   return nullptr;
 }
 
-std::shared_ptr<Peers> peers_of(const std::string& name, const Meeting& meeting) {
-  return party_of(name, meeting)->peers;
+std::shared_ptr<Peers> peers_of(const std::string& name, const Rendezvous& rendezvous) {
+  return group_peers_of(name, rendezvous)->peers;
 }
 
 void refuse_peers(const std::string& name, const std::string& key, const std::string& reason) {
@@ -370,9 +371,9 @@ void refuse_peers(const std::string& name, const std::string& key, const std::st
   Peers::refuse_before(bootstrap, rank, key, reason);
 }
 
-void check_refused_peers(const std::string& name, const Meeting& meeting, int peer) {
+void check_refused_peers(const std::string& name, const Rendezvous& rendezvous, int peer) {
   StoreBootstrap bootstrap = bootstrap_of(name, try_resolve(name));
-  Peers::check_refusal(bootstrap, meeting, peer);
+  Peers::check_refusal(bootstrap, rendezvous, peer);
 }
 
 milliseconds timeout_of(const std::string& name) {
@@ -382,12 +383,12 @@ milliseconds timeout_of(const std::string& name) {
 }
 
 void release_groups() {
-  std::vector<std::shared_ptr<Party>> ended;  // their sockets close after the lock is released
+  std::vector<std::shared_ptr<GroupPeers>> ended;  // their sockets close after the lock is released
   std::lock_guard<std::mutex> lock(registry().mutex);
-  for (auto it = registry().parties.begin(); it != registry().parties.end();) {
+  for (auto it = registry().groups.begin(); it != registry().groups.end();) {
     const bool gone = !it->second->store && it->second->process_group.use_count() == 0;
     if (gone) ended.push_back(std::move(it->second));
-    it = gone ? registry().parties.erase(it) : std::next(it);
+    it = gone ? registry().groups.erase(it) : std::next(it);
   }
 }
 

@@ -24,9 +24,9 @@ void Recorder::record(bool on) {
 }
 
 void Recorder::add(const Command& command, int64_t start, int64_t end, uint32_t epoch,
-                   const char* what) {
+                   const char* call_name) {
   TraceEvent event{command, start, end, epoch, in_engine ? 1 : 0, {}};
-  std::strncpy(event.call_name, what, sizeof(event.call_name) - 1);
+  std::strncpy(event.call_name, call_name, sizeof(event.call_name) - 1);
   std::lock_guard<std::mutex> lock(mutex_);
   events_.push_back(event);
 }

@@ -1,4 +1,4 @@
-// What steps took, for whoever wants to know: recorded only while that is switched on.
+// Records how long steps take, while switched on.
 #pragma once
 
 #include <atomic>
@@ -14,10 +14,11 @@ class Recorder {
   static Recorder& instance();
 
   bool on() const { return on_.load(std::memory_order_relaxed); }
-  // Begins anew with nothing recorded, or ends.
+  // Starts an empty recording, or ends it.
   void record(bool on);
-  void add(const Command& command, int64_t start, int64_t end, uint32_t epoch, const char* what);
-  // Moves what was recorded to the caller.
+  void add(const Command& command, int64_t start, int64_t end, uint32_t epoch,
+           const char* call_name);
+  // Returns what was recorded, and clears it.
   std::vector<TraceEvent> take();
 
   static int64_t now();

@@ -83,10 +83,10 @@ inline void publish(Word* word, Word* sleepers, uint32_t value) {
 inline int spin_rounds(int world_size) {
   cpu_set_t allowed;
   const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
-  return known && world_size <= CPU_COUNT(&allowed) ? 2000 : 20;
+  return known && world_size <= CPU_COUNT(&allowed) ? 4000 : 40;
 }
 
-// How often a rank that waits looks around: for peers that died or failed, and for Ctrl-C.
+// How often a sleeping rank checks for peers that died or failed, and for Ctrl-C.
 inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
 
 // Returns once `ready(value of word)` holds. While asleep, `on_slice(expired)` runs about every
@@ -99,7 +99,7 @@ void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready
     if (ready(word->load(std::memory_order_acquire))) return;
     cpu_relax();
   }
-  const WithoutGil others_may_run;
+  const WithoutGil without_gil;
   const Waiting waiting(budget);
   while (true) {
     sleepers->fetch_add(1, std::memory_order_seq_cst);

@@ -18,13 +18,13 @@ using std::chrono::milliseconds;
 constexpr size_t kLine = kFlagBytes / sizeof(uint32_t);
 constexpr size_t kWaits = 4096;
 constexpr size_t kNames = 512;
-constexpr auto kPatience = std::chrono::seconds(1);  // for a copy of a few lines
+constexpr auto kExitGrace = std::chrono::seconds(1);  // for a copy of a few lines
 
 std::string text(int64_t value) { return std::to_string(value); }
 
 }  // namespace
 
-Waits::Waits(const driver::Api& api, Watched about)
+StreamWaits::StreamWaits(const driver::Api& api, WatchedFlags about)
     : api_(api),
       about_(std::move(about)),
       lost_(about_.world_size),
@@ -39,8 +39,8 @@ Waits::Waits(const driver::Api& api, Watched about)
   read_ = static_cast<uint32_t*>(host);
 }
 
-Waits::~Waits() {
-  // At exit the driver may be gone; it then says so, and there is nothing left to free.
+StreamWaits::~StreamWaits() {
+  // At exit the driver may be unloaded: it then returns errors, and nothing is left to free.
   driver::Context before = nullptr;
   api_.context_get(&before);
   api_.context_set(context_);
@@ -49,7 +49,8 @@ Waits::~Waits() {
   api_.context_set(before);
 }
 
-void Waits::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what) {
+void StreamWaits::expect(int peer, int flag, uint32_t needed, uint32_t epoch,
+                         const char* call_name) {
   std::lock_guard<std::mutex> lock(mutex_);
   const size_t pair = static_cast<size_t>(flag) * about_.world_size + peer;
   pairs_[pair].needed = needed;
@@ -60,54 +61,54 @@ void Waits::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const ch
   }
   next_ = (next_ + 1) % kWaits;
   std::string& name = names_[epoch % kNames];
-  if (name != what) name = what;
+  if (name != call_name) name = call_name;
 }
 
-void Waits::close() {
+void StreamWaits::close() {
   std::lock_guard<std::mutex> lock(mutex_);
   closed_ = true;
-  if (reading_) settle();
+  if (reading_) drain();
 }
 
 // Afterwards the memory may be freed: what is copied or written here takes microseconds.
-void Waits::settle() {
-  const auto end = Clock::now() + kPatience;
+void StreamWaits::drain() {
+  const auto end = Clock::now() + kExitGrace;
   while (api_.stream_query(stream_) == driver::kNotReady && Clock::now() < end)
     std::this_thread::sleep_for(milliseconds(1));
 }
 
-void Waits::give_up(std::vector<driver::MemOp> marks) {
+void StreamWaits::give_up(std::vector<driver::MemOp> marks) {
   close();
   api_.mem_ops(stream_, static_cast<unsigned>(marks.size()), marks.data(), 0);
-  settle();
+  drain();
 }
 
-milliseconds Waits::interval() const {
+milliseconds StreamWaits::interval() const {
   return std::clamp(about_.timeout / 8, milliseconds(10), milliseconds(200));
 }
 
-std::optional<std::string> Waits::look() {
+std::optional<std::string> StreamWaits::check() {
   std::lock_guard<std::mutex> lock(mutex_);
   if (closed_) return std::nullopt;
   api_.context_set(context_);
   int mode = driver::kRelaxed;
-  api_.capture_mode(&mode);  // graphs that other threads capture are none of its business
-  const bool fresh = take_in();
+  api_.capture_mode(&mode);  // does not disturb graphs that other threads capture
+  const bool fresh = finish_reading();
   if (closed_) return std::nullopt;
-  const auto reason = judge(fresh);
+  const auto reason = find_failure(fresh);
   const bool waiting =
       std::any_of(pairs_.begin(), pairs_.end(), [](const Pair& p) { return p.since.has_value(); });
   if (waiting && !reading_) begin_reading();
   return reason;
 }
 
-// Returns whether the flags of the last reading have come.
-bool Waits::take_in() {
+// Returns whether the last reading has ended.
+bool StreamWaits::finish_reading() {
   if (!reading_) return false;
   const driver::Result result = api_.stream_query(stream_);
   if (result == driver::kNotReady) return false;
   reading_ = false;
-  // A device that has failed tells so to whoever uses it.
+  // A failed device reports its error to the threads that use it.
   closed_ = result != 0;
   for (size_t i = 0; i < pairs_.size(); ++i) {
     const uint32_t now = read_[i * kLine];
@@ -117,7 +118,7 @@ bool Waits::take_in() {
   return true;
 }
 
-void Waits::begin_reading() {
+void StreamWaits::begin_reading() {
   // A rank that is lost now has raised all the flags that it ever will.
   const size_t gave_up = size_t{kGaveUpFlag} * about_.world_size;
   for (int peer = 0; peer < about_.world_size; ++peer) {
@@ -129,13 +130,13 @@ void Waits::begin_reading() {
   closed_ = !reading_;
 }
 
-bool Waits::dead(int rank) const {
+bool StreamWaits::dead(int rank) const {
   const Descriptor& process = about_.processes[rank];
   pollfd entry{process.get(), POLLIN, 0};
   return process.valid() && poll(&entry, 1, 0) > 0;
 }
 
-std::optional<std::string> Waits::judge(bool fresh) {
+std::optional<std::string> StreamWaits::find_failure(bool fresh) {
   const auto now = Clock::now();
   for (size_t i = 0; i < pairs_.size(); ++i) {
     Pair& pair = pairs_[i];
@@ -147,14 +148,14 @@ std::optional<std::string> Waits::judge(bool fresh) {
     const int peer = static_cast<int>(i % about_.world_size);
     const std::string who = ": rank " + text(peer);
     if (fresh && lost_[peer]) return describe(i) + who + " died";
-    if (fresh && gave_up_[peer]) return describe(i) + who + " gave up: it says why";
+    if (fresh && gave_up_[peer]) return describe(i) + who + " aborted the call; see its stderr";
     if (now - *pair.since > about_.timeout)
       return describe(i) + ": timed out after " + text(about_.timeout.count()) + " ms";
   }
   return std::nullopt;
 }
 
-std::string Waits::describe(size_t pair) const {
+std::string StreamWaits::describe(size_t pair) const {
   Wait first{pair, pairs_[pair].needed, 0};
   for (size_t i = 0; i < waits_.size(); ++i) {
     const Wait& wait = waits_[(next_ + kWaits - waits_.size() + i) % kWaits];
@@ -169,27 +170,27 @@ std::string Waits::describe(size_t pair) const {
          text(first.needed) + ", seen " + text(pairs_[pair].seen) + ")";
 }
 
-Watch& Watch::instance() {
+Watcher& Watcher::instance() {
   // Never destroyed: the thread may outlive static destructors where nobody stops it.
-  static Watch* watch = new Watch;
+  static Watcher* watch = new Watcher;
   return *watch;
 }
 
-void Watch::add(const std::shared_ptr<Waits>& waits) {
+void Watcher::add(const std::shared_ptr<StreamWaits>& waits) {
   std::lock_guard<std::mutex> lock(mutex_);
   all_.push_back(waits);
   if (process_ == getpid()) {
     changed_.notify_all();
     return;
   }
-  // The thread of a process that this one was forked from is not here.
+  // After a fork the parent's thread does not exist here.
   if (thread_.joinable()) thread_.detach();
   process_ = getpid();
   stopping_ = false;
   thread_ = std::thread([this] { serve(); });
 }
 
-void Watch::stop() {
+void Watcher::stop() {
   if (process_ != getpid()) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -200,10 +201,10 @@ void Watch::stop() {
   thread_.join();
 }
 
-void Watch::serve() {
+void Watcher::serve() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
-    std::vector<std::shared_ptr<Waits>> held;
+    std::vector<std::shared_ptr<StreamWaits>> held;
     for (const auto& weak : all_)
       if (auto waits = weak.lock()) held.push_back(std::move(waits));
     std::erase_if(all_, [](const auto& weak) { return weak.expired(); });
@@ -211,9 +212,10 @@ void Watch::serve() {
     for (const auto& waits : held) interval = std::min(interval, waits->interval());
     lock.unlock();
     for (const auto& waits : held) {
-      const auto reason = waits->look();
+      const auto reason = waits->check();
       if (!reason) continue;
-      std::fprintf(stderr, "symm_cp: %s. A stream waits without an end, so this process ends.\n",
+      std::fprintf(stderr,
+                   "symm_cp: %s. A stream wait has no time-out, so the process is aborted.\n",
                    reason->c_str());
       std::fflush(stderr);
       std::abort();

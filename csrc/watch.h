@@ -1,5 +1,6 @@
-// Ends a process whose streams wait in vain. A wait of a stream has no end of its own, and whoever
-// synchronizes with the stream cannot be told; so a thread looks at what is waited for.
+// Aborts the process when a stream waits for a signal that cannot arrive. Stream waits have no
+// time-out, and an error cannot be returned to a thread that synchronizes with the stream, so a
+// thread of its own reads the flags that streams wait for.
 #pragma once
 
 #include <atomic>
@@ -17,8 +18,8 @@
 
 namespace symm_cp {
 
-// Where this rank's own flags are, and what the waits for them are measured by.
-struct Watched {
+// Where this rank's flags are, and when waits for them fail.
+struct WatchedFlags {
   std::string group;
   int rank;
   int world_size;
@@ -27,23 +28,23 @@ struct Watched {
   std::vector<Descriptor> processes;  // pidfds of the ranks; invalid where there is none
 };
 
-// What the streams of one workspace wait for. `expect` may be called while another thread looks.
-class Waits {
+// What the streams of one workspace wait for. `expect` may be called during `check`.
+class StreamWaits {
  public:
   // The calling thread has the context of the device. Throws driver::Error.
-  Waits(const driver::Api& api, Watched about);
-  ~Waits();
-  Waits(const Waits&) = delete;
-  Waits& operator=(const Waits&) = delete;
+  StreamWaits(const driver::Api& api, WatchedFlags about);
+  ~StreamWaits();
+  StreamWaits(const StreamWaits&) = delete;
+  StreamWaits& operator=(const StreamWaits&) = delete;
 
   // A stream will wait, in call `epoch` of op `what`, until `peer` has raised a flag to `needed`.
-  void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* what);
-  // Nothing is waited for any more, and the flags are not read after it.
+  void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
+  // Stops watching: the flags are not read afterwards.
   void close();
-  // The same, and writes marks of it to the peers' flags.
+  // Stops watching, and writes `marks` to the peers' flags.
   void give_up(std::vector<driver::MemOp> marks);
-  // Why a wait is in vain, if one is. Call it again and again: it never waits for the device.
-  std::optional<std::string> look();
+  // Returns why a wait cannot end, if there is one. To be polled; never waits for the device.
+  std::optional<std::string> check();
   std::chrono::milliseconds interval() const;
 
  private:
@@ -59,36 +60,36 @@ class Waits {
     uint32_t epoch;
   };
 
-  void settle();
-  bool take_in();
+  void drain();
+  bool finish_reading();
   void begin_reading();
   bool dead(int rank) const;
-  std::optional<std::string> judge(bool fresh);
+  std::optional<std::string> find_failure(bool fresh);
   std::string describe(size_t pair) const;
 
   const driver::Api& api_;
-  Watched about_;
+  WatchedFlags about_;
   driver::Context context_ = nullptr;
   driver::Stream stream_ = nullptr;
   uint32_t* read_ = nullptr;  // of the host, where flags are copied to
   std::mutex mutex_;          // for what follows
   bool reading_ = false;
   bool closed_ = false;
-  // Ranks that were known to be dead, or to have given up, when the last reading began.
+  // Ranks that were known to have died, or given up, when the last reading began.
   std::vector<bool> lost_;
   std::vector<bool> gave_up_;
   std::vector<Pair> pairs_;
-  std::vector<Wait> waits_;         // the last ones, and
-  size_t next_ = 0;                 // where the next is put;
+  std::vector<Wait> waits_;         // a ring of the last ones;
+  size_t next_ = 0;                 // where the next one goes
   std::vector<std::string> names_;  // of the last calls
 };
 
-// The thread that looks at all waits of this process.
-class Watch {
+// The thread that checks all waits of this process.
+class Watcher {
  public:
-  static Watch& instance();
-  // Looks at them until nobody else holds them.
-  void add(const std::shared_ptr<Waits>& waits);
+  static Watcher& instance();
+  // Checks them until nobody else holds them.
+  void add(const std::shared_ptr<StreamWaits>& waits);
   // Ends the thread: the driver may be unloaded after it.
   void stop();
 
@@ -97,7 +98,7 @@ class Watch {
 
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<std::weak_ptr<Waits>> all_;
+  std::vector<std::weak_ptr<StreamWaits>> all_;
   std::thread thread_;
   std::atomic<int> process_{0};  // that the thread is of: not that of a fork
   bool stopping_ = false;

@@ -79,7 +79,7 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
 
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     """Compiles `ranks.cpp` with all of csrc/ that does without torch and CUDA."""
-    others = {"driver.cpp", "streams.cpp", "watch.cpp", "c_api.cpp", *native._TORCH_SOURCES}
+    others = {"driver.cpp", "streams.cpp", "watch.cpp", "c_api.cpp", *native.TORCH_SOURCES}
     sources = [p for p in native.source_dir().glob("*.cpp") if p.name not in others]
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
     objects = [folder / f"{source.stem}.o" for source in (*sources, HERE / "ranks.cpp")]

@@ -83,7 +83,7 @@ class Notes : public Bootstrap {
 };
 
 // What torch knows of a group, by a name that each rank has for itself.
-struct Party {
+struct GroupPeers {
   Notes* notes;
   int rank;
   int world_size;
@@ -91,11 +91,11 @@ struct Party {
   std::shared_ptr<Peers> peers;
 };
 std::mutex parties_mutex;
-std::map<std::string, std::unique_ptr<Party>> parties;
+std::map<std::string, std::unique_ptr<GroupPeers>> groups;
 
-Party& party_of(const std::string& name) {
+GroupPeers& group_peers_of(const std::string& name) {
   std::lock_guard<std::mutex> lock(parties_mutex);
-  return *parties.at(name);
+  return *groups.at(name);
 }
 
 // --- a rank --------------------------------------------------------------------------------------
@@ -108,13 +108,13 @@ class Rank {
  public:
   Rank(Notes& notes, int rank, int world_size, std::chrono::milliseconds timeout)
       : rank_(rank), world_size_(world_size), name_("threads " + std::to_string(++names)) {
-    auto party = std::make_unique<Party>();
-    party->notes = &notes;
-    party->rank = rank;
-    party->world_size = world_size;
+    auto group_peers = std::make_unique<GroupPeers>();
+    group_peers->notes = &notes;
+    group_peers->rank = rank;
+    group_peers->world_size = world_size;
     {
       std::lock_guard<std::mutex> lock(parties_mutex);
-      parties[name_] = std::move(party);
+      groups[name_] = std::move(group_peers);
     }
     group = std::make_shared<Group>(name_, rank, world_size, timeout);
     shared = Segment::create(kSharedBytes, "shared");
@@ -128,7 +128,7 @@ class Rank {
       known.erase(peers().get());
     }
     std::lock_guard<std::mutex> lock(parties_mutex);
-    parties.erase(name_);
+    groups.erase(name_);
   }
 
   int rank() const { return rank_; }
@@ -147,7 +147,7 @@ class Rank {
     const int64_t sequence = sequence_++;
     auto mapping = std::make_shared<Mapping>(
         mesh, segment, segment.size(), 4096, sequence,
-        Meeting{"tensor/" + std::to_string(sequence), "rendezvous", budget});
+        Rendezvous{"tensor/" + std::to_string(sequence), "rendezvous", budget});
     std::lock_guard<std::mutex> lock(known_mutex);
     known[mesh.get()].push_back({segment.data(), segment.size(), mapping});
     return mapping;
@@ -272,7 +272,7 @@ std::shared_ptr<const Plan> plan_of(const Part& part, const char* name) {
   return std::make_shared<const Plan>(part.commands, part.references, name);
 }
 
-// One command at a time, so that ranks meet in all sorts of ways.
+// One command at a time, so that ranks meet in all sorts of handles.
 void run_steps(Rank& rank, const Part& part, const Running& running, const char* name, int skip,
                std::mt19937& random) {
   Workspace& workspace = rank.group->workspace(kSync);
@@ -318,7 +318,7 @@ void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
       continue;
     }
     // As collectives.cpp does: on an idle lane the caller publishes.
-    const bool publish = lane.idle() && background.at_hand(kSlotBytes);
+    const bool publish = lane.idle() && background.begins_at_once(kSlotBytes);
     const auto plan = plan_of(part, call.name);
     running.ticket = rank.group->next(kAsync);
     Lane::Program program{running.ticket, plan, running.addresses, kSlotBytes};
@@ -477,9 +477,9 @@ void strangers() {
         uint32_t magic = 0x53434d32;
         int32_t rank = 1, world_size = 2;
         char token[32] = "not the token";
-      } hello;
+      } handshake;
       char answer = 0;
-      send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL);
+      send(fd.get(), &handshake, sizeof(handshake), MSG_NOSIGNAL);
       refused += recv(fd.get(), &answer, 1, 0) <= 0;  // the other end was closed
     }
   });
@@ -557,26 +557,27 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
 }
 
 std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group) {
-  const auto peers = party_of(group).peers;
+  const auto peers = group_peers_of(group).peers;
   return peers == nullptr ? nullptr : find_mapping(address, *peers);
 }
 
-std::shared_ptr<Peers> peers_of(const std::string& group, const Meeting& meeting) {
-  Party& party = party_of(group);
-  std::lock_guard<std::mutex> lock(party.mutex);
-  if (party.peers == nullptr)
-    party.peers = std::make_shared<Peers>(*party.notes, group, party.rank, party.world_size,
-                                          std::chrono::seconds(30), meeting);
-  return party.peers;
+std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous) {
+  GroupPeers& group_peers = group_peers_of(group);
+  std::lock_guard<std::mutex> lock(group_peers.mutex);
+  if (group_peers.peers == nullptr)
+    group_peers.peers =
+        std::make_shared<Peers>(*group_peers.notes, group, group_peers.rank, group_peers.world_size,
+                                std::chrono::seconds(30), rendezvous);
+  return group_peers.peers;
 }
 
 void refuse_peers(const std::string& group, const std::string& key, const std::string& reason) {
-  Party& party = party_of(group);
-  Peers::refuse_before(*party.notes, party.rank, key, reason);
+  GroupPeers& group_peers = group_peers_of(group);
+  Peers::refuse_before(*group_peers.notes, group_peers.rank, key, reason);
 }
 
-void check_refused_peers(const std::string& group, const Meeting& meeting, int peer) {
-  Peers::check_refusal(*party_of(group).notes, meeting, peer);
+void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer) {
+  Peers::check_refusal(*group_peers_of(group).notes, rendezvous, peer);
 }
 
 std::chrono::milliseconds timeout_of(const std::string&) { return std::chrono::seconds(30); }

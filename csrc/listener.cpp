@@ -1,4 +1,4 @@
-#include "door.h"
+#include "listener.h"
 
 #include <poll.h>
 #include <sys/random.h>
@@ -16,12 +16,12 @@ namespace symm_cp {
 
 namespace {
 
-constexpr uint32_t kMagic = 0x53434d32;  // "SCM2": layout of Hello and of messages
+constexpr uint32_t kMagic = 0x53434d32;  // "SCM2": layout of Handshake and of messages
 constexpr size_t kTokenBytes = 32;
 constexpr int kBacklog = 512;
-constexpr size_t kMaxSilent = 256;  // of this user: the oldest is dropped for a new one
+constexpr size_t kMaxPending = 256;  // connections of this user: a new one replaces the oldest
 
-struct Hello {
+struct Handshake {
   uint32_t magic;
   int32_t rank;
   int32_t world_size;
@@ -49,14 +49,14 @@ std::string host_identity() {
   return id;
 }
 
-// In which namespace the numbers of processes mean something.
+// The pid namespace: process numbers are comparable only within one.
 std::string process_space() {
   std::array<char, 64> name{};
   const ssize_t length = readlink("/proc/self/ns/pid", name.data(), name.size() - 1);
   return length > 0 ? std::string(name.data(), static_cast<size_t>(length)) : "?";
 }
 
-// An entry is: token, number of the process, its namespace, host; a line each.
+// An entry has four lines: token, process number, pid namespace, host.
 std::string line_of(const std::string& entry, int number) {
   size_t begin = 0;
   for (int i = 0; i < number && begin != std::string::npos; ++i) {
@@ -82,7 +82,7 @@ Descriptor new_socket() {
 
 }  // namespace
 
-Door::Door(std::string group, int rank, int world_size)
+Listener::Listener(std::string group, int rank, int world_size)
     : group_(std::move(group)),
       rank_(rank),
       world_size_(world_size),
@@ -96,15 +96,15 @@ Door::Door(std::string group, int rank, int world_size)
       token_ + "\n" + std::to_string(getpid()) + "\n" + process_space() + "\n" + host_identity();
 }
 
-ucred Door::credentials(int socket) {
+ucred Listener::credentials(int socket) {
   ucred credentials{};
   socklen_t length = sizeof(credentials);
   if (getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &credentials, &length) != 0)
-    throw SystemError("cannot tell who is at the other end of a Unix socket");
+    throw SystemError("cannot read the credentials of a Unix socket's peer");
   return credentials;
 }
 
-std::vector<std::pair<int, Descriptor>> Door::arrivals() {
+std::vector<std::pair<int, Descriptor>> Listener::accept_ranks() {
   while (true) {
     Descriptor fd(accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
     if (!fd.valid()) {
@@ -112,50 +112,50 @@ std::vector<std::pair<int, Descriptor>> Door::arrivals() {
       if (errno == EINTR || errno == ECONNABORTED) continue;
       throw SystemError("rendezvous of group '" + group_ + "': cannot accept a rank");
     }
-    if (credentials(fd.get()).uid != getuid()) continue;  // closed: a stranger
-    if (silent_.size() >= kMaxSilent) silent_.erase(silent_.begin());
-    silent_.push_back(std::move(fd));
+    if (credentials(fd.get()).uid != getuid()) continue;  // another user: closed
+    if (pending_.size() >= kMaxPending) pending_.erase(pending_.begin());
+    pending_.push_back(std::move(fd));
   }
-  std::vector<std::pair<int, Descriptor>> came;
-  for (auto it = silent_.begin(); it != silent_.end();) {
-    Hello hello{};
-    const ssize_t bytes = recv(it->get(), &hello, sizeof(hello), MSG_DONTWAIT);
+  std::vector<std::pair<int, Descriptor>> accepted;
+  for (auto it = pending_.begin(); it != pending_.end();) {
+    Handshake handshake{};
+    const ssize_t bytes = recv(it->get(), &handshake, sizeof(handshake), MSG_DONTWAIT);
     if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) {
       ++it;
       continue;
     }
-    const bool known = bytes == sizeof(hello) && hello.magic == kMagic &&
-                       hello.world_size == world_size_ && hello.rank > rank_ &&
-                       hello.rank < world_size_ &&
-                       std::memcmp(hello.token, token_.data(), kTokenBytes) == 0;
-    if (known) came.emplace_back(hello.rank, std::move(*it));
-    it = silent_.erase(it);
+    const bool known = bytes == sizeof(handshake) && handshake.magic == kMagic &&
+                       handshake.world_size == world_size_ && handshake.rank > rank_ &&
+                       handshake.rank < world_size_ &&
+                       std::memcmp(handshake.token, token_.data(), kTokenBytes) == 0;
+    if (known) accepted.emplace_back(handshake.rank, std::move(*it));
+    it = pending_.erase(it);
   }
-  return came;
+  return accepted;
 }
 
-void Door::wait(std::chrono::milliseconds limit) const {
+void Listener::wait(std::chrono::milliseconds limit) const {
   std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
-  for (const Descriptor& fd : silent_) entries.push_back({fd.get(), POLLIN, 0});
+  for (const Descriptor& fd : pending_) entries.push_back({fd.get(), POLLIN, 0});
   poll(entries.data(), entries.size(), static_cast<int>(limit.count()));
 }
 
-Descriptor Door::knock(const std::string& entry, int rank, int world_size) {
+Descriptor Listener::connect(const std::string& entry, int rank, int world_size) {
   const std::string token = line_of(entry, 0);
   if (token.size() != kTokenBytes) return {};
   Descriptor fd = new_socket();
   const auto [address, length] = address_of(token);
-  // Refused: the entry is that of an earlier group of the same name; look again later.
-  if (connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) return {};
-  Hello hello{kMagic, rank, world_size, {}};
-  std::memcpy(hello.token, token.data(), kTokenBytes);
-  if (send(fd.get(), &hello, sizeof(hello), MSG_NOSIGNAL) != sizeof(hello)) return {};
+  // Refused: the entry is of an earlier group with the same name; the caller tries again.
+  if (::connect(fd.get(), reinterpret_cast<const sockaddr*>(&address), length) != 0) return {};
+  Handshake handshake{kMagic, rank, world_size, {}};
+  std::memcpy(handshake.token, token.data(), kTokenBytes);
+  if (send(fd.get(), &handshake, sizeof(handshake), MSG_NOSIGNAL) != sizeof(handshake)) return {};
   return fd;
 }
 
-bool Door::same_host(const std::string& entry) { return line_of(entry, 3) == host_identity(); }
+bool Listener::same_host(const std::string& entry) { return line_of(entry, 3) == host_identity(); }
 
-bool Door::gone(const std::string& entry) {
+bool Listener::process_ended(const std::string& entry) {
   if (line_of(entry, 2) != process_space() || !same_host(entry)) return false;
 #ifdef SYS_pidfd_open
   const int pid = std::atoi(line_of(entry, 1).c_str());

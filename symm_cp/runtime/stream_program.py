@@ -32,7 +32,7 @@ Kernel: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
-class _Call:
+class _KernelCall:
     """A Python kernel, or a signal or wait by one of torch's kernels (with the peer as index)."""
 
     name: str
@@ -74,7 +74,7 @@ _Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
 class Launch:
     """A lowered schedule, made once for the sizes of its buffers."""
 
-    items: tuple[_Call | _Batch, ...]
+    items: tuple[_KernelCall | _Batch, ...]
     #: Whether the caller's stream waits for the end of all lanes.
     joined: bool
 
@@ -109,7 +109,7 @@ class Launch:
                 issue(_BETWEEN_STREAMS)
             workspace.last_stream = streams[0]
             for item in self.items:
-                if isinstance(item, _Call):
+                if isinstance(item, _KernelCall):
                     item.launch(workspace, kernels, recording, epoch, call_name)
                 elif recording is None:
                     issue(item)
@@ -147,7 +147,7 @@ def _overlap(one: Region, other: Region) -> bool:
     return None in (one.chunk, other.chunk) or one.chunk == other.chunk
 
 
-class Lowering:
+class StreamLowering:
     """Lowers steps in issue order. Runtimes call `lower`, which takes registered variants only."""
 
     def __init__(
@@ -175,7 +175,7 @@ class Lowering:
             if isinstance(step, Compute)
             for number, (flag, _) in enumerate(step.awaits)
         }
-        self.items: list[_Call | _Batch] = []
+        self.items: list[_KernelCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
         # Copies handed out since something else was, with their regions: a batch has no order.
         self.copied: list[Copy] = []
@@ -257,7 +257,7 @@ class Lowering:
     ) -> None:
         self.copied = []
         self._flush()
-        self.items.append(_Call(name, index, lane, exchange))
+        self.items.append(_KernelCall(name, index, lane, exchange))
 
     def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
         """Where each part of a region begins, and its bytes."""
@@ -316,5 +316,7 @@ def lower(
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
-    lowering = Lowering(order, rank, world_size, binding, by_kernels=by_kernels, joined=joined)
+    lowering = StreamLowering(
+        order, rank, world_size, binding, by_kernels=by_kernels, joined=joined
+    )
     return lowering.launch()

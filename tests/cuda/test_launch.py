@@ -9,7 +9,7 @@ import pytest
 
 from symm_cp import wire
 from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.stream_program import Launch, Lowering, lower
+from symm_cp.runtime.stream_program import Launch, StreamLowering, lower
 from symm_cp.schedule import Copy, Region, Step, patterns
 from symm_cp.shards import Extent
 
@@ -83,6 +83,6 @@ def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None
     first = Copy(Region(0, "input"), Region(0, "gathered", 0))
     second = Copy(Region(0, "gathered", 0 if depends else 1), Region(0, "output", 0))
     order: Sequence[tuple[str, Step]] = [("copy", first), ("copy", second)]
-    launch = Lowering(order, 0, 1, BINDING, by_kernels=False, joined=True).launch()
+    launch = StreamLowering(order, 0, 1, BINDING, by_kernels=False, joined=True).launch()
     copies = [line for line in described(launch) if ": copy" in line]
     assert copies == ["copy: copy", "copy: copy alone" if depends else "copy: copy"]

@@ -1,7 +1,7 @@
 """Kernels in Triton, for CUDA. Triton is imported when one of them is first called.
 
-They also run on CPU tensors, in Triton's interpreter (`TRITON_INTERPRET=1`): that is how the tests
-check what they compute.
+They also run on CPU tensors in Triton's interpreter (`TRITON_INTERPRET=1`), where tests check their
+results.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
 def merge_attention(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Takes attention over further keys into `out` and `lse` (see merge_attention.py)."""
+    """Merges attention over further keys into `out` and `lse` (see merge_attention.py)."""
     from symm_cp.kernels.merge_attention import merge_attention as kernel
 
     kernel(out, lse, part, part_lse)

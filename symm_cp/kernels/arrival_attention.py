@@ -1,9 +1,9 @@
-"""Attention over shards that are still on their way: one persistent kernel that polls for arrivals.
+"""Attention over shards that are still in transit: one persistent kernel that polls for arrivals.
 
-Every program takes blocks of queries, one after the other, and runs over all shards of the keys:
-its own rank's first, which are there, then the peers' in the order in which they are pulled.
-Before it touches a peer's shard it polls that shard's word, which the copy stream writes behind the
-copy. So attention begins at once, in one launch, with nothing to merge afterwards.
+Every program takes blocks of queries, one after the other, and loops over all shards of the keys:
+its own rank's first, then the peers' in the order in which they are pulled. Before it reads a
+peer's shard it polls that shard's word, which the copy stream writes after the copy. So attention
+starts at once, in one launch, with nothing to merge afterwards.
 
 Source: FlashAttention-2 (Dao, 2023) for the loop over keys; arrival flags after Flux (Chang et al.,
 2024), there for matmuls.
@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: What the kernel takes.
+#: What the kernel supports.
 DTYPES = (torch.bfloat16, torch.float16)
 FEATURES = (64, 128)
 
@@ -28,7 +28,7 @@ _LOG2_E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Tiling:
-    """How the kernel is cut up: queries and keys of a tile, warps, and loads in flight."""
+    """Queries and keys of a tile, warps, and loads in flight (pipeline stages)."""
 
     rows: int
     keys: int
@@ -60,7 +60,7 @@ def _attend_tile(
     CAUSAL: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Takes the keys from row `first` of a chunk on; MASKED unless every query sees all of them."""
+    """Adds the keys from row `first` of a chunk; MASKED unless every query sees all of them."""
     j = first + tl.arange(0, KEYS)
     there = j < length
     k_at += first * k_s
@@ -73,7 +73,7 @@ def _attend_tile(
             seen = seen & (q_at[:, None] >= start + j[None, :])
         score = tl.where(seen, score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1) * scale)
-    # Rows that have seen nothing yet: any finite number in the place of -inf.
+    # Rows that have seen no key yet: any finite number instead of -inf.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
     weight = tl.exp2(score * scale - anchor[:, None])
     shrink = tl.exp2(top - anchor)
@@ -103,7 +103,7 @@ def _attend_chunk(
     KEYS: tl.constexpr,
     E: tl.constexpr,
 ):
-    """Takes a chunk of keys in: `length` rows from position `start` on."""
+    """Adds a chunk of keys: `length` rows from position `start`."""
     e = tl.arange(0, E)
     j = tl.arange(0, KEYS)
     k_at = keys + j[None, :] * k_s + e[:, None]
@@ -222,7 +222,7 @@ def arrival_attention_kernel(
             chunks, 0, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
         )  # fmt: skip
         for shard in range(1, shards):
-            # Awaits the shard: its word is written behind the copy.
+            # Waits for the shard: the acquire makes the copy visible that precedes the word.
             word = words + (shard - 1) * word_step
             while tl.atomic_add(word, 0, sem="acquire", scope="sys") < epoch:
                 pass
@@ -232,7 +232,7 @@ def arrival_attention_kernel(
                 pulled_key + offset, pulled_value + offset, p_s, p_s,
                 chunks, shard, scale, CHUNKS=CHUNKS, CAUSAL=CAUSAL, KEYS=KEYS, E=E,
             )  # fmt: skip
-        # The scores are in units of log 2.
+        # Scores are in base 2.
         known = tl.where(total == 0.0, 1.0, total)
         result = (acc / known[:, None]).to(out.dtype.element_ty)
         at = out + b * o_b + h * o_h + s.to(tl.int64)[:, None] * o_s + e[None, :]
@@ -243,10 +243,10 @@ def arrival_attention_kernel(
 
 @dataclass(frozen=True)
 class Arrivals:
-    """Peers' shards: where they are pulled to, and the words that say that they have come.
+    """Peers' shards: where they are pulled to, and the words that signal their arrival.
 
     `keys` and `values` are (shards - 1, B, G, S, E), of the same strides, in the order of arrival.
-    A shard is there once word i * `step` of `words` (int32) is `epoch` or a later one.
+    Shard i has arrived once word i * `step` of `words` (int32) is at least `epoch`.
     """
 
     keys: torch.Tensor
@@ -285,44 +285,19 @@ def arrival_attention(
     if work == 0:
         return out, lse
     assert arrivals.keys.stride() == arrivals.values.stride()
-    # Offsets of rows are numbers of 32 bits.
+    # Offsets of rows are 32-bit integers.
     assert max(t.shape[-2] * t.stride(-2) for t in (key, value, arrivals.keys)) < 1 << 31
     if programs is None:
         programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scale = E**-0.5 if scale is None else scale
-    arrival_attention_kernel[(min(programs, work),)](
-        query,
-        key,
-        value,
-        arrivals.keys,
-        arrivals.values,
-        out,
-        lse,
-        query_positions,
-        chunks,
-        arrivals.words,
-        arrivals.step,
-        arrivals.epoch,
-        B * H,
-        H,
-        H // G,
-        S,
-        shards,
-        *query.stride()[:3],
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *arrivals.keys.stride()[:4],
-        *out.stride()[:3],
-        scale * _LOG2_E,
-        CHUNKS=chunks.shape[1],
-        CAUSAL=causal,
-        ROWS=tiling.rows,
-        KEYS=tiling.keys,
-        E=E,
-        num_warps=tiling.warps,
-        num_stages=tiling.stages,
-        enable_fp_fusion=True,
-    )
+    _arrival_attention[(min(programs, work),)](
+        query, key, value, arrivals.keys, arrivals.values, out, lse, query_positions, chunks,
+        arrivals.words, arrivals.step, arrivals.epoch, B * H, H, H // G, S, shards,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *arrivals.keys.stride()[:4], *out.stride()[:3], scale * _LOG2_E,
+        CHUNKS=chunks.shape[1], CAUSAL=causal, ROWS=tiling.rows, KEYS=tiling.keys, E=E,
+        num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True,
+    )  # fmt: skip
     return out, lse
 
 

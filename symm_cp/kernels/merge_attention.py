@@ -45,7 +45,7 @@ def _merge(
     lse_at = lse + b * lse_b + h * lse_h + s * lse_s
     old = tl.load(lse_at, mask=seen, other=0.0)
     new = tl.load(part_lse + b * plse_b + h * plse_h + s * plse_s, mask=seen, other=0.0)
-    # A part with -inf has seen no key and changes nothing; where both are, nothing is known yet.
+    # A part with -inf has seen no key and changes nothing; if both are -inf, no key was seen yet.
     top = tl.maximum(old, new)
     top = tl.where(top == float("-inf"), 0.0, top)
     old_weight, new_weight = tl.exp(old - top), tl.exp(new - top)
@@ -56,7 +56,7 @@ def _merge(
     part_at = part + b * part_b + h * part_h + s[:, None] * part_s + e[None, :]
     before = tl.load(out_at, mask=there, other=0.0).to(old.dtype)
     after = tl.load(part_at, mask=there, other=0.0).to(old.dtype)
-    # What a weight of zero belongs to may be anything, NaN too: it has not been seen.
+    # Output with weight zero may be anything, even NaN: it comes from no key.
     before = tl.where((old_weight == 0.0)[:, None], 0.0, before * (old_weight / scale)[:, None])
     after = tl.where((new_weight == 0.0)[:, None], 0.0, after * (new_weight / scale)[:, None])
     tl.store(out_at, (before + after).to(out.dtype.element_ty), mask=there)
@@ -66,10 +66,10 @@ def _merge(
 def merge_attention(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Takes attention over further keys, `part` with `part_lse`, into `out` and `lse`.
+    """Merges attention over further keys, `part` with `part_lse`, into `out` and `lse`.
 
     `out` and `part` are (B, H, S, E) with contiguous features, the log-sum-exps (B, H, S) in
-    float32 (float64 for float64). Where a log-sum-exp is -inf, nothing was seen.
+    float32 (float64 for float64). A log-sum-exp of -inf means that the row saw no key.
     """
     B, H, S, E = out.shape
     if out.numel() == 0:

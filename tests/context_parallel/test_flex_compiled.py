@@ -372,7 +372,7 @@ def refuses(group: dist.ProcessGroup) -> None:
             fn(q, k, v, block_mask=documents(32))
         with pytest.raises(NotImplementedError, match="max_scores"):
             fn(q, k, v, return_aux=AuxRequest(max_scores=True))
-        with pytest.raises(ValueError, match="give a load_balancer, which knows the length"):
+        with pytest.raises(ValueError, match="pass a load_balancer, which knows the length"):
             fn(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:])
         # Nothing of that is left behind.
         problem.check(fn(*problem.arguments()))

@@ -290,7 +290,7 @@ def arrival_attention(
     if programs is None:
         programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scale = E**-0.5 if scale is None else scale
-    _arrival_attention[(min(programs, work),)](
+    arrival_attention_kernel[(min(programs, work),)](
         query, key, value, arrivals.keys, arrivals.values, out, lse, query_positions, chunks,
         arrivals.words, arrivals.step, arrivals.epoch, B * H, H, H // G, S, shards,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],

@@ -54,7 +54,7 @@ _BOUNDED_FROM = 4
 
 
 @dataclass(frozen=True)
-class _Mode:
+class _CallMode:
     """How calls are carried out now, as far as their lowering depends on it."""
 
     slots: int
@@ -65,7 +65,7 @@ class _Mode:
         return self.slots == 1
 
     @classmethod
-    def of(cls, device: Device) -> _Mode:
+    def of(cls, device: Device) -> _CallMode:
         return cls(1 if device.capturing() else 2, not device.signals_by_stream())
 
 
@@ -75,7 +75,7 @@ class _Call:
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
         self.group, self.name = group, call_name
         self.device = device_for(group, device)
-        self.mode = _Mode.of(self.device)
+        self.mode = _CallMode.of(self.device)
 
     def in_place(self, shard: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
         """Where the peers' shards are, if they can be read there; ranks agree on that first."""
@@ -124,7 +124,7 @@ def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
 def _gather_launch(
     rank: int,
     sizes: ShardSizes,
-    mode: _Mode,
+    mode: _CallMode,
     in_place: bool,
     bounded: bool,
     gathered: tuple[Split, Shape, int] | None,
@@ -147,7 +147,7 @@ def _gather_launch(
 
 
 @lru_cache(maxsize=512)
-def _combine_launch(rank: int, sizes: ShardSizes, mode: _Mode, in_place: bool) -> Launch:
+def _combine_launch(rank: int, sizes: ShardSizes, mode: _CallMode, in_place: bool) -> Launch:
     variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
     symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
     binding = Binding(
@@ -159,7 +159,7 @@ def _combine_launch(rank: int, sizes: ShardSizes, mode: _Mode, in_place: bool) -
 
 
 @lru_cache(maxsize=512)
-def _poll_launch(rank: int, sizes: ShardSizes, mode: _Mode) -> Launch:
+def _poll_launch(rank: int, sizes: ShardSizes, mode: _CallMode) -> Launch:
     ranks, own = len(sizes.parts), _own_parts(sizes, rank)
     turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
     # In the order in which they are pulled.
@@ -172,7 +172,7 @@ def _poll_launch(rank: int, sizes: ShardSizes, mode: _Mode) -> Launch:
 
 
 @lru_cache(maxsize=512)
-def _produce_launch(rank: int, partials: tuple[int, ...], mode: _Mode) -> Launch:
+def _produce_launch(rank: int, partials: tuple[int, ...], mode: _CallMode) -> Launch:
     ranks = len(partials)
     binding = Binding(
         {
@@ -217,7 +217,7 @@ class _Exchange:
 
 
 @lru_cache(maxsize=512)
-def _exchange_launch(rank: int, exchange: _Exchange, mode: _Mode) -> Launch:
+def _exchange_launch(rank: int, exchange: _Exchange, mode: _CallMode) -> Launch:
     ranks, own = len(exchange.partials), _own_parts(exchange.shard, rank)
     # Operands: the parts of the own shard, the staging memory, the partial sums for this rank.
     staging = len(own)
@@ -467,7 +467,7 @@ class _Transfer(Work):
 
 @lru_cache(maxsize=512)
 def _background_launch(
-    pattern: patterns.Pattern, rank: int, ranks: int, nbytes: int, mode: _Mode, in_place: bool
+    pattern: patterns.Pattern, rank: int, ranks: int, nbytes: int, mode: _CallMode, in_place: bool
 ) -> Launch:
     """Operands: the input, the output or the partial sums, and in place all ranks' inputs."""
     scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER

@@ -6,7 +6,7 @@ host hands steps out lets all ranks finish. README.md explains the proof. Pure P
 """
 
 from symm_cp.schedule import patterns
-from symm_cp.schedule.check import Report, check
+from symm_cp.schedule.check import CheckReport, check
 from symm_cp.schedule.issue_order import Call, check_issue_order
 from symm_cp.schedule.patterns import Pattern, Variant, peers
 from symm_cp.schedule.steps import Compute, Copy, Region, Schedule, Signal, Step, Wait, accesses
@@ -17,7 +17,7 @@ __all__ = [
     "Copy",
     "Pattern",
     "Region",
-    "Report",
+    "CheckReport",
     "Schedule",
     "Signal",
     "Step",

@@ -132,7 +132,7 @@ Problem: TypeAlias = Race | Deadlock | UninitialisedRead | ForeignAccess | TwoWr
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class CheckReport:
     """What a check found; a race between the same two steps is listed for one call only."""
 
     problems: tuple[Problem, ...]
@@ -151,7 +151,7 @@ class Report:
         return "\n".join([f"{size}: {len(self.problems)} problems", *map(str, self.problems)])
 
 
-def check(calls: Sequence[Sequence[Schedule]]) -> Report:
+def check(calls: Sequence[Sequence[Schedule]]) -> CheckReport:
     """Prove ``calls`` free of races and deadlocks, or report what is wrong.
 
     ``calls[c][r]`` is the schedule of rank r in call c. All calls share one workspace. A run of
@@ -241,14 +241,14 @@ class _Run:
         self.written: dict[tuple[_Place, int], set[int | None]] = {}
         self.lanes = _lanes(calls, world_size)
 
-    def report(self) -> Report:
+    def report(self) -> CheckReport:
         ready = deque(self.lanes)
         while ready:
             self._advance(ready.popleft(), ready)
         for lane in self.lanes:
             if lane.position < len(lane.events):
                 self._report_deadlock(lane)
-        return Report(tuple(self.problems), self.calls, self.world_size)
+        return CheckReport(tuple(self.problems), self.calls, self.world_size)
 
     def _advance(self, lane: _Lane, ready: deque[_Lane]) -> None:
         """Run ``lane`` to its end or to a wait that is not satisfied yet."""

@@ -33,7 +33,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from symm_cp.schedule.check import Deadlock, Report, Site, parts
+from symm_cp.schedule.check import CheckReport, Deadlock, Site, parts
 from symm_cp.schedule.patterns import Channel, IssueOrder, Variant
 from symm_cp.schedule.steps import Copy, Signal, Step, Wait
 
@@ -62,7 +62,7 @@ class _Item(NamedTuple):
     step: Step
 
 
-def check_issue_order(calls: Sequence[Call]) -> Report:
+def check_issue_order(calls: Sequence[Call]) -> CheckReport:
     """Proves that all ranks complete ``calls``, handed out in this order, or reports who is stuck.
 
     The calls of each channel are numbered by themselves, as each has a workspace of its own.
@@ -93,7 +93,7 @@ def check_issue_order(calls: Sequence[Call]) -> Report:
                     ready.append(waiting.pop(flag))
             queue.popleft()
     stuck = tuple(_deadlock(rank, queue[0], raised) for rank, queue in enumerate(queues) if queue)
-    return Report(stuck, len(calls), world_size)
+    return CheckReport(stuck, len(calls), world_size)
 
 
 def _queue(calls: Sequence[Call], rank: int) -> Iterator[_Item]:

@@ -87,7 +87,7 @@ class Timeline:
 
 
 @dataclass(slots=True)
-class _Lane:
+class _SimulatedLane:
     rank: int
     name: str
     steps: list[tuple[int, Step]]
@@ -95,18 +95,20 @@ class _Lane:
     time: float = 0.0
 
 
-class _Run:
+class _Simulation:
     def __init__(self, calls: Sequence[Sequence[Schedule]], cost: Cost, signal: float) -> None:
         self.cost, self.signal = cost, signal
         self.events: list[Event] = []
         # For each flag (name, writer, receiver) the epochs that it was raised to, and when.
         self.flags: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
-        self.waiting: dict[tuple[str, int, int], list[_Lane]] = {}
-        lanes: dict[tuple[int, str], _Lane] = {}
+        self.waiting: dict[tuple[str, int, int], list[_SimulatedLane]] = {}
+        lanes: dict[tuple[int, str], _SimulatedLane] = {}
         for call, schedules in enumerate(calls):
             for schedule in schedules:
                 for name, steps in schedule.lanes.items():
-                    lane = lanes.setdefault((schedule.rank, name), _Lane(schedule.rank, name, []))
+                    lane = lanes.setdefault(
+                        (schedule.rank, name), _SimulatedLane(schedule.rank, name, [])
+                    )
                     lane.steps += [(call, step) for step in steps]
         self.lanes = list(lanes.values())
 
@@ -123,7 +125,7 @@ class _Run:
             raise DeadlockError(f"these lanes wait for each other: {places}")
         return Timeline(tuple(self.events))
 
-    def _advance(self, lane: _Lane, ready: deque[_Lane]) -> None:
+    def _advance(self, lane: _SimulatedLane, ready: deque[_SimulatedLane]) -> None:
         while lane.position < len(lane.steps):
             call, step = lane.steps[lane.position]
             start = lane.time
@@ -144,7 +146,7 @@ class _Run:
                 self.flags.setdefault(key, []).append((call + 1, lane.time + delay))
                 ready.extend(self.waiting.pop(key, ()))
 
-    def _end(self, lane: _Lane, step: Step, came: Sequence[float]) -> float:
+    def _end(self, lane: _SimulatedLane, step: Step, came: Sequence[float]) -> float:
         """When a step ends whose flags were raised at these times."""
         if isinstance(step, Wait):
             return max(lane.time, *came)
@@ -155,7 +157,7 @@ class _Run:
             time = max(time, flag) + share
         return time
 
-    def _came(self, lane: _Lane, call: int, step: Wait) -> float | None:
+    def _came(self, lane: _SimulatedLane, call: int, step: Wait) -> float | None:
         needed = call + 1 - step.lag
         if needed <= 0:
             return 0.0
@@ -175,4 +177,4 @@ def simulate(calls: Sequence[Sequence[Schedule]], cost: Cost, *, signal: float =
     ``calls[c][r]`` is the schedule of rank r in call c; ``signal`` is the latency of a signal to a
     peer, in seconds. Raises ``DeadlockError`` when lanes wait for each other.
     """
-    return _Run(calls, cost, signal).run()
+    return _Simulation(calls, cost, signal).run()

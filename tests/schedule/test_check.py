@@ -3,10 +3,10 @@
 import pytest
 
 from symm_cp.schedule import (
+    CheckReport,
     Compute,
     Copy,
     Region,
-    Report,
     Schedule,
     Signal,
     Step,
@@ -35,7 +35,7 @@ def schedule(rank: int, *steps: Step, world_size: int = 2, slots: int = 2) -> Sc
     return Schedule("by hand", rank, world_size, {"compute": steps}, slots)
 
 
-def kinds(report: Report) -> set[type]:
+def kinds(report: CheckReport) -> set[type]:
     return {type(problem) for problem in report.problems}
 
 

@@ -217,10 +217,12 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   const Board& theirs = peers->board(peer);
   const std::string who = "rank " + text(peer);
   if (theirs.entered(call.channel) > call.number) {
-    if (!on_memory) {  // before there were peers it may have said why
+    if (!on_memory) {
+      // Its refusal is in a message, or in the store if it knew no peers then.
+      const std::string key = key_of_call(call.channel, call.number);
+      peers->check_refused(key, call.call_name, peer);
       WaitBudget none(std::chrono::milliseconds(0));
-      check_refused_peers(name_, {key_of_call(call.channel, call.number), call.call_name, none},
-                          peer);
+      check_refused_peers(name_, {key, call.call_name, none}, peer);
     }
     throw OutOfStep(call.call_name + ": " + who + " has gone on without call " + text(call.number) +
                     " of channel '" + kChannelNames[call.channel] + "'");

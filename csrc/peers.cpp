@@ -305,6 +305,20 @@ void Peers::throw_missing(int peer, const std::string& context, const std::strin
                   "rank " + text(peer) + " " + why + " (noticed by rank " + text(rank_) + ")");
 }
 
+void Peers::throw_if_refused(const std::string& key, const std::string& context, int peer) const {
+  const auto refusal = peers_[peer].incoming.find({key, kRefusal});
+  if (refusal == peers_[peer].incoming.end()) return;
+  const Incoming& theirs = refusal->second;
+  throw GaveUp(context + ": rank " + text(peer) + " failed: " + theirs.refusal, theirs.refusal,
+               theirs.other);
+}
+
+void Peers::check_refused(const std::string& key, const std::string& context, int peer) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  read_messages();
+  throw_if_refused(key, context, peer);
+}
+
 // Moves received payloads to `all`; throws a peer's refusal. True when nothing is missing.
 bool Peers::collect(const std::string& key, int round, const std::string& context,
                     std::vector<Received>& all, std::vector<bool>& have) {
@@ -312,12 +326,7 @@ bool Peers::collect(const std::string& key, int round, const std::string& contex
   read_messages();
   for (int peer = 0; peer < world_size_; ++peer) {
     auto& incoming = peers_[peer].incoming;
-    const auto refusal = incoming.find({key, kRefusal});
-    if (refusal != incoming.end()) {
-      const Incoming& theirs = refusal->second;
-      throw GaveUp(context + ": rank " + text(peer) + " failed: " + theirs.refusal, theirs.refusal,
-                   theirs.other);
-    }
+    throw_if_refused(key, context, peer);
     const auto letter = incoming.find({key, round});
     if (letter == incoming.end()) continue;
     if (letter->second.truncated)

@@ -94,6 +94,9 @@ class Peers {
   // collective: peers receive it when they come to the rendezvous.
   void refuse(const std::string& key, const std::string& reason, const CallSite* other = nullptr);
 
+  // Throws when a peer has refused the rendezvous by a message that has arrived by now.
+  void check_refused(const std::string& key, const std::string& context, int peer);
+
   // True when the process of `rank` has ended; never true for a stopped or busy one.
   bool dead(int rank) const;
 
@@ -139,6 +142,7 @@ class Peers {
   void end(const std::string& key);
   bool collect(const std::string& key, int round, const std::string& call_name,
                std::vector<Received>& all, std::vector<bool>& have);
+  void throw_if_refused(const std::string& key, const std::string& context, int peer) const;
   [[noreturn]] void throw_missing(int peer, const std::string& call_name, const std::string& why);
   void check_missing(const std::string& key, const std::string& call_name,
                      const std::vector<bool>& have, bool expired, const WaitBudget& budget);

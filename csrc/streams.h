@@ -15,10 +15,10 @@ namespace symm_cp {
 class Streams {
  public:
   // `bases[r]` is where the workspace of rank r is mapped here. With `reset_flags` a signal is 1
-  // and the waiter sets it back to 0, so that the same commands serve every call (CUDA graphs);
-  // otherwise it is the number of the call, and only grows. The calling thread has the context of
-  // the device, here and in all other calls. With a `timeout` waits that are in vain end the
-  // process (watch.h); `processes` are pidfds of the ranks. Those of a graph are not seen here.
+  // and the waiter resets it to 0, so that the same commands serve every call (CUDA graphs);
+  // otherwise it is the epoch, and only grows. The device's context must be current in the calling
+  // thread, here and in all other methods. With a `timeout`, waits that cannot end abort the
+  // process (watch.h); `processes` are pidfds of the ranks. Waits in graphs are not watched.
   Streams(const std::string& driver, std::vector<char*> bases, int rank, WorkspaceLayout layout,
           bool reset_flags, int events, std::string group, std::chrono::milliseconds timeout,
           std::vector<Descriptor> processes);

@@ -272,7 +272,7 @@ std::shared_ptr<const Plan> plan_of(const Part& part, const char* name) {
   return std::make_shared<const Plan>(part.commands, part.references, name);
 }
 
-// One command at a time, so that ranks meet in all sorts of handles.
+// One command at a time, so that ranks meet in all sorts of ways.
 void run_steps(Rank& rank, const Part& part, const Running& running, const char* name, int skip,
                std::mt19937& random) {
   Workspace& workspace = rank.group->workspace(kSync);

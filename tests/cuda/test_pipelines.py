@@ -1,6 +1,6 @@
 """The CUDA runtime over a simulated driver: the tests of the ops, run as on CUDA.
 
-Real ranks, schedules, launches, signals and copies; streams are threads that dawdle at random.
+Real ranks, schedules, launches, signals and copies; streams are threads with random delays.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ The bound, for each element of ``sum over k of a[k] * b[k]`` with K terms (u: un
 
 - Rounding the result to its dtype errs by at most ``u(dtype) * |value|``.
 - Accumulating in a dtype errs by at most ``K * u(accumulator) * sum |a[k] * b[k]|``; rounding
-  errors being independent and centred, by more than ``LAMBDA * sqrt(K)`` in the place of ``K`` with
+  errors being independent and centred, by more than ``LAMBDA * sqrt(K)`` instead of ``K`` with
   probability below ``2 * exp(-LAMBDA**2 / 2)`` only (Higham and Mary, 2019). 16-bit and float32
   operands are accumulated in float32, float64 in float64.
 - A reduce-scatter may round each rank's partial sum to the dtype before it adds them:

@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.pool import SIZE, RankError, Ranks, RankTimeout
+from tests.pool import SIZE, Place, RankError, Ranks, RankTimeout
+from tests.rank_process import say
 
 
 def sum_of_ranks(group: dist.ProcessGroup, value: torch.Tensor) -> tuple[int, torch.Tensor]:
@@ -125,6 +126,36 @@ def give_lambda(group: dist.ProcessGroup) -> object:
 def test_results_that_cannot_be_sent_are_errors(few: Ranks) -> None:
     with pytest.raises(RankError, match="give_lambda"):
         few.run(1, give_lambda)
+
+
+def meets_its_end(group: dist.ProcessGroup) -> str:
+    say(f"{os.environ.get('PLACE')} {group.size()}")
+    if group.rank() == 1:
+        raise ValueError("bad luck")
+    if group.rank() > 1:
+        time.sleep(1000)
+    print("written")
+    return "result"
+
+
+def test_ranks_of_their_own(ranks: Ranks) -> None:
+    """More than the pool has, each with an environment; they may fail, die or hang."""
+    places = [Place(environment={"PLACE": str(rank)}) for rank in range(SIZE + 1)]
+    with ranks.own(SIZE + 1, meets_its_end, places=places) as running:
+        assert running.hear_all() == [f"{rank} {SIZE + 1}" for rank in range(SIZE + 1)]
+        running.kill(2)
+        first, second, third, fourth, left_out = running.outcomes(2.0, apart_from=[4])
+    assert (first.result, first.failure, first.signal) == ("result", "", 0)
+    assert first.output == "written\n"
+    assert "ValueError: bad luck" in second.failure
+    assert third.died_at is not None
+    assert "did not end within 2.0 s" in fourth.failure
+    assert {third.signal, fourth.signal, left_out.signal} == {signal.SIGKILL}
+
+
+def test_a_rank_that_says_nothing(ranks: Ranks) -> None:
+    with ranks.own(1, own_pid) as running, pytest.raises(AssertionError, match="rank 0 has ended"):
+        running.hear(0)
 
 
 def test_world_size_is_checked(few: Ranks) -> None:

@@ -30,7 +30,7 @@ def make(group: dist.ProcessGroup, size: int = 1024):
     return tensor, handle
 
 
-def waiting_in_vain(group: dist.ProcessGroup, op: str) -> None:
+def time_out(group: dist.ProcessGroup, op: str) -> None:
     """Rank 0 waits for something that rank 1 does not do."""
     _, handle = make(group)
     if group.rank() == 0:
@@ -55,7 +55,7 @@ def waiting_in_vain(group: dist.ProcessGroup, op: str) -> None:
 @pytest.mark.parametrize("op", ["barrier", "put_signal", "wait_signal"])
 def test_time_outs_say_what_was_waited_for(ranks: Ranks, op: str) -> None:
     start = time.monotonic()
-    ranks.run(3 if op == "barrier" else 2, waiting_in_vain, op)
+    ranks.run(3 if op == "barrier" else 2, time_out, op)
     assert time.monotonic() - start < 30
 
 

@@ -32,7 +32,7 @@ SANITIZERS = {
 }
 CALLS = 400
 #: Flags: without waiting for them ranks race.
-NEEDED = ("reduced", "done")
+NEEDED = ("partial", "reduced", "done")
 TESTS = (
     "tests/test_symmetric_memory.py",
     "tests/ops/test_in_flight.py",

@@ -14,9 +14,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.block_mask import local_block_mask
+from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.context_parallel.region import Region, active
+from symm_cp.context_parallel.region import ParallelRegion, active
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import tells_peers, unfused_all_gather
 
@@ -165,7 +166,7 @@ def context_parallel(
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
             _become(tensor, shard)
-        with Region(group_name(mesh), group.size(), balancer):
+        with entered(ParallelRegion(group_name(mesh), group.size(), balancer)):
             yield
             watch = guards.current()
             if watch is not None:

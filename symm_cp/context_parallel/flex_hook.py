@@ -4,9 +4,9 @@ It is a Python function that no `TorchFunctionMode` sees, and most users import 
 a region is active, its code (not its name) is replaced by code that calls `_flex_attention` below,
 which calls the original in threads without a region.
 
-Dynamo traces the replaced code like any other, up to the call of `graph_flex_attention`: one op in
-its graph. It finds the region where its guards look, on the stack of torch function modes, so a
-compiled function is compiled again for another region, or for none.
+Dynamo traces the replaced code like any other, up to one op in its graph (flex_trace.py). It finds
+the region where its guards look, on the stack of torch function modes, so a compiled function is
+compiled again for another region, or for none.
 """
 
 from __future__ import annotations
@@ -17,21 +17,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as torch_flex
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from symm_cp.context_parallel.refusals import telling_peers
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-    from symm_cp.context_parallel.guards import Watch
-    from symm_cp.context_parallel.region import Region
-
-FLEX = "flex_attention"
+from symm_cp.context_parallel import flex
+from symm_cp.context_parallel.guards import Watch
+from symm_cp.context_parallel.region import ParallelRegion
 
 
 def _redirection(function: types.FunctionType) -> types.CodeType:
@@ -61,18 +55,11 @@ class _FlexHook:
     """Redirects `flex_attention` while it is acquired at least once."""
 
     def __init__(self) -> None:
-        function = torch_flex.flex_attention
-        self._function = function
-        self._code = function.__code__
-        self._redirected = _redirection(function)
+        self._function = torch_flex.flex_attention
+        self._code = self._function.__code__
+        self._redirected = _redirection(self._function)
         self._lock = threading.Lock()
         self._users = 0
-        original = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__
-        )
-        original.__kwdefaults__ = function.__kwdefaults__
-        self.original: Callable[..., Any] = original
-        self.signature = inspect.signature(function)
 
     def acquire(self) -> None:
         with self._lock:
@@ -87,7 +74,6 @@ class _FlexHook:
 
 
 flex_hook = _FlexHook()
-_original = flex_hook.original
 
 
 def _flex_attention(*args: Any, **kwargs: Any) -> Any:
@@ -95,49 +81,13 @@ def _flex_attention(*args: Any, **kwargs: Any) -> Any:
         return _traced(*args, **kwargs)
     # Frames that Dynamo gave up on, or recompiled too often, come here: Dynamo would compile what
     # they call piece by piece.
-    eager = _untraced() if "torch._dynamo" in sys.modules else _eager
+    eager = _untraced() if "torch._dynamo" in sys.modules else flex.attend
     return eager(*args, **kwargs)
-
-
-def _eager(*args: Any, **kwargs: Any) -> Any:
-    return _attend(flex_hook.original, *args, **kwargs)
-
-
-def attend_compiled(*args: Any, **kwargs: Any) -> Any:
-    """`flex_attention` in eager mode; only torch's own function, where it is used, is compiled."""
-    return _attend(torch.compile(flex_hook.original), *args, **kwargs)
 
 
 @functools.cache
 def _untraced() -> Callable[..., Any]:
-    return torch.compiler.disable(_eager)  # type: ignore[no-any-return]
-
-
-def _attend(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from symm_cp.context_parallel import guards
-    from symm_cp.context_parallel.region import active
-
-    region = active()
-    if region is None:
-        return original(*args, **kwargs)
-    if (watch := guards.current()) is not None:
-        watch.called = True
-    return telling_peers(region.group, _attend_within, region, original, *args, **kwargs)
-
-
-def _attend_within(region: Region, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    region.expect(FLEX)
-    if region.load_balancer is not None and region.load_balancer.samples:
-        raise NotImplementedError(
-            f"{FLEX}: {region.load_balancer} within context_parallel has a layout for each sample, "
-            "which is not supported: use one list of document lengths, or "
-            "scaled_dot_product_attention"
-        )
-    bound = flex_hook.signature.bind(*args, **kwargs)
-    bound.apply_defaults()
-    from symm_cp.context_parallel.flex import attend
-
-    return attend(region, original, **bound.arguments)
+    return torch.compiler.disable(flex.attend)  # type: ignore[no-any-return]
 
 
 # --- what Dynamo traces ----------------------------------------------------------------------
@@ -146,10 +96,10 @@ def _attend_within(region: Region, original: Callable[..., Any], *args: Any, **k
 class FlexMode(TorchFunctionMode):
     """The mode of a region, where Dynamo finds the region and guards what it reads of it."""
 
-    def __init__(self, region: Region, watch: Watch) -> None:
+    def __init__(self, region: ParallelRegion, watch: Watch) -> None:
         super().__init__()
-        self._region = region
-        self._watch = watch
+        self.region = region
+        self.watch = watch
 
 
 def _traced_mode() -> FlexMode | None:
@@ -162,61 +112,13 @@ def _traced_mode() -> FlexMode | None:
 def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     mode = _traced_mode()
     if mode is None:
-        return _original(query, *args, **kwargs)
-    region = mode._region
-    region.expect(FLEX)
-    mode._watch.called = True
-    from symm_cp.context_parallel.flex import in_tiles
-    from symm_cp.context_parallel.flex_trace import outside_graph
+        return flex.original(query, *args, **kwargs)
+    region = mode.region
+    region.expect(flex.FLEX)
+    mode.watch.called = True
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.flex_trace import flex_in_graph, outside_graph
 
-    if region.layout_text is None or not in_tiles(query.device):
+    if region.layout_text is None or not flex.in_tiles(query.device):
         return outside_graph(query, *args, **kwargs)
-    return _in_graph(region, query, *args, **kwargs)
-
-
-def _in_graph(
-    region: Region,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    score_mod: Callable[..., torch.Tensor] | None = None,
-    block_mask: BlockMask | None = None,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-    return_lse: bool = False,
-    kernel_options: Any = None,
-    *,
-    return_aux: Any = None,
-) -> Any:
-    """`flex_attention` as one op in the graph that Dynamo traces."""
-    from symm_cp.context_parallel.flex_trace import graph_flex_attention
-
-    if return_aux is not None and return_aux.max_scores:
-        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
-    block_mask = getattr(block_mask, "symm_cp_global", block_mask)
-    blocks: tuple[Any, ...] = (None,) * 8
-    mask_mod = torch_flex.noop_mask
-    if block_mask is not None:
-        mask_mod = block_mask.mask_mod
-        blocks = (
-            *block_mask.seq_lengths,
-            *block_mask.BLOCK_SIZE,
-            block_mask.kv_num_blocks,
-            block_mask.kv_indices,
-            block_mask.full_kv_num_blocks,
-            block_mask.full_kv_indices,
-        )
-    options = {
-        "group_name": region.group,
-        "layout": region.layout_text,
-        "enable_gqa": enable_gqa,
-        "scored": score_mod is not None and score_mod is not torch_flex._identity,
-        "masked": mask_mod is not torch_flex.noop_mask,
-    }
-    score_mod = torch_flex._identity if score_mod is None else score_mod
-    out, lse = graph_flex_attention(
-        query, key, value, score_mod, (*blocks, mask_mod), scale, options
-    )
-    if return_aux is not None:
-        return out, torch_flex.AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
-    return (out, lse) if return_lse else out
+    return flex_in_graph(region, query, *args, **kwargs)

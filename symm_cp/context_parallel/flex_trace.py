@@ -1,21 +1,29 @@
 """How Dynamo puts `flex_attention` within a region into its graph. Imported while it traces.
 
 Dynamo can put the functions that torch's `flex_attention` takes into a graph: each as a graph of
-its own, with what it captures as inputs. `graph_flex_attention` reuses that; called with them, it
+its own, with what it captures as inputs. `_graph_flex_attention` reuses that; called with them, it
 becomes the op of ops/attention/flex/graph.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._dynamo.variables import higher_order_ops as dynamo_ops
 from torch._ops import HigherOrderOperator
 from torch.fx import GraphModule
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import (
+    AuxOutput,
+    AuxRequest,
+    BlockMask,
+    FlexKernelOptions,
+)
 
-from symm_cp.context_parallel.flex import TRANSFORMERS
-from symm_cp.context_parallel.flex_hook import attend_compiled
+from symm_cp.context_parallel.flex import FLEX, TRANSFORMERS, attend_compiled
+from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 
 _NAME = "symm_cp_flex_attention"
@@ -74,7 +82,7 @@ def _parted(captured: tuple[Any, ...]) -> tuple[list[torch.Tensor], list[Any]]:
     return tensors, [value for value in captured if not isinstance(value, torch.Tensor)]
 
 
-graph_flex_attention = _GraphFlexAttention()
+_graph_flex_attention = _GraphFlexAttention()
 
 
 class _GraphFlexVariable(dynamo_ops.FlexAttentionHigherOrderVariable):
@@ -110,3 +118,49 @@ outside_graph = torch.compiler.disable(
 )
 
 dynamo_ops._hop_name_to_variable_class[_NAME] = _GraphFlexVariable
+
+
+def flex_in_graph(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Callable[..., torch.Tensor] | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: FlexKernelOptions | None = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Any:
+    """`flex_attention` within a region, as one op in the graph that Dynamo traces."""
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
+    block_mask = getattr(block_mask, "symm_cp_global", block_mask)
+    blocks: tuple[Any, ...] = (None,) * 8
+    mask_mod = torch_flex.noop_mask
+    if block_mask is not None:
+        mask_mod = block_mask.mask_mod
+        blocks = (
+            *block_mask.seq_lengths,
+            *block_mask.BLOCK_SIZE,
+            block_mask.kv_num_blocks,
+            block_mask.kv_indices,
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+        )
+    options = {
+        "group_name": region.group,
+        "layout": region.layout_text,
+        "enable_gqa": enable_gqa,
+        "scored": score_mod is not None and score_mod is not torch_flex._identity,
+        "masked": mask_mod is not torch_flex.noop_mask,
+    }
+    score_mod = torch_flex._identity if score_mod is None else score_mod
+    out, lse = _graph_flex_attention(
+        query, key, value, score_mod, (*blocks, mask_mod), scale, options
+    )
+    if return_aux is not None:
+        return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)
+    return (out, lse) if return_lse else out

@@ -13,10 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.context_parallel import guards
-from symm_cp.context_parallel.flex_hook import FLEX, flex_hook
+from symm_cp.context_parallel.flex import FLEX
+from symm_cp.context_parallel.flex_hook import flex_hook
+from symm_cp.context_parallel.hooks import RegionMode, entered
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.context_parallel.region import SDPA, Region
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.sdpa import SDPA
 from symm_cp.memory import group_name
 
 
@@ -65,7 +68,7 @@ class ContextParallel(ParallelStyle):
         balancer, size = self.load_balancer, device_mesh.size()
         if balancer is not None and balancer.world_size != size:
             raise ValueError(f"ContextParallel: {balancer} does not fit a mesh of {size} ranks")
-        region = Region(group_name(device_mesh), size, balancer, self.attention_type.value)
+        region = ParallelRegion(group_name(device_mesh), size, balancer, self.attention_type.value)
         forward = module.forward
         plain = self.attention_type is self.AttentionType.SDPA
         if not plain:
@@ -91,11 +94,11 @@ class ContextParallel(ParallelStyle):
             if traced:
                 if refused := complaint():
                     raise NotImplementedError(refused)
-                with region.mode(watch):
+                with RegionMode(region, watch):
                     result = forward(*args, **kwargs)
                 watch.first_module = "A compiled module"
             else:
-                with region:
+                with entered(region):
                     watch = guards.current() or watch
                     telling_peers(region.group, watch.saw, module)
                     result = forward(*args, **kwargs)

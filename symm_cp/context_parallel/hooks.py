@@ -1,0 +1,132 @@
+"""How a region is entered and left, and what is hooked meanwhile.
+
+A `TorchFunctionMode` sees `scaled_dot_product_attention`, however it was imported; for
+`flex_attention` see flex_hook.py, for modules guards.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from symm_cp.context_parallel import guards, sdpa
+from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
+from symm_cp.context_parallel.region import ParallelRegion, pop, push
+
+# Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
+_HIDDEN: tuple[Any, ...] = (
+    F.multi_head_attention_forward,
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+
+# Attention ops that modules call directly.
+_CALLED_DIRECTLY = {
+    "fused_all_gather_attention",
+    "flex_all_gather_attention",
+    "all_gather_kv",
+}
+
+# Functions that run the backward pass, and their argument for the gradients of the outputs.
+_BACKWARD: dict[Any, str] = {
+    torch.Tensor.backward: "gradient",
+    torch.autograd.backward: "grad_tensors",
+    torch.autograd.grad: "grad_outputs",
+}
+
+
+@contextmanager
+def entered(region: ParallelRegion) -> Iterator[None]:
+    """Runs attention that this thread calls inside over the region's group."""
+    watch = region.watch()
+    with RegionMode(region, watch):
+        guards.enter(watch)
+        flex_hook.acquire()
+        push(region)
+        try:
+            yield
+        finally:
+            pop()
+            flex_hook.release()
+            guards.leave()
+
+
+def _is_body(value: Any) -> bool:
+    """Tells a function that a checkpoint runs from the arguments of other functions."""
+    if isinstance(value, torch.Tensor):
+        return False
+    kinds = (types.FunctionType, types.MethodType, functools.partial, torch.nn.Module)
+    return isinstance(value, kinds)
+
+
+class RegionMode(FlexMode):
+    """The torch function mode of a region: sees functions however they were imported."""
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            self.watch.called = True
+            return sdpa.attend(self.region, *args, **kwargs)
+        if func in _HIDDEN:
+            raise NotImplementedError(
+                f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "
+                "within context_parallel would attend to this rank's part of the sequence only: "
+                f"use F.{sdpa.SDPA} or flex_attention"
+            )
+        if func in _BACKWARD:
+            return self._backward(func, args, kwargs)
+        if torch.compiler.is_dynamo_compiling() and args and _is_body(args[0]):
+            args = (self._within(args[0]), *args[1:])
+        if getattr(func, "__name__", None) in _CALLED_DIRECTLY:
+            self.watch.called = True
+        return func(*args, **kwargs)
+
+    def _within(self, body: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the body of a checkpoint in this mode, which is off while it handles functions.
+
+        Dynamo then breaks the graph; without this it would trace attention to this rank's part.
+        """
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return body(*args, **kwargs)
+
+        return within
+
+    def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Runs a backward pass in this mode, because it may recompute what was checkpointed.
+
+        A mode is off while it handles a function, or the function would come back here. So it is
+        entered later, when the function reads the gradients of its outputs.
+        """
+        name = _BACKWARD[func]
+        with ExitStack() as inner:
+            outputs = args[0]
+            count = 1 if isinstance(outputs, torch.Tensor) else len(outputs)
+            grads = _Gradients(kwargs.get(name), count)
+            grads.when_read = lambda: inner.enter_context(RegionMode(self.region, self.watch))
+            return func(*args, **{**kwargs, name: grads})
+
+
+class _Gradients:
+    """Gradients that call `when_read` when they are first read."""
+
+    def __init__(self, grads: Any, count: int) -> None:
+        if grads is None:
+            grads = (None,) * count
+        self._grads = (grads,) if isinstance(grads, torch.Tensor) else tuple(grads)
+        self.when_read: Callable[[], object] | None = None
+
+    def __iter__(self) -> Iterator[torch.Tensor | None]:
+        if self.when_read is not None:
+            self.when_read()
+            self.when_read = None
+        return iter(self._grads)

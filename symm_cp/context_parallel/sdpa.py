@@ -1,0 +1,184 @@
+"""`F.scaled_dot_product_attention` within a region, on this rank's parts of the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from symm_cp.context_parallel import flex
+from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.memory import resolve
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+
+SDPA = "scaled_dot_product_attention"
+
+
+def attend(region: ParallelRegion, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
+    return telling_peers(region.group, _attend, region, *args, **kwargs)
+
+
+def _attend(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    region.expect(SDPA)
+    if dropout_p != 0.0:
+        raise NotImplementedError(
+            f"{SDPA}: {dropout_p=} within context_parallel: dropout is not supported, use 0.0"
+        )
+    if query.dim() < 3:
+        raise ValueError(
+            f"{SDPA}: query has shape {list(query.shape)}, must be (..., heads, sequence, features)"
+        )
+    lead = query.shape[:-3]
+    if len(lead) != 1:
+        query, key, value = (
+            t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
+        )
+    attend_batch = _attend_batch
+    if region.load_balancer is not None and region.load_balancer.samples:
+        attend_batch = _attend_samples
+    out = attend_batch(region, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
+
+
+def _attend_batch(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attends with one layout for all samples."""
+    if attn_mask is not None:
+        if is_causal:
+            raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
+        return _attend_masked(region, query, key, value, attn_mask, scale, enable_gqa)
+    # Keys of another length (cross-attention) are spread evenly; their order does not matter.
+    crossed = query.shape[2] != key.shape[2] and not is_causal
+    return all_gather_attention(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        group=region.group,
+        is_causal=is_causal,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        load_balancer=None if crossed else region.layout(_length(query)),
+    )
+
+
+def _length(query: torch.Tensor) -> int:
+    local = query.to_local() if hasattr(query, "to_local") else query
+    return int(local.shape[2])
+
+
+def _attend_samples(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attends sample by sample, each with its own layout."""
+    assert region.load_balancer is not None
+    samples = region.load_balancer.samples
+    if len(samples) != query.shape[0]:
+        raise ValueError(
+            f"{SDPA}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+            f"{region.load_balancer} is for {len(samples)}"
+        )
+    shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
+    outs = [
+        _attend_batch(
+            replace(region, load_balancer=sample),
+            query[b : b + 1],
+            key[b : b + 1],
+            value[b : b + 1],
+            attn_mask if shared or attn_mask is None else attn_mask[b : b + 1],
+            is_causal,
+            scale,
+            enable_gqa,
+        )
+        for b, sample in enumerate(samples)
+    ]
+    return torch.cat(outs)
+
+
+def _attend_masked(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor,
+    scale: float | None,
+    enable_gqa: bool,
+) -> torch.Tensor:
+    """Attends with a mask of the whole sequence."""
+    queries, keys = flex.spread(region, query, key)
+    lengths = (queries.seq_length, keys.seq_length)
+    if attn_mask.dim() > 4 or tuple(attn_mask.shape[-2:]) != lengths:
+        raise NotImplementedError(
+            f"{SDPA}: attn_mask of shape {list(attn_mask.shape)} within "
+            f"context_parallel must be that of the whole sequence, (..., {lengths[0]}, "
+            f"{lengths[1]}); use is_causal, or flex_attention with a BlockMask"
+        )
+    if attn_mask.requires_grad:
+        raise NotImplementedError(
+            f"{SDPA}: attn_mask has requires_grad=True within "
+            "context_parallel, which is not supported: use flex_attention with a score_mod"
+        )
+    mask = attn_mask[(None,) * (4 - attn_mask.dim())]
+    if not flex.in_tiles(query.device):
+        full_key, full_value = flex.gathered(region, keys, key, value)
+        rows = queries.positions(resolve(region.group).rank).to(mask.device)
+        columns = keys.permutation().to(mask.device)
+        return F.scaled_dot_product_attention(
+            query,
+            full_key,
+            full_value,
+            attn_mask=mask[..., rows, :][..., columns],
+            scale=scale,
+            enable_gqa=enable_gqa,
+        )
+    batch, heads = (size - 1 for size in mask.shape[:2])  # a size of 1 applies to all
+
+    def mask_entry(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> torch.Tensor:
+        return mask[b.clamp(max=batch), h.clamp(max=heads), q_idx, kv_idx]
+
+    def biased(score: torch.Tensor, *indices: Any) -> torch.Tensor:
+        return score + mask_entry(*indices)
+
+    is_bool = attn_mask.dtype == torch.bool
+    out, _ = flex_all_gather_attention(
+        query,
+        key,
+        value,
+        group=resolve(region.group),
+        layout=queries.layout,
+        kv_layout=keys.layout,
+        mask_mod=mask_entry if is_bool else None,
+        score_mod=None if is_bool else biased,
+        scale=scale,
+        enable_gqa=enable_gqa,
+    )
+    return out

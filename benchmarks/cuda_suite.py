@@ -309,7 +309,7 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
         def arrival(
             q: Any = q, k: Any = k, v: Any = v, layout: Any = layout, s: Any = state
         ) -> Any:
-            return arrival_attention.attend(s, q, k, v, AttentionSpec(layout), b"")
+            return arrival_attention.attend(s, q, k, v, AttentionSpec(layout=layout), b"")
 
         def train(function: Callable[..., Any], tensors: list[Any], grad: Any = grad) -> None:
             torch.autograd.grad(function(*tensors), tensors, grad)

@@ -18,12 +18,10 @@ from symm_cp.demo.model import attend
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import Backward, Forward
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
-from symm_cp.schedule.tiles import Mask
+from symm_cp.schedule.tiles import CAUSAL
 
 Exchange: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 Attend: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-
-_CAUSAL = Mask(right=0)
 
 
 class Exchanged(torch.autograd.Function):
@@ -90,7 +88,7 @@ class _Tiles(torch.autograd.Function):
         rank: int,
         world_size: int,
     ) -> torch.Tensor:
-        ctx.spec = spec = AttentionSpec(layout.layout, _CAUSAL)
+        ctx.spec = spec = AttentionSpec(layout=layout.layout, mask=CAUSAL)
         ctx.tiles = [spec.tiles(rank, owner, q.shape[2]) for owner in range(world_size)]
         state = Forward(q, spec, sum(map(len, ctx.tiles)))
         for owner_tiles in ctx.tiles:

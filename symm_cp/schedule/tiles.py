@@ -32,7 +32,17 @@ class Mask:
     documents: tuple[int, ...] | None = None
 
     def __bool__(self) -> bool:
-        return (self.left, self.right, self.documents) != (None, None, None)
+        return self != _NO_MASK
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it is the causal mask of one sequence, and nothing else."""
+        return self == CAUSAL
+
+
+_NO_MASK = Mask()
+#: What is_causal means.
+CAUSAL = Mask(right=0)
 
 
 @dataclass(frozen=True)
@@ -91,7 +101,7 @@ def squares(tile: Tile) -> tuple[Tile, ...]:
 @lru_cache(maxsize=1024)
 def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
     """The tiles of a rank's queries against the keys of rank `owner`, for one sequence."""
-    if rank == owner and _is_causal(mask) and _ascends(layout.spans(rank)):
+    if rank == owner and mask.is_causal and _ascends(layout.spans(rank)):
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
     keys: dict[int, list[Span]] = {}
@@ -113,10 +123,6 @@ def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
         for owner in range(layout.world_size)
         for tile in tiles(layout, mask, rank, owner)
     )
-
-
-def _is_causal(mask: Mask) -> bool:
-    return mask == Mask(right=0)
 
 
 def _ascends(spans: tuple[Span, ...]) -> bool:

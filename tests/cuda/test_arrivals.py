@@ -41,7 +41,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
             q, k, v = (torch.randn(1, n, layout.length, 64) for n in (H, G, G))
             at = torch.tensor(list(layout.positions(rank)))
             mine = [t[:, :, at].half() for t in (q, k, v)]
-            spec = AttentionSpec(layout, mask)
+            spec = AttentionSpec(layout=layout, mask=mask)
             assert arrival_attention.fits(state, mine[0], mine[1], spec)
             out, lse = arrival_attention.attend(state, *mine, spec, b"")
             everywhere = torch.arange(layout.length)

@@ -11,10 +11,11 @@ In reading order:
     flex        the same with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
 
-A new mask kind is an option and a check in `spec` and a rule in schedule/tiles.py (in `tiles`, too,
-if the kernels need an elementwise mask for it). A change of the scores (soft cap, sinks, bias) is a
-field of the spec, which `tiles` hands to `kernels`. `op` passes options on without knowing them,
-and `arrival` refuses a spec with fields that it does not know.
+A new mask kind is an option and a check in `spec`, a rule in schedule/tiles.py (in `tiles`, too, if
+the kernels need an elementwise mask for it) and an argument of context_parallel/attention.py. A
+change of the scores by a number (a soft cap) is a field of the spec, which `tiles` hands to
+`kernels`. `op` passes options on without knowing them, and `arrival` refuses a spec with fields
+that it does not know. Only tensors that want gradients (sinks, a bias) need `op` as well.
 """
 
 from __future__ import annotations

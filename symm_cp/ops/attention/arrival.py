@@ -15,7 +15,6 @@ from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.patterns import peers
-from symm_cp.schedule.tiles import Mask
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
@@ -47,14 +46,14 @@ def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str
 
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked."""
-    known = AttentionSpec(spec.layout, spec.mask, spec.scale, spec.method)
+    known = AttentionSpec(layout=spec.layout, mask=spec.mask, scale=spec.scale, method=spec.method)
     return (
         group.world_size > 1
         and query.dtype in _DTYPES
         and query.shape[3] in _FEATURES
         and len(set(spec.layout.lengths)) == 1
         and spec == known
-        and spec.mask in (Mask(), Mask(right=0))
+        and (spec.mask.is_causal or not spec.mask)
         and min(query.shape[2], key.shape[2]) > 0
         and (spec.scale is None or spec.scale > 0)
     )
@@ -96,7 +95,7 @@ def attend(
 
     def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
         arrivals = Arrivals(pulled[0], pulled[1], words, step, epoch)
-        causal = bool(spec.mask)
+        causal = spec.mask.is_causal
         results.append(
             arrival_attention(
                 query, key, value, arrivals, positions, chunks, causal=causal, scale=spec.scale

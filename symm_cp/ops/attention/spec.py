@@ -54,7 +54,7 @@ def rotate_method() -> str:
 _NO_MASK = Mask()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What a call computes: identical on all ranks, as `call_name` lets them check.
 
@@ -96,16 +96,15 @@ class AttentionSpec:
         for name, size in (("window_left", window_left), ("window_right", window_right)):
             if size is not None and size < 0:
                 raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
-        masked = is_causal or (window_left, window_right, cu_seqlens) != (None, None, None)
-        if masked and query.shape[2] != key.shape[2]:
+        layout = _layout_of(op, group, key.shape[2], chunk_order, chunk_lengths)
+        right = 0 if is_causal else window_right
+        mask = Mask(window_left, right, _documents(op, cu_seqlens, layout.length))
+        if mask and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{op}: query has {query.shape[2]} rows and key {key.shape[2]}: is_causal, windows "
                 "and cu_seqlens require equal lengths"
             )
-        layout = _layout_of(op, group, key.shape[2], chunk_order, chunk_lengths)
-        right = 0 if is_causal else window_right
-        mask = Mask(window_left, right, _documents(op, cu_seqlens, layout.length))
-        return cls(layout, mask, scale, rotate_method())
+        return cls(layout=layout, mask=mask, scale=scale, method=rotate_method())
 
     def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
         """Returns the tiles of a rank's `rows` queries and the keys of rank `owner`."""

@@ -140,7 +140,7 @@ class _Arguments(NamedTuple):
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
-        spec = AttentionSpec(keys, scale=self.scale, method=rotate_method())
+        spec = AttentionSpec(layout=keys, scale=self.scale, method=rotate_method())
         if score is None:
             return FlexAttention(group, spec, masks)
         score_mod = score.bound(self.score_tensors, self.score_numbers)

@@ -88,7 +88,7 @@ def flex_all_gather_attention(
     captures: Captures | None = None
     if score_mod is not None and torch.is_grad_enabled() and layout.length:
         captures = Captures(score_mod)
-    spec = AttentionSpec(kv_layout, scale=scale, method=rotate_method())
+    spec = AttentionSpec(layout=kv_layout, scale=scale, method=rotate_method())
     attention = FlexAttention(group, spec, masks, score_mod, captures)
     tensors = captures.tensors if captures is not None else []
     check_transforms(_OP, query, key, value, *tensors)

@@ -16,8 +16,6 @@ import datetime
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch._C._distributed_c10d import Work, _register_work
@@ -42,31 +40,24 @@ from symm_cp.runtime.api import (
     Poll,
     Produce,
 )
-from symm_cp.runtime.binding import Binding, Parts
-from symm_cp.runtime.stream_program import Kernel, Launch, lower
+from symm_cp.runtime.stream_launches import (
+    CallMode,
+    Exchange,
+    background_launch,
+    combine_launch,
+    exchange_launch,
+    gather_launch,
+    poll_launch,
+    produce_launch,
+)
+from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split, viewing
+from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
 
 # From this many ranks on, shards that nobody keeps are pulled into two places in turn.
 _BOUNDED_FROM = 4
-
-
-@dataclass(frozen=True)
-class _CallMode:
-    """How calls are carried out now, as far as their lowering depends on it."""
-
-    slots: int
-    by_kernels: bool
-
-    @property
-    def capturing(self) -> bool:
-        return self.slots == 1
-
-    @classmethod
-    def of(cls, device: Device) -> _CallMode:
-        return cls(1 if device.capturing() else 2, not device.signals_by_stream())
 
 
 class _Call:
@@ -75,7 +66,7 @@ class _Call:
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
         self.group, self.name = group, call_name
         self.device = device_for(group, device)
-        self.mode = _CallMode.of(self.device)
+        self.mode = CallMode.of(self.device)
 
     def in_place(self, shard: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
         """Where the peers' shards are, if they can be read there; ranks agree on that first."""
@@ -116,124 +107,6 @@ def _contiguous(shard: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [t.contiguous() for t in shard]
 
 
-def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
-    return tuple(Extent.even(i, size) for i, size in enumerate(sizes.parts[rank]))
-
-
-@lru_cache(maxsize=512)
-def _gather_launch(
-    rank: int,
-    sizes: ShardSizes,
-    mode: _CallMode,
-    in_place: bool,
-    bounded: bool,
-    gathered: tuple[Split, Shape, int] | None,
-) -> Launch:
-    ranks, own = len(sizes.parts), _own_parts(sizes, rank)
-    options = {"bounded": True} if bounded else {"keep": True} if gathered is not None else {}
-    variant = patterns.ALL_GATHER_AND_CONSUME.staged(in_place=in_place, **options)
-    # Operands: the parts of the own shard, the staging memory, the caller's own place, and in place
-    # the tensors of all ranks.
-    pulled = sizes.places_in_turn(len(own), (0, 1)) if bounded else sizes.places_by_rank(len(own))
-    if gathered is not None:
-        pulled = (Extent.split(len(own) + 1, *gathered), *pulled[1:])
-    symmetric = {
-        peer: (Extent.even(len(own) + 2, parts[0]),) for peer, parts in enumerate(sizes.parts)
-    }
-    binding = Binding(
-        {"input": own, "gathered": pulled}, {"slot": sizes.slots(), "symmetric": symmetric}
-    )
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
-
-
-@lru_cache(maxsize=512)
-def _combine_launch(rank: int, sizes: ShardSizes, mode: _CallMode, in_place: bool) -> Launch:
-    variant = patterns.ALL_GATHER_AND_COMBINE.staged(in_place=in_place)
-    symmetric = {peer: (Extent.even(2, parts[0]),) for peer, parts in enumerate(sizes.parts)}
-    binding = Binding(
-        {"input": _own_parts(sizes, rank), "gathered": sizes.places_by_rank(1)},
-        {"slot": sizes.slots(), "symmetric": symmetric},
-    )
-    ranks = len(sizes.parts)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
-
-
-@lru_cache(maxsize=512)
-def _poll_launch(rank: int, sizes: ShardSizes, mode: _CallMode) -> Launch:
-    ranks, own = len(sizes.parts), _own_parts(sizes, rank)
-    turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
-    # In the order in which they are pulled.
-    order = [turns.get(peer, 0) for peer in range(ranks)]
-    binding = Binding(
-        {"input": own, "gathered": sizes.places_in_turn(len(own), order)}, {"slot": sizes.slots()}
-    )
-    variant = patterns.ALL_GATHER_AND_POLL.staged()
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
-
-
-@lru_cache(maxsize=512)
-def _produce_launch(rank: int, partials: tuple[int, ...], mode: _CallMode) -> Launch:
-    ranks = len(partials)
-    binding = Binding(
-        {
-            "slot": (Extent.aligned(None, partials),),
-            # Those for this rank come to lie in `scratch_rows`.
-            "partials": (Extent.aligned(0, (partials[rank],) * ranks),),
-        }
-    )
-    variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
-
-
-@dataclass(frozen=True)
-class _Exchange:
-    """A slot that holds partial sums (for each rank, or for two in a ring) and behind them a shard.
-
-    `partials` are the bytes of the partial sum for each rank.
-    """
-
-    shard: ShardSizes
-    partials: tuple[int, ...]
-    ring: bool
-
-    @property
-    def offsets(self) -> tuple[int, ...]:
-        """Where the partial sums begin, and behind them the shard."""
-        return part_offsets((max(self.partials),) * 2 if self.ring else self.partials)
-
-    def slots(self, rank: int) -> dict[int, Parts]:
-        """Each rank's slot, as rank `rank` reads it. The shard is chunk W."""
-        ranks = len(self.partials)
-        # In a ring, chunk 0 or 1 of a peer's slot is read as a partial sum for this rank.
-        sizes = (self.partials[rank],) * ranks if self.ring else self.partials
-        starts = self.offsets[:2] if self.ring else self.offsets[:-1]
-        starts = (*starts, *(0,) * (ranks - len(starts)))[:ranks]
-        return {
-            peer: tuple(
-                Extent(None, (*starts, *part.offsets), (*sizes, *part.nbytes)) for part in parts
-            )
-            for peer, parts in self.shard.slots(self.offsets[-1]).items()
-        }
-
-
-@lru_cache(maxsize=512)
-def _exchange_launch(rank: int, exchange: _Exchange, mode: _CallMode) -> Launch:
-    ranks, own = len(exchange.partials), _own_parts(exchange.shard, rank)
-    # Operands: the parts of the own shard, the staging memory, the partial sums for this rank.
-    staging = len(own)
-    if exchange.ring:
-        pulled = exchange.shard.places_in_turn(staging, (0, 1))
-    else:
-        pulled = exchange.shard.places_by_rank(staging)
-    partials = Extent.aligned(staging + 1, (exchange.partials[rank],) * ranks)
-    binding = Binding(
-        {"input": own, "gathered": pulled, "partials": (partials,)},
-        {"slot": exchange.slots(rank)},
-    )
-    variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=exchange.ring)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
-
-
 class StreamRuntime:
     """The runtime for devices with streams; see `runtime.api.Runtime`."""
 
@@ -262,7 +135,7 @@ class StreamRuntime:
             target = (split, tuple(gathered.shape), gathered.element_size())
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
         in_place = addresses is not None
-        launch = _gather_launch(rank, shards.sizes, call.mode, in_place, bounded, target)
+        launch = gather_launch(rank, shards.sizes, call.mode, in_place, bounded, target)
         turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
         # Where the first part is kept, the others come to lie in staging memory, one's own too.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
@@ -298,7 +171,7 @@ class StreamRuntime:
         addresses = call.in_place([shard])
         parts = None if shapes is None else [(shape,) for shape in shapes]
         shards = Shards(_contiguous([shard]), ranks, parts)
-        launch = _combine_launch(group.rank, shards.sizes, call.mode, addresses is not None)
+        launch = combine_launch(group.rank, shards.sizes, call.mode, addresses is not None)
         staging = _staging(shards, ranks)
 
         def run_combine(_: int) -> None:
@@ -318,7 +191,7 @@ class StreamRuntime:
         call = _Call(group, shard[0].device, call_name)
         assert not call.mode.capturing, "numbers cannot change in a CUDA graph"
         shards = Shards(_contiguous(shard), ranks)
-        launch = _poll_launch(group.rank, shards.sizes, call.mode)
+        launch = poll_launch(group.rank, shards.sizes, call.mode)
         staging = _staging(shards, ranks - 1)
         by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
         parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
@@ -352,7 +225,7 @@ class StreamRuntime:
         call = _Call(group, out.device, call_name)
         partials = [tuple(out.shape)] * ranks if shapes is None else shapes
         sizes = tuple(math.prod(shape) * out.element_size() for shape in partials)
-        launch = _produce_launch(rank, sizes, call.mode)
+        launch = produce_launch(rank, sizes, call.mode)
         sums, offsets = scratch_rows(out, ranks), part_offsets(sizes)
         with call.workspace(offsets[-1]) as (space, epoch):
 
@@ -391,8 +264,8 @@ class StreamRuntime:
         call = _Call(group, out.device, call_name)
         shards = Shards(_contiguous(shard), ranks, shapes)
         sizes = tuple(math.prod(shape) * out.element_size() for shape in partials)
-        exchange = _Exchange(shards.sizes, sizes, ring)
-        launch = _exchange_launch(rank, exchange, call.mode)
+        exchange = Exchange(shards.sizes, sizes, ring)
+        launch = exchange_launch(rank, exchange, call.mode)
         staging = _staging(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
         turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
@@ -465,26 +338,6 @@ class _Transfer(Work):
         return True
 
 
-@lru_cache(maxsize=512)
-def _background_launch(
-    pattern: patterns.Pattern, rank: int, ranks: int, nbytes: int, mode: _CallMode, in_place: bool
-) -> Launch:
-    """Operands: the input, the output or the partial sums, and in place all ranks' inputs."""
-    scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
-    chunks = ranks if scatter else 1
-    target = "partials" if scatter else "output"
-    binding = Binding(
-        {
-            "input": (Extent.even(0, nbytes, chunks),),
-            target: (Extent.even(1, nbytes, ranks),),
-            "symmetric": (Extent.even(2, nbytes, chunks),),
-            "slot": (Extent.even(None, nbytes, chunks),),
-        }
-    )
-    variant = pattern.staged(in_place=in_place)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
-
-
 def _start(
     group: Group,
     tensor: torch.Tensor,
@@ -503,7 +356,7 @@ def _start(
         addresses = call.in_place([tensor])
         room = 0 if addresses is not None else source.numel() * source.element_size()
         space = workspace(group, device, "async", room)
-        launch = _background_launch(
+        launch = background_launch(
             pattern, group.rank, group.world_size, nbytes, call.mode, addresses is not None
         )
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]

@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import _cast
 
-from symm_cp.ops.common import lib
+from symm_cp.ops.common import lib, named_with_sizes
 
-_MULTIPLYING = (
+_MULTIPLYING = named_with_sizes(
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "fused_all_gather_attention",
 )
 _FLEX = ("flex_all_gather_attention",)
 _WIDENING = ("all_gather_kv",)
-_AS_THEY_ARE = (
+_AS_THEY_ARE = named_with_sizes(
     "fused_all_gather_scaled_matmul",
     "fused_scaled_matmul_reduce_scatter",
     "fused_all_gather_attention_backward",

@@ -19,7 +19,6 @@ from symm_cp.ops.common import (
     Plans,
     check_reduce_op,
     lib,
-    rank_and_size,
     scatter_split,
     what_is,
     world_size_of,
@@ -110,8 +109,8 @@ def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> Sp
 
 
 def _scattered_shape(input: torch.Tensor, split_last_dim: bool, group_name: str) -> list[int]:
-    rank, world_size = rank_and_size(group_name)
-    return _scattered(input, split_last_dim, world_size).shape_of(rank, input.shape)
+    split = _scattered(input, split_last_dim, world_size_of(group_name))
+    return split.shape_of(0, input.shape)
 
 
 def _reduce_scatter_out_cpu(

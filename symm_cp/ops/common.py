@@ -8,7 +8,7 @@ import inspect
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -188,7 +188,7 @@ def gather_split(
     dim: int,
     shard: torch.Tensor,
     sizes: Sequence[int] | None,
-    rank: int,
+    rank: int | None,
     world_size: int,
 ) -> Split:
     """Returns how the shards of all ranks make up dimension `dim` of the gathered tensor.
@@ -197,7 +197,7 @@ def gather_split(
     when they do not fit the shard or the group.
     """
     length = shard.shape[dim]
-    if sizes is None:
+    if sizes is None or rank is None:
         return Split.equal(length, world_size, dim)
     split = _split(op, sizes, world_size, dim)
     if split.sizes[rank] != length:
@@ -272,9 +272,12 @@ def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int)
             raise ValueError(f"{op}: B[{index}] is on {b.device} and A on {a.device}")
 
 
-def group_of(group_name: str) -> Group:
-    """Returns the group of an op's `group_name` argument."""
-    return resolve(group_name)
+def group_of(group_name: str, rank: int | None = None) -> Group:
+    """Returns the group of an op's `group_name` argument, in which this rank is `rank`."""
+    group = resolve(group_name)
+    if rank is not None and rank != group.rank:
+        raise ValueError(f"rank={rank} must be this rank's number in its group, {group.rank}")
+    return group
 
 
 def world_size_of(group_name: str) -> int:
@@ -285,13 +288,39 @@ def world_size_of(group_name: str) -> int:
         raise unknown_group(group_name) from error
 
 
-def rank_and_size(group_name: str) -> tuple[int, int]:
-    """Returns this process's rank in a group and the group's size; in fake kernels too."""
-    size = world_size_of(group_name)
-    return _resolve_process_group(group_name).rank(), size  # type: ignore[arg-type]
+def _rank_in(group_name: str) -> int:
+    try:
+        return _resolve_process_group(group_name).rank()  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        raise unknown_group(group_name) from error
 
 
-#: The ops of ours that are torch's, but for an argument more: `sizes`, the last.
+# As torch.compiler.assume_constant_result does, which would import the compiler.
+_rank_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+#: The last arguments of an op for uneven parts: the length of every rank's, and this rank.
+SIZES = "SymInt[] sizes, int rank"
+#: The same of an op that may be called without them.
+OPTIONAL_SIZES = "SymInt[]? sizes=None, int? rank=None"
+Uneven: TypeAlias = "tuple[()] | tuple[list[int], int]"
+
+
+def uneven_parts(sizes: Sequence[int] | None, group_name: str) -> Uneven:
+    """Returns the last arguments of an op.
+
+    The rank is one of them because ranks share compiled graphs through the compiler's cache: the
+    shapes of an op's results must follow from its arguments.
+    """
+    return () if sizes is None else (list(sizes), _rank_in(group_name))
+
+
+def uneven_of(last: Sequence[Any]) -> Uneven:
+    """Returns the last arguments of an op, given how autograd saw them: none, or None twice."""
+    return () if not last or last[0] is None else (last[0], last[1])
+
+
+#: The ops of ours that are torch's, but for the sizes of uneven parts and the rank at the end.
 WITH_SIZES = {
     "fused_all_gather_matmul": "_all_gather_matmul_split",
     "fused_matmul_reduce_scatter": "_matmul_reduce_scatter_split",
@@ -312,11 +341,10 @@ def with_sizes(by_op: Mapping[str, T]) -> dict[str, T]:
     return {name: value for op, value in by_op.items() for name in named_with_sizes(op)}
 
 
-def call_op(name: str, *args: Any, sizes: Sequence[int] | None, **kwargs: Any) -> Any:
-    """Calls torch's op, or where there are sizes the op of ours that takes them."""
-    if sizes is None:
-        return getattr(torch.ops.symm_mem, name)(*args, **kwargs)
-    return getattr(torch.ops.symm_mem, WITH_SIZES[name])(*args, list(sizes), **kwargs)
+def call_op(name: str, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
+    """Calls torch's op, or for uneven parts the op of ours that takes their sizes."""
+    op = getattr(torch.ops.symm_mem, WITH_SIZES[name] if uneven else name)
+    return op(*args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

@@ -13,18 +13,20 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
-from symm_cp.memory import GroupLike, group_name, resolve
+from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     PLANS,
+    SIZES,
     WITH_SIZES,
     Plans,
     call_op,
     check_reduce_op,
     gather_split,
+    group_of,
     in_test_mode,
     lib,
-    rank_and_size,
     scatter_split,
+    uneven_parts,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
@@ -37,15 +39,14 @@ from symm_cp.shards import Split
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
 
-lib.define(f"{WITH_SIZES[_GATHER]}(Tensor tensor, str group_name, SymInt[] sizes) -> Tensor")
+lib.define(f"{WITH_SIZES[_GATHER]}(Tensor tensor, str group_name, {SIZES}) -> Tensor")
 lib.define(
-    f"{WITH_SIZES[_SCATTER]}(Tensor tensor, str reduce_op, str group_name, SymInt[] sizes)"
-    " -> Tensor"
+    f"{WITH_SIZES[_SCATTER]}(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor"
 )
 
 
 def _check_gather(
-    shard: torch.Tensor, sizes: Sequence[int] | None, rank: int, world_size: int
+    shard: torch.Tensor, sizes: Sequence[int] | None, rank: int | None, world_size: int
 ) -> Split:
     if shard.dim() == 0:
         raise ValueError(f"{_GATHER}: tensor must have at least 1 dimension, has none")
@@ -62,9 +63,12 @@ def _check_scatter(
 
 
 def _all_gather(
-    shard: torch.Tensor, group_name: str, sizes: Sequence[int] | None = None
+    shard: torch.Tensor,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
-    group = resolve(group_name)
+    group = group_of(group_name, rank)
     if in_test_mode():
         split = _check_gather(shard, sizes, group.rank, group.world_size)
         return unfused_all_gather(shard, 0, group_name, split)
@@ -80,9 +84,13 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    tensor: torch.Tensor, reduce_op: str, group_name: str, sizes: Sequence[int] | None = None
+    tensor: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
-    group = resolve(group_name)
+    group = group_of(group_name, rank)
     if in_test_mode():
         split, _ = _check_scatter(tensor, reduce_op, sizes, group.world_size)
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name, split)
@@ -105,35 +113,42 @@ def _reduce_scatter(
 
 
 def _all_gather_fake(
-    shard: torch.Tensor, group_name: str, sizes: Sequence[int] | None = None
+    shard: torch.Tensor,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
-    split = _check_gather(shard, sizes, *rank_and_size(group_name))
+    split = _check_gather(shard, sizes, rank, world_size_of(group_name))
     return shard.new_empty(split.whole_shape(shard.shape))
 
 
 def _reduce_scatter_fake(
-    tensor: torch.Tensor, reduce_op: str, group_name: str, sizes: Sequence[int] | None = None
+    tensor: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
-    rank, world_size = rank_and_size(group_name)
+    world_size = world_size_of(group_name)
     split, _ = _check_scatter(tensor, reduce_op, sizes, world_size)
-    return tensor.new_empty(split.shape_of(rank, tensor.shape))
+    return tensor.new_empty(split.shape_of(rank or 0, tensor.shape))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *reduce_op, ctx.group_name, ctx.sizes = inputs
-    ctx.mean = reduce_op == ["avg"]
+    _, *reduce_op, ctx.group_name, sizes, rank = inputs
+    ctx.mean, ctx.uneven = reduce_op == ["avg"], (sizes, rank)
 
 
 def _all_gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    scattered = call_op(_SCATTER, grad, "sum", ctx.group_name, sizes=ctx.sizes)
-    return funcol.wait_tensor(scattered), None, None
+    scattered = call_op(_SCATTER, grad, "sum", ctx.group_name, uneven=ctx.uneven)
+    return funcol.wait_tensor(scattered), None, None, None
 
 
 def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    gathered = funcol.wait_tensor(call_op(_GATHER, grad, ctx.group_name, sizes=ctx.sizes))
+    gathered = funcol.wait_tensor(call_op(_GATHER, grad, ctx.group_name, uneven=ctx.uneven))
     if ctx.mean:
         gathered = gathered / world_size_of(ctx.group_name)
-    return gathered, None, None, None
+    return gathered, None, None, None, None
 
 
 #: What `symm_cp.override_cuda_ops` puts in the place of torch's.
@@ -177,7 +192,8 @@ def low_contention_all_gather(
     then. Raises `ValueError` for a 0-D shard or sizes that do not fit, `RuntimeError` when a peer
     fails or disagrees. Source: torch's `symm_mem::_low_contention_all_gather`.
     """
-    gathered = call_op(_GATHER, shard, group_name(group), sizes=sizes)
+    name = group_name(group)
+    gathered = call_op(_GATHER, shard, name, uneven=uneven_parts(sizes, name))
     return funcol._maybe_wrap_tensor(gathered)
 
 
@@ -206,5 +222,5 @@ def low_contention_reduce_scatter(
     Source: torch's `symm_mem::_low_contention_reduce_scatter`.
     """
     name = group_name(group)
-    scattered = call_op(_SCATTER, tensor, reduce_op, name, sizes=sizes)
+    scattered = call_op(_SCATTER, tensor, reduce_op, name, uneven=uneven_parts(sizes, name))
     return funcol._maybe_wrap_tensor(scattered)

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 
 from symm_cp.memory import GroupLike, group_name
-from symm_cp.ops.common import WITH_SIZES, call_op, lib, with_sizes
+from symm_cp.ops.common import (
+    OPTIONAL_SIZES,
+    SIZES,
+    WITH_SIZES,
+    call_op,
+    lib,
+    uneven_parts,
+    with_sizes,
+)
 from symm_cp.ops.matmul_gather import GATHER, all_gather_matmul_fake, all_gather_matmul_kernel
 from symm_cp.ops.matmul_scatter import (
     SCATTER,
@@ -29,16 +37,16 @@ from symm_cp.ops.matmul_scatter import (
 )
 
 lib.define(
-    f"{WITH_SIZES[GATHER]}(Tensor A, Tensor[] Bs, int gather_dim, str group_name, SymInt[] sizes, "
-    "*, bool return_A=True) -> (Tensor?, Tensor[])"
+    f"{WITH_SIZES[GATHER]}(Tensor A, Tensor[] Bs, int gather_dim, str group_name, {SIZES}, *, "
+    "bool return_A=True) -> (Tensor?, Tensor[])"
 )
 lib.define(
     f"{WITH_SIZES[SCATTER]}(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, "
-    "SymInt[] sizes) -> Tensor"
+    f"{SIZES}) -> Tensor"
 )
 lib.define(
     f"{SUM}(Tensor[] As, Tensor[] Bs, Tensor? addend, str reduce_op, int scatter_dim, "
-    "str group_name, SymInt[]? sizes=None) -> Tensor"
+    f"str group_name, {OPTIONAL_SIZES}) -> Tensor"
 )
 
 #: What `symm_cp.override_cuda_ops` puts in the place of torch's.
@@ -102,7 +110,13 @@ def all_gather_matmul(
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
     name = group_name(group)
     gathered, outputs = call_op(
-        GATHER, shard, matrices, gather_dim, name, sizes=sizes, return_A=return_gathered
+        GATHER,
+        shard,
+        matrices,
+        gather_dim,
+        name,
+        uneven=uneven_parts(sizes, name),
+        return_A=return_gathered,
     )
     result = outputs[0] if single else outputs
     return (gathered, result) if return_gathered else result
@@ -137,5 +151,7 @@ def matmul_reduce_scatter(
     `all_gather_matmul`. Source: torch's `symm_mem::fused_matmul_reduce_scatter`.
     """
     name = group_name(group)
-    result: torch.Tensor = call_op(SCATTER, a, weight, reduce_op, scatter_dim, name, sizes=sizes)
+    result: torch.Tensor = call_op(
+        SCATTER, a, weight, reduce_op, scatter_dim, name, uneven=uneven_parts(sizes, name)
+    )
     return result

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from symm_cp.ops.common import WITH_SIZES, call_op, world_size_of
+from symm_cp.ops.common import WITH_SIZES, call_op, uneven_of, world_size_of
 from symm_cp.ops.transforms import register_gradient
 
 _ops = torch.ops.symm_mem
@@ -45,7 +45,7 @@ def _gathered_products(
         weights,
         ctx.dim,
         ctx.group_name,
-        sizes=ctx.sizes,
+        uneven=ctx.uneven,
         return_A=return_gathered,
     )
     return gathered
@@ -60,7 +60,7 @@ def _scattered_sum(
     """R(sum of the products of pairs, plus an addend)."""
     lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
     scattered: torch.Tensor = _ops._fused_matmuls_reduce_scatter(
-        lefts, rights, addend, reduce_op, ctx.dim, ctx.group_name, ctx.sizes
+        lefts, rights, addend, reduce_op, ctx.dim, ctx.group_name, *ctx.uneven
     )
     return scattered
 
@@ -71,8 +71,8 @@ def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
 
 
 def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
-    """The gradients of the arguments that are no tensors; sizes are one where they were passed."""
-    return (None,) * (arguments + (ctx.sizes is not None))
+    """The gradients of so many arguments that are no tensors, and of those for uneven parts."""
+    return (None,) * (arguments + len(ctx.uneven))
 
 
 # --- fused_all_gather_matmul -----------------------------------------------------------------
@@ -81,8 +81,8 @@ def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
 def _gather_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
-    x_shard, weights, gather_dim, ctx.group_name, *sizes = inputs
-    ctx.dim, ctx.sizes = gather_dim % x_shard.dim(), sizes[0] if sizes else None
+    x_shard, weights, gather_dim, ctx.group_name, *last = inputs
+    ctx.dim, ctx.uneven = gather_dim % x_shard.dim(), uneven_of(last)
     ctx.set_materialize_grads(False)  # an unused output costs nothing
     ctx.save_for_backward(x_shard, *weights)
 
@@ -98,7 +98,7 @@ def _gather_backward(
         grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
     if used and any(ctx.needs_input_grad[1]):
         computed = iter(
-            _ops._fused_all_gather_weight_grad(x_shard, used, ctx.dim, ctx.group_name, ctx.sizes)
+            _ops._fused_all_gather_weight_grad(x_shard, used, ctx.dim, ctx.group_name, *ctx.uneven)
         )
         grad_weights = [next(computed) if grad is not None else None for grad in grads]
     return grad_shard, grad_weights, *_no_grads(ctx, 2)
@@ -108,8 +108,8 @@ def _gather_backward(
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, weight, ctx.reduce_op, scatter_dim, ctx.group_name, *sizes = inputs
-    ctx.dim, ctx.sizes = scatter_dim % a.dim(), sizes[0] if sizes else None
+    a, weight, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
+    ctx.dim, ctx.uneven = scatter_dim % a.dim(), uneven_of(last)
     ctx.save_for_backward(a, weight)
 
 
@@ -117,7 +117,7 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     a, weight = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad[:2]
     grad_a, grad_weight = _ops._fused_matmul_reduce_scatter_backward(
-        grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b, ctx.sizes
+        grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b, *ctx.uneven
     )
     return (
         grad_a if need_a else None,
@@ -130,8 +130,8 @@ def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    lefts, rights, addend, ctx.reduce_op, scatter_dim, ctx.group_name, ctx.sizes = inputs
-    ctx.count = len(lefts)
+    lefts, rights, addend, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
+    ctx.count, ctx.uneven = len(lefts), uneven_of(last)
     ctx.dim = scatter_dim % (lefts[0] if lefts else addend).dim()
     ctx.save_for_backward(*lefts, *rights)
 
@@ -149,7 +149,8 @@ def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _weight_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x_shard, grads, ctx.dim, ctx.group_name, ctx.sizes = inputs
+    x_shard, grads, ctx.dim, ctx.group_name, *last = inputs
+    ctx.uneven = uneven_of(last)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_shard, *grads)
 
@@ -173,7 +174,8 @@ def _weight_backward(ctx: Any, outer: list[torch.Tensor | None]) -> tuple[Any, .
 
 def _scatter_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, *rest = inputs
-    ctx.need_a, ctx.need_b, ctx.sizes = rest
+    ctx.need_a, ctx.need_b, *last = rest
+    ctx.uneven = uneven_of(last)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(grad, a, weight)
 

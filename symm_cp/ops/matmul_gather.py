@@ -23,9 +23,9 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     new_result,
-    rank_and_size,
     unfused_all_gather,
     what_is,
+    world_size_of,
 )
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
@@ -41,7 +41,7 @@ def _check_gather(
     weights: list[torch.Tensor],
     gather_dim: int,
     sizes: Sequence[int] | None,
-    rank: int,
+    rank: int | None,
     world_size: int,
 ) -> Split:
     if x_shard.dim() < 2:
@@ -61,11 +61,12 @@ def all_gather_matmul_kernel(
     gather_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
     *,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The op, on this rank's shard; `sizes` is the length of every rank's where they differ."""
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     split = _check_gather(x_shard, weights, gather_dim, sizes, group.rank, group.world_size)
     if in_test_mode():
         gathered = unfused_all_gather(x_shard, split.dim, group_name, split)
@@ -201,11 +202,12 @@ def all_gather_matmul_fake(
     gather_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
     *,
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Shapes, strides and dtypes of what the op returns."""
-    split = _check_gather(x_shard, weights, gather_dim, sizes, *rank_and_size(group_name))
+    split = _check_gather(x_shard, weights, gather_dim, sizes, rank, world_size_of(group_name))
     front, shape = split.leading(split.whole_shape(x_shard.shape))
 
     def result(columns: int) -> torch.Tensor:

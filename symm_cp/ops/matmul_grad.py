@@ -11,6 +11,7 @@ from symm_cp import runtime
 from symm_cp.alignment import aligned
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
+    OPTIONAL_SIZES,
     Sum,
     as_rows,
     at_last,
@@ -19,8 +20,8 @@ from symm_cp.ops.common import (
     lib,
     nbytes_of,
     new_result,
-    rank_and_size,
     what_is,
+    world_size_of,
 )
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
@@ -30,11 +31,11 @@ _BACKWARD = "_fused_matmul_reduce_scatter_backward"
 
 lib.define(
     f"{_WEIGHT_GRAD}(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
-    "SymInt[]? sizes=None) -> Tensor[]"
+    f"{OPTIONAL_SIZES}) -> Tensor[]"
 )
 lib.define(
     f"{_BACKWARD}(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, "
-    "str group_name, bool need_a, bool need_b, SymInt[]? sizes=None) -> (Tensor, Tensor)"
+    f"str group_name, bool need_a, bool need_b, {OPTIONAL_SIZES}) -> (Tensor, Tensor)"
 )
 
 
@@ -44,9 +45,10 @@ def _weight_grad_kernel(
     gather_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> list[torch.Tensor]:
     """For each gradient of an output: gathered(x_shard)^H @ grad."""
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     split = gather_split(
         _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, group.rank, group.world_size
     )
@@ -130,9 +132,10 @@ def _weight_grad_fake(
     gather_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> list[torch.Tensor]:
-    place = rank_and_size(group_name)
-    split = gather_split(_WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, *place)
+    world_size = world_size_of(group_name)
+    split = gather_split(_WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, rank, world_size)
     by_columns = gather_dim == x_shard.dim() - 1
     inner = split.length if by_columns else x_shard.shape[-1]
     return [x_shard.new_empty(inner, grad.shape[-1]) for grad in grads]
@@ -148,12 +151,13 @@ def _backward_kernel(
     need_a: bool,
     need_b: bool,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """gathered(grad) @ weight^H and a^H @ gathered(grad), in one pass over the shards of grad.
 
     A gradient that is not needed is an empty tensor.
     """
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     split = gather_split(
         _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
     )
@@ -265,6 +269,7 @@ def _backward_fake(
     need_a: bool,
     need_b: bool,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return (
         a.new_empty(a.shape if need_a else (0, 0)),

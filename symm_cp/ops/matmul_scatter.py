@@ -19,12 +19,12 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     new_result,
-    rank_and_size,
     real,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
     what_is,
+    world_size_of,
 )
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
@@ -152,9 +152,10 @@ def matmul_reduce_scatter_kernel(
     scatter_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
     """The op; `sizes` is the length of every rank's part where they differ."""
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     terms, mean = _check_scatter(
         SCATTER, [a], [weight], None, reduce_op, scatter_dim, sizes, group.world_size
     )
@@ -172,9 +173,10 @@ def matmuls_reduce_scatter_kernel(
     scatter_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
     """Reduce-scatters a sum of products and an addend."""
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     terms, mean = _check_scatter(
         SUM, lefts, rights, addend, reduce_op, scatter_dim, sizes, group.world_size
     )
@@ -189,13 +191,14 @@ def matmuls_reduce_scatter_fake(
     scatter_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
     *,
     op: str = SUM,
 ) -> torch.Tensor:
     """Shape and dtype of what the op returns."""
-    rank, world_size = rank_and_size(group_name)
+    world_size = world_size_of(group_name)
     terms, _ = _check_scatter(op, lefts, rights, addend, reduce_op, scatter_dim, sizes, world_size)
-    return terms.like.new_empty(terms.split.shape_of(rank, terms.shape))
+    return terms.like.new_empty(terms.split.shape_of(rank or 0, terms.shape))
 
 
 def matmul_reduce_scatter_fake(
@@ -205,8 +208,9 @@ def matmul_reduce_scatter_fake(
     scatter_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
     """Shape and dtype of what the op returns."""
     return matmuls_reduce_scatter_fake(
-        [a], [weight], None, reduce_op, scatter_dim, group_name, sizes, op=SCATTER
+        [a], [weight], None, reduce_op, scatter_dim, group_name, sizes, rank, op=SCATTER
     )

@@ -21,9 +21,9 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     new_result,
-    rank_and_size,
     unfused_all_gather,
     what_is,
+    world_size_of,
 )
 from symm_cp.ops.scaled_operands import (
     Weight,
@@ -66,7 +66,7 @@ def _check_gather(
     matrices: list[torch.Tensor],
     gather_dim: int,
     sizes: Sequence[int] | None,
-    rank: int,
+    rank: int | None,
     world_size: int,
     by_weight: Mapping[str, Sequence[Any]],
 ) -> tuple[Split, list[Weight]]:
@@ -104,9 +104,10 @@ def all_gather_scaled_matmul_kernel(
     out_dtypes: list[Any],
     use_fast_accum: list[bool],
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The op, on this rank's shard; `sizes` is the length of every rank's where they differ."""
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     by_weight = {
         "B_scales": weight_scales,
         "biases": biases,
@@ -224,6 +225,7 @@ def all_gather_scaled_matmul_fake(
     out_dtypes: list[Any],
     use_fast_accum: list[bool],
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Shapes, strides and dtypes of what the op returns."""
     by_weight = {
@@ -233,8 +235,10 @@ def all_gather_scaled_matmul_fake(
         "out_dtypes": out_dtypes,
         "use_fast_accum": use_fast_accum,
     }
-    place = rank_and_size(group_name)
-    split, weights = _check_gather(x_shard, matrices, gather_dim, sizes, *place, by_weight)
+    world_size = world_size_of(group_name)
+    split, weights = _check_gather(
+        x_shard, matrices, gather_dim, sizes, rank, world_size, by_weight
+    )
     scale_mode(x_shard, x_scale, split)
     front, shape = split.leading(split.whole_shape(x_shard.shape))
 

@@ -13,11 +13,13 @@ import torch
 
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
+    SIZES,
     WITH_SIZES,
     call_op,
     check_dim,
     lib,
     named_with_sizes,
+    uneven_parts,
     with_sizes,
 )
 from symm_cp.ops.scaled_gather import (
@@ -35,13 +37,13 @@ from symm_cp.ops.transforms import register_no_gradient
 lib.define(
     f"{WITH_SIZES[GATHER]}(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, "
     "int gather_dim, str group_name, Tensor?[] biases, Tensor?[] result_scales, "
-    "ScalarType?[] out_dtypes, bool[] use_fast_accum, SymInt[] sizes) -> (Tensor, Tensor[])"
+    f"ScalarType?[] out_dtypes, bool[] use_fast_accum, {SIZES}) -> (Tensor, Tensor[])"
 )
 lib.define(
     f"{WITH_SIZES[SCATTER]}(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, "
     "int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, "
     "SymInt[]? output_shape, Tensor? bias, Tensor? result_scale, ScalarType? out_dtype, "
-    "bool use_fast_accum, SymInt[] sizes) -> Tensor"
+    f"bool use_fast_accum, {SIZES}) -> Tensor"
 )
 
 #: What `symm_cp.override_cuda_ops` puts in the place of torch's.
@@ -105,7 +107,7 @@ def scaled_all_gather_matmul(
     """
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    count = len(matrices)
+    count, name = len(matrices), group_name(group)
     gathered, outputs = call_op(
         GATHER,
         shard,
@@ -113,12 +115,12 @@ def scaled_all_gather_matmul(
         shard_scale,
         _as_list(weight_scales, count),
         gather_dim,
-        group_name(group),
+        name,
         _as_list(bias, count),
         _as_list(result_scale, count),
         _as_list(out_dtype, count),
         [use_fast_accum] * count,
-        sizes=sizes,
+        uneven=uneven_parts(sizes, name),
     )
     return gathered, outputs[0] if single else outputs
 
@@ -147,9 +149,10 @@ def scaled_matmul_reduce_scatter(
     `symm_mem::fused_scaled_matmul_reduce_scatter`.
     """
     dim = check_dim(SCATTER, "scatter_dim", scatter_dim, a.dim())
+    name = group_name(group)
     result: torch.Tensor = call_op(
-        SCATTER, a, weight, a_scale, weight_scale, reduce_op, dim, dim, group_name(group),
+        SCATTER, a, weight, a_scale, weight_scale, reduce_op, dim, dim, name,
         [*a.shape[:-1], weight.shape[-1]], bias, result_scale, out_dtype, use_fast_accum,
-        sizes=sizes,
+        uneven=uneven_parts(sizes, name),
     )  # fmt: skip
     return result

@@ -17,11 +17,11 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     new_result,
-    rank_and_size,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
     what_is,
+    world_size_of,
 )
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 from symm_cp.ops.scaled_operands import (
@@ -125,9 +125,10 @@ def scaled_matmul_reduce_scatter_kernel(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
     """The op; `sizes` is the length of every rank's part where they differ."""
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     dtype = dtype_of(SCATTER, out_dtype) or a.dtype
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     shape, split = _check_scatter(
@@ -177,13 +178,14 @@ def scaled_matmul_reduce_scatter_fake(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> torch.Tensor:
     """Shape and dtype of what the op returns."""
-    rank, world_size = rank_and_size(group_name)
+    world_size = world_size_of(group_name)
     dtype = dtype_of(SCATTER, out_dtype) or a.dtype
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     shape, split = _check_scatter(
         a, weight, a_scale, weight_scale, dims, output_shape, sizes, world_size
     )
     check_reduce_op(SCATTER, "out_dtype", _partial_dtype(dtype), reduce_op)
-    return a.new_empty(split.shape_of(rank, shape), dtype=dtype)
+    return a.new_empty(split.shape_of(rank or 0, shape), dtype=dtype)

@@ -14,6 +14,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
+    OPTIONAL_SIZES,
     attention_runs,
     check_dim,
     check_reduce_op,
@@ -21,9 +22,11 @@ from symm_cp.ops.common import (
     group_of,
     lib,
     new_result,
-    rank_and_size,
     scatter_split,
+    uneven_of,
+    uneven_parts,
     what_is,
+    world_size_of,
 )
 from symm_cp.ops.transforms import register_gradient
 
@@ -31,12 +34,12 @@ _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
 
 lib.define(
-    f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name, SymInt[]? sizes=None)"
+    f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name, {OPTIONAL_SIZES})"
     " -> (Tensor, Tensor)"
 )
 lib.define(
     f"{_SCATTER}(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name, "
-    "SymInt[]? sizes=None) -> (Tensor, Tensor)"
+    f"{OPTIONAL_SIZES}) -> (Tensor, Tensor)"
 )
 
 
@@ -60,9 +63,10 @@ def _gather_kernel(
     seq_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     dim = _check(key, value, seq_dim)
     split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
     keys, values = (new_result(t, split.whole_shape(t.shape)) for t in (key, value))
@@ -84,8 +88,9 @@ def _scatter_kernel(
     seq_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     dim = _check(grad_key, grad_value, seq_dim)
     length = grad_key.shape[dim]
     split = scatter_split(_SCATTER, "seq_dim", dim, length, sizes, group.world_size)
@@ -122,9 +127,10 @@ def _gather_fake(
     seq_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dim = _check(key, value, seq_dim)
-    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, *rank_and_size(group_name))
+    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, rank, world_size_of(group_name))
     keys, values = (t.new_empty(split.whole_shape(t.shape)) for t in (key, value))
     return keys, values
 
@@ -135,32 +141,34 @@ def _scatter_fake(
     seq_dim: int,
     group_name: str,
     sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     dim = _check(grad_key, grad_value, seq_dim)
-    rank, world_size = rank_and_size(group_name)
+    world_size = world_size_of(group_name)
     split = scatter_split(_SCATTER, "seq_dim", dim, grad_key.shape[dim], sizes, world_size)
-    key, value = (t.new_empty(split.shape_of(rank, t.shape)) for t in (grad_key, grad_value))
+    key, value = (t.new_empty(split.shape_of(rank or 0, t.shape)) for t in (grad_key, grad_value))
     return key, value
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, ctx.seq_dim, ctx.group_name, ctx.sizes = inputs
+    _, _, ctx.seq_dim, ctx.group_name, *last = inputs
+    ctx.uneven = uneven_of(last)
 
 
 def _gather_backward(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[Any, ...]:
     grads = torch.ops.symm_mem._all_gather_kv_backward(
-        grad_key, grad_value, ctx.seq_dim, ctx.group_name, ctx.sizes
+        grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven
     )
-    return (*grads, None, None, None)
+    return (*grads, None, None, *(None for _ in ctx.uneven))
 
 
 def _scatter_backward(
     ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor
 ) -> tuple[Any, ...]:
     grads = torch.ops.symm_mem.all_gather_kv(
-        grad_key, grad_value, ctx.seq_dim, ctx.group_name, ctx.sizes
+        grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven
     )
-    return (*grads, None, None, None)
+    return (*grads, None, None, *(None for _ in ctx.uneven))
 
 
 def register() -> None:
@@ -202,6 +210,6 @@ def all_gather_kv(
     """
     name = group_name(group)
     gathered: tuple[torch.Tensor, torch.Tensor] = torch.ops.symm_mem.all_gather_kv(
-        key, value, seq_dim, name, None if sizes is None else list(sizes)
+        key, value, seq_dim, name, *uneven_parts(sizes, name)
     )
     return gathered

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -33,32 +33,25 @@ SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
 
 
-@dataclass(frozen=True)
-class _Terms:
+class _Terms(NamedTuple):
     """What is summed: the products lefts[i] @ rights[i], and an addend; `split` scatters the sum.
 
-    A rank's part travels as `Split.leading` moves it.
+    A rank's part travels as `Split.leading` moves it: split by `front` from the shape `moved`.
     """
 
     lefts: list[torch.Tensor]
     rights: list[torch.Tensor]
     addend: torch.Tensor | None
+    like: torch.Tensor
     shape: list[int]
     split: Split
-
-    @property
-    def by_columns(self) -> bool:
-        """Whether the last dimension is scattered."""
-        return self.split.dim == len(self.shape) - 1
-
-    @property
-    def like(self) -> torch.Tensor:
-        return next(t for t in (*self.lefts, self.addend) if t is not None)
+    front: Split
+    moved: list[int]
+    by_columns: bool
 
     def part(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
         """A rank's part of a tensor of the sum's shape, as it travels."""
-        part = self.split.of(rank, tensor)
-        return part if self.by_columns else part.movedim(self.split.dim, 0)
+        return self.split.of(rank, tensor).movedim(self.split.dim, self.front.dim)
 
     def add_up(self, out: torch.Tensor, rank: int | None = None) -> None:
         """Writes the sum, or the part of it that is for a rank, to `out`."""
@@ -90,59 +83,60 @@ def _check_scatter(
     """Returns what to sum, and whether to average."""
     for left, right in zip(lefts, rights, strict=True):
         check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
-    if lefts:
-        shape, dtype = [*lefts[0].shape[:-1], rights[0].shape[1]], lefts[0].dtype
-    else:
-        assert addend is not None
-        shape, dtype = list(addend.shape), addend.dtype
+    like = lefts[0] if lefts else addend
+    assert like is not None
+    shape = [*like.shape[:-1], rights[0].shape[1]] if lefts else list(like.shape)
     dim = check_dim(op, "scatter_dim", scatter_dim, len(shape))
-    mean = check_reduce_op(op, "A", dtype, reduce_op)
+    mean = check_reduce_op(op, "A", like.dtype, reduce_op)
     split = scatter_split(op, "scatter_dim", dim, shape[dim], sizes, world_size)
-    return _Terms(lefts, rights, addend, shape, split), mean
+    by_columns = dim == len(shape) - 1
+    front, moved = split.leading(shape)
+    return _Terms(lefts, rights, addend, like, shape, split, front, moved, by_columns), mean
 
 
 def _multiply_first(group: Group, terms: _Terms) -> bool:
     """Whether to add up the whole before any part of it is sent."""
     if terms.by_columns or not terms.lefts:
         return False
-    front, shape = terms.split.leading(terms.shape)
-    *lead, _ = largest = front.largest_shape(shape)
+    like = terms.like
+    *lead, columns = terms.front.largest_shape(terms.moved)
+    rows = math.prod(lead)
     products = tuple(
-        (math.prod(lead), left.shape[-1], right.shape[1])
+        (rows, left.shape[-1], right.shape[1])
         for left, right in zip(terms.lefts, terms.rights, strict=True)
     )
-    nbytes = math.prod(largest) * terms.like.element_size()
-    question = Question("matmul_reduce_scatter", terms.like.dtype, products, partial=nbytes)
-    return choose(group, terms.like.device, question) == "whole"
+    nbytes = rows * columns * like.element_size()
+    question = Question("matmul_reduce_scatter", like.dtype, products, partial=nbytes)
+    return choose(group, like.device, question) == "whole"
 
 
 def _multiply_and_reduce_scatter(
     op: str, group: Group, terms: _Terms, reduce_op: str, mean: bool
 ) -> torch.Tensor:
-    front, shape = terms.split.leading(terms.shape)
-    split, out = terms.split, new_result(terms.like, front.shape_of(group.rank, shape))
-    whole = _multiply_first(group, terms)
+    like, split, front = terms.like, terms.split, terms.front
+    out = new_result(like, front.shape_of(group.rank, terms.moved))
+    whole, is_complex = _multiply_first(group, terms), out.is_complex()
     summed: list[torch.Tensor] = []
 
     def produce(rank: int, numbers: torch.Tensor) -> None:
-        partial = torch.view_as_complex(numbers) if out.is_complex() else numbers
+        partial = torch.view_as_complex(numbers) if is_complex else numbers
         if not whole:
             terms.add_up(partial, rank)
             return
         if not summed:
             # Here rather than before: a failure is then told to the peers.
-            summed.append(terms.like.new_empty(terms.shape))
+            summed.append(like.new_empty(terms.shape))
             terms.add_up(summed[0])
         partial.copy_(terms.part(rank, summed[0]))
 
     detail = f"N={terms.shape[-1]} scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
-    name = what_is(op, terms.like, detail=detail + " whole" * whole)
+    name = what_is(op, like, detail=detail + " whole" * whole)
     numbers = real(out)
     shapes = front.shapes([*out.shape, *numbers.shape[out.dim() :]])
     runtime.of(out, group).produce_and_reduce_scatter(
         group, produce, numbers, name, shapes=shapes, mean=mean
     )
-    return out.movedim(front.dim, split.dim).contiguous()
+    return out if terms.by_columns else out.movedim(0, split.dim).contiguous()
 
 
 def matmul_reduce_scatter_kernel(

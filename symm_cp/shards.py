@@ -33,7 +33,8 @@ class Split:
     @classmethod
     def equal(cls, size: int, ranks: int, dim: int = 0) -> Split:
         """Every rank has a part of the same size."""
-        return cls((size,) * ranks, dim)
+        # While a compiler traces, sizes are symbols, which have no hash.
+        return _equal(size, ranks, dim) if type(size) is int else cls((size,) * ranks, dim)
 
     @classmethod
     def nearly_equal(cls, length: int, ranks: int, dim: int = 0) -> Split:
@@ -41,12 +42,12 @@ class Split:
         size, longer = divmod(length, ranks)
         return cls(tuple(size + (rank < longer) for rank in range(ranks)), dim)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """The length of the whole dimension."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def is_equal(self) -> bool:
         """Whether all parts have the same size."""
         return self.sizes.count(self.sizes[0]) == len(self.sizes)
@@ -61,6 +62,8 @@ class Split:
 
     def along(self, dim: int) -> Split:
         """The same division of another dimension."""
+        if self.is_equal:
+            return Split.equal(self.sizes[0], len(self.sizes), dim)
         return Split(self.sizes, dim)
 
     def leading(self, shape: Sequence[int]) -> tuple[Split, list[int]]:
@@ -107,6 +110,11 @@ class Split:
         replaced = list(shape)
         replaced[self.dim] = size
         return replaced
+
+
+@lru_cache(maxsize=512)
+def _equal(size: int, ranks: int, dim: int) -> Split:
+    return Split((size,) * ranks, dim)
 
 
 class Run(NamedTuple):

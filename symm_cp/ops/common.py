@@ -117,13 +117,12 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
     `tensors` are those that must have one shape on all ranks, but for the dimension that `split`
     divides.
     """
-    uneven = split is not None and not split.is_equal
-    shapes = " ".join(
-        f"{str(t.dtype)[6:]}{split.whole_shape(t.shape) if uneven and split else list(t.shape)}"
-        for t in tensors
-    )
-    sizes = sizes_text(split) if split is not None else ""
-    return f"{op} {shapes}{sizes} {detail}".encode()[: wire.MAX_CALL_NAME]
+    wholes = [list(t.shape) for t in tensors]
+    if split is not None and not split.is_equal:
+        wholes = [split.whole_shape(shape) for shape in wholes]
+        detail += sizes_text(split)
+    shapes = " ".join(f"{str(t.dtype)[6:]}{s}" for t, s in zip(tensors, wholes, strict=True))
+    return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
 
 
 def sizes_text(split: Split) -> str:

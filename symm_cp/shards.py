@@ -33,7 +33,8 @@ class Split:
     @classmethod
     def equal(cls, size: int, ranks: int, dim: int = 0) -> Split:
         """Every rank has a part of the same size."""
-        return cls((size,) * ranks, dim)
+        # While a compiler traces, sizes are symbols, which have no hash.
+        return _equal(size, ranks, dim) if type(size) is int else cls((size,) * ranks, dim)
 
     @classmethod
     def nearly_equal(cls, length: int, ranks: int, dim: int = 0) -> Split:
@@ -41,15 +42,15 @@ class Split:
         size, longer = divmod(length, ranks)
         return cls(tuple(size + (rank < longer) for rank in range(ranks)), dim)
 
-    @property
+    @cached_property
     def length(self) -> int:
         """The length of the whole dimension."""
         return sum(self.sizes)
 
-    @property
+    @cached_property
     def is_equal(self) -> bool:
         """Whether all parts have the same size."""
-        return all(size == self.sizes[0] for size in self.sizes)
+        return self.sizes.count(self.sizes[0]) == len(self.sizes)
 
     def start(self, rank: int) -> int:
         """Where a rank's part begins."""
@@ -61,11 +62,41 @@ class Split:
 
     def along(self, dim: int) -> Split:
         """The same division of another dimension."""
+        if self.is_equal:
+            return Split.equal(self.sizes[0], len(self.sizes), dim)
         return Split(self.sizes, dim)
+
+    def leading(self, shape: Sequence[int]) -> tuple[Split, list[int]]:
+        """Moves the dimension to the front unless it is the last; returns the whole's shape, too.
+
+        Then a part is consecutive rows or columns of a matrix with the tensor's last dimension.
+        """
+        if self.dim == len(shape) - 1:
+            return self, list(shape)
+        return self.along(0), [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
 
     def shape_of(self, rank: int, shape: Sequence[int]) -> list[int]:
         """Returns the shape of a rank's part, given that of the whole or of any part."""
         return self._replaced(shape, self.sizes[rank])
+
+    def shapes(self, shape: Sequence[int]) -> list[Shape] | None:
+        """Returns the shape of every part, given that of any; None when all are equal."""
+        if self.is_equal:
+            return None
+        return [tuple(self._replaced(shape, size)) for size in self.sizes]
+
+    def shard_shapes(self, *shard: torch.Tensor) -> list[Shapes] | None:
+        """As `shapes`, for shards of one or more tensors."""
+        if self.is_equal:
+            return None
+        return [
+            tuple(tuple(self._replaced(tensor.shape, size)) for tensor in shard)
+            for size in self.sizes
+        ]
+
+    def largest_shape(self, shape: Sequence[int]) -> list[int]:
+        """Returns the shape of the largest part, given that of any."""
+        return self._replaced(shape, max(self.sizes))
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
         """Returns the shape of the whole, given that of any part."""
@@ -79,6 +110,11 @@ class Split:
         replaced = list(shape)
         replaced[self.dim] = size
         return replaced
+
+
+@lru_cache(maxsize=512)
+def _equal(size: int, ranks: int, dim: int) -> Split:
+    return Split((size,) * ranks, dim)
 
 
 class Run(NamedTuple):
@@ -170,6 +206,11 @@ class ShardSizes:
     def equal(self) -> bool:
         """Whether all ranks' shards have the same size."""
         return all(sizes == self.parts[0] for sizes in self.parts)
+
+    @cached_property
+    def some_empty(self) -> bool:
+        """Whether the shard of a rank is empty: it has no address, so none is read in place."""
+        return not all(any(sizes) for sizes in self.parts)
 
     def slots(self, base: int = 0) -> dict[int, tuple[Extent, ...]]:
         """Each rank's slot when it holds a shard, from byte `base` on."""

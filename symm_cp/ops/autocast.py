@@ -16,16 +16,16 @@ import torch
 from torch.amp.autocast_mode import _cast
 
 from symm_cp import devices
-from symm_cp.ops.common import lib
+from symm_cp.ops.common import lib, named_with_sizes
 
-_MULTIPLYING = (
+_MULTIPLYING = named_with_sizes(
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "fused_all_gather_attention",
 )
 _FLEX = ("flex_all_gather_attention",)
 _WIDENING = ("all_gather_kv",)
-_AS_THEY_ARE = (
+_AS_THEY_ARE = named_with_sizes(
     "fused_all_gather_scaled_matmul",
     "fused_scaled_matmul_reduce_scatter",
     "fused_all_gather_attention_backward",

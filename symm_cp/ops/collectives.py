@@ -17,10 +17,10 @@ from symm_cp.memory import is_symmetric, resolve
 from symm_cp.ops.common import (
     PLANS,
     Plans,
-    check_divisible,
     check_reduce_op,
     lib,
     register_kernel,
+    scatter_split,
     what_is,
     world_size_of,
 )
@@ -98,16 +98,19 @@ def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
     return input
 
 
-def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> list[int]:
-    """The shape that comes of `reduce_scatter_out`."""
+def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> Split:
+    """How `reduce_scatter_out` divides its input."""
     if input.dim() == 0:
         raise ValueError(f"{_SCATTER_OUT}: input must have at least 1 dimension, has none")
     dim = input.dim() - 1 if split_last_dim else 0
-    check_divisible(_SCATTER_OUT, "dim", dim, input.shape[dim], world_size)
     check_reduce_op(_SCATTER_OUT, "input", input.dtype)
-    shape = list(input.shape)
-    shape[dim] //= world_size
-    return shape
+    length = input.shape[dim]
+    return scatter_split(_SCATTER_OUT, "dim", dim, length, None, world_size, any_sizes=False)
+
+
+def _scattered_shape(input: torch.Tensor, split_last_dim: bool, group_name: str) -> list[int]:
+    split = _scattered(input, split_last_dim, world_size_of(group_name))
+    return split.shape_of(0, input.shape)
 
 
 def _reduce_scatter_out_cpu(
@@ -119,9 +122,7 @@ def _reduce_scatter_out_cpu(
     key = (_SCATTER_OUT, on, input.shape, input.dtype, split_last_dim)
     plan = plans.get(key)
     if plan is None:
-        shape = _scattered(input, split_last_dim, group.world_size)
-        dim = input.dim() - 1 if split_last_dim else 0
-        split = Split.equal(shape[dim], group.world_size, dim)
+        split = _scattered(input, split_last_dim, group.world_size)
         name = what_is(_SCATTER_OUT, input, detail=f"split_last_dim={split_last_dim}")
         plan = plans.keep(key, on.prepare_reduce_scatter_into(group, input, split, name))
     _check_out(_SCATTER_OUT, "output", output, list(plan.output_shape), input.dtype)
@@ -130,7 +131,7 @@ def _reduce_scatter_out_cpu(
 
 
 def _reduce_scatter(input: torch.Tensor, group_name: str, split_last_dim: bool) -> torch.Tensor:
-    shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    shape = _scattered_shape(input, split_last_dim, group_name)
     output = input.new_empty(shape)
     torch.ops.symm_mem.reduce_scatter_out(input, group_name, split_last_dim, output)
     return output
@@ -185,7 +186,7 @@ def _two_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: s
 def _reduce_scatter_out_fake(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
-    shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    shape = _scattered_shape(input, split_last_dim, group_name)
     _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
     return output
 
@@ -193,7 +194,7 @@ def _reduce_scatter_out_fake(
 def _reduce_scatter_fake(
     input: torch.Tensor, group_name: str, split_last_dim: bool
 ) -> torch.Tensor:
-    return input.new_empty(_scattered(input, split_last_dim, world_size_of(group_name)))
+    return input.new_empty(_scattered_shape(input, split_last_dim, group_name))
 
 
 _FAKES = {
@@ -224,7 +225,7 @@ def _one_shot_out_functional(
 def _reduce_scatter_out_functional(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
-    shape = _scattered(input, split_last_dim, world_size_of(group_name))
+    shape = _scattered_shape(input, split_last_dim, group_name)
     _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
     scattered = torch.ops.symm_mem._reduce_scatter(input, group_name, split_last_dim)
     return output.copy_(scattered)

@@ -6,29 +6,35 @@ import contextlib
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 import torch.utils.checkpoint
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
+from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
+from symm_cp.shards import Split
 
 # What a checkpoint raises as soon as it has recomputed what it needs.
 _EndOfRecomputation = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 P = ParamSpec("P")
 R = TypeVar("R")
+T = TypeVar("T")
 
 _PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_PLANS = 512
+_LONG_SIZES = 48  # of the characters of a call's name that peers compare
 
 
 class _Library(torch.library.Library):
@@ -131,13 +137,26 @@ def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> N
             lib.impl(name, kernel, device.dispatch_key)
 
 
-def what_is(op: str, *tensors: torch.Tensor, detail: str = "") -> bytes:
+def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:
     """Names a call for errors, and so that ranks notice when theirs differ.
 
-    `tensors` are those that must have one shape on all ranks.
+    `tensors` are those that must have one shape on all ranks, but for the dimension that `split`
+    divides.
     """
-    shapes = " ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in tensors)
+    wholes = [list(t.shape) for t in tensors]
+    if split is not None and not split.is_equal:
+        wholes = [split.whole_shape(shape) for shape in wholes]
+        detail += sizes_text(split)
+    shapes = " ".join(f"{str(t.dtype)[6:]}{s}" for t, s in zip(tensors, wholes, strict=True))
     return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
+
+
+def sizes_text(split: Split) -> str:
+    """Tells how a dimension is divided, unless equally; a checksum where that would be long."""
+    if split.is_equal:
+        return ""
+    text = "+".join(map(str, split.sizes))
+    return f" sizes={text if len(text) <= _LONG_SIZES else f'#{zlib.crc32(text.encode()):08x}'}"
 
 
 def nbytes_of(tensor: torch.Tensor) -> int:
@@ -188,13 +207,72 @@ def check_reduce_op(op: str, name: str, dtype: torch.dtype, reduce_op: str = "su
     return reduce_op == "avg"
 
 
-def check_divisible(op: str, name: str, dim: int, size: int, world_size: int) -> None:
-    """Raises `ValueError` unless the ranks divide `size`, the length of dimension `dim`."""
-    if size % world_size != 0:
+def gather_split(
+    op: str,
+    argument: str,
+    dim: int,
+    shard: torch.Tensor,
+    sizes: Sequence[int] | None,
+    rank: int | None,
+    world_size: int,
+) -> Split:
+    """Returns how the shards of all ranks make up dimension `dim` of the gathered tensor.
+
+    `sizes` is the length of every rank's shard, or None when all are equal. Raises `ValueError`
+    when they do not fit the shard or the group.
+    """
+    length = shard.shape[dim]
+    if sizes is None or rank is None:
+        return Split.equal(length, world_size, dim)
+    split = _split(op, sizes, world_size, dim)
+    if split.sizes[rank] != length:
         raise ValueError(
-            f"{op}: dimension {name}={dim} has length {size}, which {world_size} ranks do not "
-            f"divide: needs a multiple of {world_size}"
+            f"{op}: sizes={list(sizes)} give rank {rank} a shard of length {split.sizes[rank]}, "
+            f"but dimension {argument}={dim} of its shard has length {length}"
         )
+    return split
+
+
+def scatter_split(
+    op: str,
+    argument: str,
+    dim: int,
+    length: int,
+    sizes: Sequence[int] | None,
+    world_size: int,
+    *,
+    any_sizes: bool = True,
+) -> Split:
+    """Returns how dimension `dim` of the given length is scattered: by `sizes`, or equally.
+
+    Raises `ValueError` when that is not possible; `any_sizes`: the caller could have given sizes.
+    """
+    if sizes is not None:
+        split = _split(op, sizes, world_size, dim)
+        if split.length != length:
+            raise ValueError(
+                f"{op}: sizes={list(sizes)} add up to {split.length}, but dimension "
+                f"{argument}={dim} has length {length}"
+            )
+        return split
+    if length % world_size != 0:
+        instead = ": give sizes, the length of each rank's part" if any_sizes else ""
+        raise ValueError(
+            f"{op}: dimension {argument}={dim} has length {length}, which is not divisible by "
+            f"world size {world_size}{instead}"
+        )
+    return Split.equal(length // world_size, world_size, dim)
+
+
+def _split(op: str, sizes: Sequence[int], world_size: int, dim: int) -> Split:
+    if len(sizes) != world_size:
+        raise ValueError(
+            f"{op}: sizes={list(sizes)} has {len(sizes)} entries, must have one for each of the "
+            f"{world_size} ranks"
+        )
+    if min(sizes) < 0:
+        raise ValueError(f"{op}: sizes={list(sizes)} must not be negative")
+    return Split(tuple(sizes), dim)
 
 
 def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int) -> None:
@@ -219,9 +297,12 @@ def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int)
             raise ValueError(f"{op}: B[{index}] is on {b.device} and A on {a.device}")
 
 
-def group_of(group_name: str) -> Group:
-    """Returns the group of an op's `group_name` argument."""
-    return resolve(group_name)
+def group_of(group_name: str, rank: int | None = None) -> Group:
+    """Returns the group of an op's `group_name` argument, in which this rank is `rank`."""
+    group = resolve(group_name)
+    if rank is not None and rank != group.rank:
+        raise ValueError(f"rank={rank} must be this rank's number in its group, {group.rank}")
+    return group
 
 
 def world_size_of(group_name: str) -> int:
@@ -232,21 +313,89 @@ def world_size_of(group_name: str) -> int:
         raise unknown_group(group_name) from error
 
 
+def _rank_in(group_name: str) -> int:
+    try:
+        return _resolve_process_group(group_name).rank()  # type: ignore[arg-type]
+    except (RuntimeError, ValueError) as error:
+        raise unknown_group(group_name) from error
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler.
+_rank_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+#: The last arguments of an op for uneven parts: the length of every rank's, and this rank.
+SIZES = "SymInt[] sizes, int rank"
+#: The same of an op that may be called without them.
+OPTIONAL_SIZES = "SymInt[]? sizes=None, int? rank=None"
+Uneven: TypeAlias = "tuple[()] | tuple[list[int], int]"
+
+
+def uneven_parts(sizes: Sequence[int] | None, group_name: str) -> Uneven:
+    """Returns the last arguments of an op.
+
+    The rank is one of them because ranks share compiled graphs through the compiler's cache: the
+    shapes of an op's results must follow from its arguments.
+    """
+    return () if sizes is None else (list(sizes), _rank_in(group_name))
+
+
+def uneven_of(last: Sequence[Any]) -> Uneven:
+    """Returns the last arguments of an op, given how autograd saw them: none, or None twice."""
+    return () if not last or last[0] is None else (last[0], last[1])
+
+
+#: The ops of ours that are torch's, but for the sizes of uneven parts and the rank at the end.
+WITH_SIZES = {
+    "fused_all_gather_matmul": "_all_gather_matmul_split",
+    "fused_matmul_reduce_scatter": "_matmul_reduce_scatter_split",
+    "fused_all_gather_scaled_matmul": "_all_gather_scaled_matmul_split",
+    "fused_scaled_matmul_reduce_scatter": "_scaled_matmul_reduce_scatter_split",
+    "_low_contention_all_gather": "_low_contention_all_gather_split",
+    "_low_contention_reduce_scatter": "_low_contention_reduce_scatter_split",
+}
+
+
+def named_with_sizes(*ops: str) -> tuple[str, ...]:
+    """Returns the names of ops, and of their counterparts that take sizes."""
+    return (*ops, *(WITH_SIZES[op] for op in ops if op in WITH_SIZES))
+
+
+def with_sizes(by_op: Mapping[str, T]) -> dict[str, T]:
+    """Returns what there is for each op, which serves its counterpart with sizes as well."""
+    return {name: value for op, value in by_op.items() for name in named_with_sizes(op)}
+
+
+def call_op(name: str, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
+    """Calls torch's op, or for uneven parts the op of ours that takes their sizes."""
+    op = getattr(torch.ops.symm_mem, WITH_SIZES[name] if uneven else name)
+    return op(*args, *uneven, **kwargs)
+
+
 # Renamed in torch 2.13, where the old names warn.
 _gather = getattr(funcol, "all_gather_single", None) or funcol.all_gather_tensor
 _scatter = getattr(funcol, "reduce_scatter_single", None) or funcol.reduce_scatter_tensor
 
 
-def unfused_all_gather(shard: torch.Tensor, dim: int, group_name: str) -> torch.Tensor:
+def unfused_all_gather(
+    shard: torch.Tensor, dim: int, group_name: str, split: Split | None = None
+) -> torch.Tensor:
     """The definition: torch's functional all-gather, waited for."""
-    return funcol.wait_tensor(_gather(shard.contiguous(), dim, group_name))
+    if split is None or split.is_equal:
+        return funcol.wait_tensor(_gather(shard.contiguous(), dim, group_name))
+    front = process_group.all_gather(shard.movedim(dim, 0), split.along(0), group_name)
+    return funcol.wait_tensor(front).movedim(0, dim).contiguous()
 
 
 def unfused_reduce_scatter(
-    full: torch.Tensor, reduce_op: str, dim: int, group_name: str
+    whole: torch.Tensor, reduce_op: str, dim: int, group_name: str, split: Split | None = None
 ) -> torch.Tensor:
     """The definition: torch's functional reduce-scatter, waited for."""
-    return funcol.wait_tensor(_scatter(full.contiguous(), reduce_op, dim, group_name))
+    if split is None or split.is_equal:
+        return funcol.wait_tensor(_scatter(whole.contiguous(), reduce_op, dim, group_name))
+    front = whole.movedim(dim, 0)
+    part = process_group.reduce_scatter(front, reduce_op, split.along(0), group_name)
+    return funcol.wait_tensor(part).movedim(0, dim).contiguous()
 
 
 def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tensor], int], None]:
@@ -262,17 +411,9 @@ def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tenso
     return consume
 
 
-def rows_of(x: torch.Tensor, dim: int, index: int, parts: int) -> torch.Tensor:
-    """Returns part `index` of `parts` along `dim` as a matrix with x's last dimension."""
-    size = x.shape[dim] // parts
-    return x.narrow(dim, index * size, size).movedim(dim, 0).flatten(0, -2)
-
-
-def front_shape(x: torch.Tensor, dim: int, times: int = 1) -> list[int]:
-    """Returns the shape of x with `dim` moved to the front and `times` as long."""
-    shape = list(x.movedim(dim, 0).shape)
-    shape[0] *= times
-    return shape
+def as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns a matrix with the tensor's last dimension, whose rows are in the order of `dim`."""
+    return tensor.movedim(dim, 0).flatten(0, -2)
 
 
 class Sum:

@@ -6,94 +6,174 @@ soon as the call has returned, a symmetric one (which peers read in place) after
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
-from symm_cp.memory import GroupLike, group_name, resolve
+from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     PLANS,
+    SIZES,
+    WITH_SIZES,
+    Op,
     Plans,
-    check_divisible,
+    call_op,
     check_reduce_op,
+    gather_split,
+    group_of,
     in_test_mode,
     lib,
     register_kernel,
+    scatter_split,
+    uneven_parts,
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
+    with_sizes,
     world_size_of,
 )
+from symm_cp.ops.transforms import register_gradient
+from symm_cp.shards import Split
 
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
 
+lib.define(f"{WITH_SIZES[_GATHER]}(Tensor tensor, str group_name, {SIZES}) -> Tensor")
+lib.define(
+    f"{WITH_SIZES[_SCATTER]}(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor"
+)
 
-def _check_gather(tensor: torch.Tensor) -> None:
-    if tensor.dim() == 0:
+
+def _check_gather(
+    shard: torch.Tensor, sizes: Sequence[int] | None, rank: int | None, world_size: int
+) -> Split:
+    if shard.dim() == 0:
         raise ValueError(f"{_GATHER}: tensor must have at least 1 dimension, has none")
+    return gather_split(_GATHER, "dim", 0, shard, sizes, rank, world_size)
 
 
-def _check_scatter(tensor: torch.Tensor, reduce_op: str, world_size: int) -> bool:
+def _check_scatter(
+    tensor: torch.Tensor, reduce_op: str, sizes: Sequence[int] | None, world_size: int
+) -> tuple[Split, bool]:
     if tensor.dim() == 0:
         raise ValueError(f"{_SCATTER}: tensor must have at least 1 dimension, has none")
-    check_divisible(_SCATTER, "dim", 0, tensor.shape[0], world_size)
-    return check_reduce_op(_SCATTER, "tensor", tensor.dtype, reduce_op)
+    split = scatter_split(_SCATTER, "dim", 0, tensor.shape[0], sizes, world_size)
+    return split, check_reduce_op(_SCATTER, "tensor", tensor.dtype, reduce_op)
 
 
-def _all_gather(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+def _all_gather(
+    shard: torch.Tensor,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    group = group_of(group_name, rank)
     if in_test_mode():
-        return unfused_all_gather(tensor, 0, group_name)
-    group = resolve(group_name)
-    on = runtime.of(tensor, group)
+        split = _check_gather(shard, sizes, group.rank, group.world_size)
+        return unfused_all_gather(shard, 0, group_name, split)
+    on = runtime.of(shard, group)
     plans = group.state(PLANS, Plans)
-    key = (_GATHER, on, tensor.shape, tensor.dtype)
+    key = (_GATHER, on, shard.shape, shard.dtype, None if sizes is None else tuple(sizes))
     plan = plans.get(key)
     if plan is None:
-        _check_gather(tensor)
-        plan = plans.keep(key, on.prepare_all_gather(group, tensor, what_is(_GATHER, tensor)))
+        split = _check_gather(shard, sizes, group.rank, group.world_size)
+        name = what_is(_GATHER, shard, split=split)
+        plan = plans.keep(key, on.prepare_all_gather(group, shard, split, name))
+    return plan.start(group, shard)
+
+
+def _reduce_scatter(
+    tensor: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    group = group_of(group_name, rank)
+    if in_test_mode():
+        split, _ = _check_scatter(tensor, reduce_op, sizes, group.world_size)
+        return unfused_reduce_scatter(tensor, reduce_op, 0, group_name, split)
+    on = runtime.of(tensor, group)
+    plans = group.state(PLANS, Plans)
+    key = (
+        _SCATTER,
+        on,
+        tensor.shape,
+        tensor.dtype,
+        reduce_op,
+        None if sizes is None else tuple(sizes),
+    )
+    plan = plans.get(key)
+    if plan is None:
+        split, mean = _check_scatter(tensor, reduce_op, sizes, group.world_size)
+        name = what_is(_SCATTER, tensor, split=split, detail=reduce_op)
+        plan = plans.keep(key, on.prepare_reduce_scatter(group, tensor, split, name, mean=mean))
     return plan.start(group, tensor)
 
 
-def _reduce_scatter(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    group = resolve(group_name)
-    if in_test_mode():
-        _check_scatter(tensor, reduce_op, group.world_size)
-        return unfused_reduce_scatter(tensor, reduce_op, 0, group_name)
-    on = runtime.of(tensor, group)
-    plans = group.state(PLANS, Plans)
-    key = (_SCATTER, on, tensor.shape, tensor.dtype, reduce_op)
-    plan = plans.get(key)
-    if plan is None:
-        mean = _check_scatter(tensor, reduce_op, group.world_size)
-        name = what_is(_SCATTER, tensor, detail=reduce_op)
-        plan = plans.keep(key, on.prepare_reduce_scatter(group, tensor, name, mean=mean))
-    return plan.start(group, tensor)
+def _all_gather_fake(
+    shard: torch.Tensor,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    split = _check_gather(shard, sizes, rank, world_size_of(group_name))
+    return shard.new_empty(split.whole_shape(shard.shape))
 
 
-def _all_gather_fake(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
-    _check_gather(tensor)
-    return tensor.new_empty((tensor.shape[0] * world_size_of(group_name), *tensor.shape[1:]))
-
-
-def _reduce_scatter_fake(tensor: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+def _reduce_scatter_fake(
+    tensor: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
     world_size = world_size_of(group_name)
-    _check_scatter(tensor, reduce_op, world_size)
-    return tensor.new_empty((tensor.shape[0] // world_size, *tensor.shape[1:]))
+    split, _ = _check_scatter(tensor, reduce_op, sizes, world_size)
+    return tensor.new_empty(split.shape_of(rank or 0, tensor.shape))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, *reduce_op, ctx.group_name, sizes, rank = inputs
+    ctx.mean, ctx.uneven = reduce_op == ["avg"], (sizes, rank)
+
+
+def _all_gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    scattered = call_op(_SCATTER, grad, "sum", ctx.group_name, uneven=ctx.uneven)
+    return funcol.wait_tensor(scattered), None, None, None
+
+
+def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    gathered = funcol.wait_tensor(call_op(_GATHER, grad, ctx.group_name, uneven=ctx.uneven))
+    if ctx.mean:
+        gathered = gathered / world_size_of(ctx.group_name)
+    return gathered, None, None, None, None
+
+
+_KERNELS: dict[str, Op] = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
 
 
 def register() -> None:
-    """Adds CPU kernels, and fake kernels (torch's average, which integers lack, and check less).
+    """Adds kernels, and fake kernels (torch's average, which integers lack, and check less).
 
-    The gradients are registered by csrc/gradients.cpp.
+    The gradients of torch's ops are registered by csrc/gradients.cpp.
     """
-    register_kernel(_GATHER, _all_gather, replaces_torch=True)
-    register_kernel(_SCATTER, _reduce_scatter, replaces_torch=True)
-    lib.impl(_GATHER, _all_gather_fake, "Meta", allow_override=True)
-    lib.impl(_SCATTER, _reduce_scatter_fake, "Meta", allow_override=True)
+    for name, kernel in with_sizes(_KERNELS).items():
+        register_kernel(name, kernel, replaces_torch=name in _KERNELS)
+    for name, fake in with_sizes(
+        {_GATHER: _all_gather_fake, _SCATTER: _reduce_scatter_fake}
+    ).items():
+        lib.impl(name, fake, "Meta", allow_override=True)
+    register_gradient(WITH_SIZES[_GATHER], _all_gather_backward, _setup)
+    register_gradient(WITH_SIZES[_SCATTER], _reduce_scatter_backward, _setup)
 
 
-def low_contention_all_gather(shard: torch.Tensor, *, group: GroupLike) -> torch.Tensor:
+def low_contention_all_gather(
+    shard: torch.Tensor, *, group: GroupLike, sizes: Sequence[int] | None = None
+) -> torch.Tensor:
     """All-gathers along the first dimension in the background.
 
     Same result as::
@@ -101,21 +181,27 @@ def low_contention_all_gather(shard: torch.Tensor, *, group: GroupLike) -> torch
         all_gather_tensor(shard, 0, group)
 
     Args:
-        shard: (M, ...), equal shapes on all ranks, any dtype.
+        shard: (M, ...), any dtype.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        sizes: the length M of every rank's shard; by default all are as this rank's.
 
-    Returns a tensor of shape (W * M, ...) that, like those of torch's functional collectives, waits
-    for the transfer when it is first used. Differentiable. A contiguous shard in symmetric memory
-    that was rendezvoused with the group is read in place: leave it alone until then. Raises
-    `ValueError` for a 0-D shard, `RuntimeError` when a peer fails or disagrees. Source: torch's
-    `symm_mem::_low_contention_all_gather`.
+    Returns a tensor of shape (sum of all M, ...) that, like those of torch's functional
+    collectives, waits for the transfer when it is first used. Differentiable. A contiguous shard in
+    symmetric memory that was rendezvoused with the group is read in place: leave it alone until
+    then. Raises `ValueError` for a 0-D shard or sizes that do not fit, `RuntimeError` when a peer
+    fails or disagrees. Source: torch's `symm_mem::_low_contention_all_gather`.
     """
-    gathered = torch.ops.symm_mem._low_contention_all_gather(shard, group_name(group))
+    name = group_name(group)
+    gathered = call_op(_GATHER, shard, name, uneven=uneven_parts(sizes, name))
     return funcol._maybe_wrap_tensor(gathered)
 
 
 def low_contention_reduce_scatter(
-    tensor: torch.Tensor, *, reduce_op: str = "sum", group: GroupLike
+    tensor: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    group: GroupLike,
+    sizes: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Reduce-scatters along the first dimension in the background.
 
@@ -124,14 +210,16 @@ def low_contention_reduce_scatter(
         reduce_scatter_tensor(tensor, reduce_op, 0, group)
 
     Args:
-        tensor: (W * M, ...), equal shapes on all ranks; integers for "sum" only.
+        tensor: (sum of all M, ...), equal shapes on all ranks; integers for "sum" only.
         reduce_op: "sum" or "avg"; added in rank order, in float32 for 16-bit types.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        sizes: the length M of every rank's part; by default all are equal, and the length must be
+            divisible by W.
 
     Returns a tensor of shape (M, ...) that waits when it is first used. Differentiable. Memory and
     errors as for `low_contention_all_gather`; `TypeError` for a dtype that cannot be reduced.
     Source: torch's `symm_mem::_low_contention_reduce_scatter`.
     """
     name = group_name(group)
-    scattered = torch.ops.symm_mem._low_contention_reduce_scatter(tensor, reduce_op, name)
+    scattered = call_op(_SCATTER, tensor, reduce_op, name, uneven=uneven_parts(sizes, name))
     return funcol._maybe_wrap_tensor(scattered)

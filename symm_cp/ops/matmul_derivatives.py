@@ -12,7 +12,8 @@ gradient H of an output:
                                                                     G(g) H_B^H;  H_A^H G(g)
 
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
-differentiated again.
+differentiated again. A backward pass divides the dimension as the forward pass did: the ops that
+take sizes share it with those that do not.
 """
 
 from __future__ import annotations
@@ -21,15 +22,57 @@ from typing import Any
 
 import torch
 
-from symm_cp.ops.common import world_size_of
+from symm_cp.ops.common import WITH_SIZES, call_op, uneven_of, world_size_of
 from symm_cp.ops.transforms import register_gradient
 
 _ops = torch.ops.symm_mem
+_GATHER = "fused_all_gather_matmul"
+_SCATTER = "fused_matmul_reduce_scatter"
 
 
 def _left_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left^H @ right, over all leading dimensions."""
     return left.flatten(0, -2).mH @ right.flatten(0, -2)
+
+
+def _gathered_products(
+    ctx: Any, shard: torch.Tensor, weights: list[torch.Tensor], *, return_gathered: bool = True
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """G(shard), and its products with weights."""
+    gathered: tuple[torch.Tensor, list[torch.Tensor]] = call_op(
+        _GATHER,
+        shard,
+        weights,
+        ctx.dim,
+        ctx.group_name,
+        uneven=ctx.uneven,
+        return_A=return_gathered,
+    )
+    return gathered
+
+
+def _scattered_sum(
+    ctx: Any,
+    pairs: list[tuple[torch.Tensor, torch.Tensor]],
+    addend: torch.Tensor | None = None,
+    reduce_op: str = "sum",
+) -> torch.Tensor:
+    """R(sum of the products of pairs, plus an addend)."""
+    lefts, rights = [left for left, _ in pairs], [right for _, right in pairs]
+    scattered: torch.Tensor = _ops._fused_matmuls_reduce_scatter(
+        lefts, rights, addend, reduce_op, ctx.dim, ctx.group_name, *ctx.uneven
+    )
+    return scattered
+
+
+def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
+    """The gradient of one rank's part: of an average it is that much smaller."""
+    return grad / world_size_of(ctx.group_name) if ctx.reduce_op == "avg" else grad
+
+
+def _no_grads(ctx: Any, arguments: int) -> tuple[None, ...]:
+    """The gradients of so many arguments that are no tensors, and of those for uneven parts."""
+    return (None,) * (arguments + len(ctx.uneven))
 
 
 # --- fused_all_gather_matmul -----------------------------------------------------------------
@@ -38,140 +81,135 @@ def _left_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def _gather_setup(
     ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: Any
 ) -> None:
-    A, Bs, gather_dim, ctx.group_name = inputs
-    ctx.dim = gather_dim % A.dim()
+    x_shard, weights, gather_dim, ctx.group_name, *last = inputs
+    ctx.dim, ctx.uneven = gather_dim % x_shard.dim(), uneven_of(last)
     ctx.set_materialize_grads(False)  # an unused output costs nothing
-    ctx.save_for_backward(A, *Bs)
+    ctx.save_for_backward(x_shard, *weights)
 
 
 def _gather_backward(
-    ctx: Any, grad_A: torch.Tensor | None, grads: list[torch.Tensor | None]
+    ctx: Any, grad_gathered: torch.Tensor | None, grads: list[torch.Tensor | None]
 ) -> tuple[Any, ...]:
-    A, *Bs = ctx.saved_tensors
-    pairs = [(g, B) for g, B in zip(grads, Bs, strict=True) if g is not None]
-    used = [g for g, _ in pairs]
-    A_grad, B_grads = None, [None] * len(Bs)
+    x_shard, *weights = ctx.saved_tensors
+    pairs = [(grad, w.mH) for grad, w in zip(grads, weights, strict=True) if grad is not None]
+    used = [grad for grad, _ in pairs]
+    grad_shard, grad_weights = None, [None] * len(weights)
     if ctx.needs_input_grad[0]:
-        weights = [B.mH for _, B in pairs]
-        A_grad = _ops._fused_matmuls_reduce_scatter(
-            used, weights, grad_A, "sum", ctx.dim, ctx.group_name
-        )
+        grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
     if used and any(ctx.needs_input_grad[1]):
-        found = iter(_ops._fused_all_gather_weight_grad(A, used, ctx.dim, ctx.group_name))
-        B_grads = [next(found) if g is not None else None for g in grads]
-    return A_grad, B_grads, None, None
+        computed = iter(
+            _ops._fused_all_gather_weight_grad(x_shard, used, ctx.dim, ctx.group_name, *ctx.uneven)
+        )
+        grad_weights = [next(computed) if grad is not None else None for grad in grads]
+    return grad_shard, grad_weights, *_no_grads(ctx, 2)
 
 
 # --- fused_matmul_reduce_scatter -------------------------------------------------------------
 
 
 def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    A, B, ctx.reduce_op, scatter_dim, ctx.group_name = inputs
-    ctx.dim = scatter_dim % A.dim()
-    ctx.save_for_backward(A, B)
+    a, weight, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
+    ctx.dim, ctx.uneven = scatter_dim % a.dim(), uneven_of(last)
+    ctx.save_for_backward(a, weight)
 
 
 def _scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    A, B = ctx.saved_tensors
+    a, weight = ctx.saved_tensors
     need_a, need_b = ctx.needs_input_grad[:2]
-    A_grad, B_grad = _ops._fused_matmul_reduce_scatter_backward(
-        grad, A, B, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b
+    grad_a, grad_weight = _ops._fused_matmul_reduce_scatter_backward(
+        grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, need_a, need_b, *ctx.uneven
     )
-    return A_grad if need_a else None, B_grad if need_b else None, None, None, None
+    return (
+        grad_a if need_a else None,
+        grad_weight if need_b else None,
+        *_no_grads(ctx, 3),
+    )
 
 
 # --- _fused_matmuls_reduce_scatter -----------------------------------------------------------
 
 
 def _sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    As, Bs, addend, ctx.reduce_op, scatter_dim, ctx.group_name = inputs
-    ctx.count = len(As)
-    ctx.dim = scatter_dim % (As[0] if As else addend).dim()
-    ctx.save_for_backward(*As, *Bs)
+    lefts, rights, addend, ctx.reduce_op, scatter_dim, ctx.group_name, *last = inputs
+    ctx.count, ctx.uneven = len(lefts), uneven_of(last)
+    ctx.dim = scatter_dim % (lefts[0] if lefts else addend).dim()
+    ctx.save_for_backward(*lefts, *rights)
 
 
 def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    As, Bs = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-    gathered, A_grads = _ops.fused_all_gather_matmul(
-        _share(grad, ctx), [B.mH for B in Bs], ctx.dim, ctx.group_name
-    )
-    B_grads = [_left_transposed(A, gathered) for A in As]
-    addend_grad = gathered if ctx.needs_input_grad[2] else None
-    return list(A_grads), B_grads, addend_grad, None, None, None
-
-
-def _share(grad: torch.Tensor, ctx: Any) -> torch.Tensor:
-    """The gradient of one rank's part: of an average it is that much smaller."""
-    return grad / world_size_of(ctx.group_name) if ctx.reduce_op == "avg" else grad
+    lefts, rights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    transposed = [right.mH for right in rights]
+    gathered, grad_lefts = _gathered_products(ctx, _share(grad, ctx), transposed)
+    grad_rights = [_left_transposed(left, gathered) for left in lefts]
+    grad_addend = gathered if ctx.needs_input_grad[2] else None
+    return list(grad_lefts), grad_rights, grad_addend, *_no_grads(ctx, 3)
 
 
 # --- _fused_all_gather_weight_grad -----------------------------------------------------------
 
 
 def _weight_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    A, grads, ctx.dim, ctx.group_name = inputs
+    x_shard, grads, ctx.dim, ctx.group_name, *last = inputs
+    ctx.uneven = uneven_of(last)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(A, *grads)
+    ctx.save_for_backward(x_shard, *grads)
 
 
 def _weight_backward(ctx: Any, outer: list[torch.Tensor | None]) -> tuple[Any, ...]:
-    A, *grads = ctx.saved_tensors
-    pairs = [(g, h) for g, h in zip(grads, outer, strict=True) if h is not None]
-    used = [h for _, h in pairs]
-    A_grad, found = None, [None] * len(grads)
-    if not pairs:
-        return None, found, None, None
-    if ctx.needs_input_grad[0]:
-        A_grad = _ops._fused_matmuls_reduce_scatter(
-            [g for g, _ in pairs], [h.mH for h in used], None, "sum", ctx.dim, ctx.group_name
-        )
-    if any(ctx.needs_input_grad[1]):
-        _, products = _ops.fused_all_gather_matmul(A, used, ctx.dim, ctx.group_name, return_A=False)
-        products = iter(products)
-        found = [next(products) if h is not None else None for h in outer]
-    return A_grad, found, None, None
+    x_shard, *grads = ctx.saved_tensors
+    pairs = [(grad, h) for grad, h in zip(grads, outer, strict=True) if h is not None]
+    grad_shard, grad_grads = None, [None] * len(grads)
+    if pairs and ctx.needs_input_grad[0]:
+        grad_shard = _scattered_sum(ctx, [(grad, h.mH) for grad, h in pairs])
+    if pairs and any(ctx.needs_input_grad[1]):
+        used = [h for _, h in pairs]
+        _, products = _gathered_products(ctx, x_shard, used, return_gathered=False)
+        computed = iter(products)
+        grad_grads = [next(computed) if h is not None else None for h in outer]
+    return grad_shard, grad_grads, *_no_grads(ctx, 2)
 
 
 # --- _fused_matmul_reduce_scatter_backward ---------------------------------------------------
 
 
 def _scatter_backward_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    grad, A, B, ctx.reduce_op, ctx.dim, ctx.group_name, ctx.need_a, ctx.need_b = inputs
+    grad, a, weight, ctx.reduce_op, ctx.dim, ctx.group_name, *rest = inputs
+    ctx.need_a, ctx.need_b, *last = rest
+    ctx.uneven = uneven_of(last)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(grad, A, B)
+    ctx.save_for_backward(grad, a, weight)
 
 
 def _scatter_backward_backward(
-    ctx: Any, outer_a: torch.Tensor | None, outer_b: torch.Tensor | None
+    ctx: Any, outer_a: torch.Tensor | None, outer_weight: torch.Tensor | None
 ) -> tuple[Any, ...]:
-    grad, A, B = ctx.saved_tensors
+    grad, a, weight = ctx.saved_tensors
     # A gradient that was not needed is an empty tensor.
-    outer_a, outer_b = outer_a if ctx.need_a else None, outer_b if ctx.need_b else None
-    grad_grad = A_grad = B_grad = None
-    if ctx.needs_input_grad[0]:
-        pairs = [(outer_a, B)] * (outer_a is not None) + [(A, outer_b)] * (outer_b is not None)
-        if pairs:
-            grad_grad = _ops._fused_matmuls_reduce_scatter(
-                [a for a, _ in pairs], [b for _, b in pairs], None, ctx.reduce_op, ctx.dim,
-                ctx.group_name,
-            )  # fmt: skip
-    for_a = outer_b is not None and ctx.needs_input_grad[1]
-    for_b = outer_a is not None and ctx.needs_input_grad[2]
-    if for_a or for_b:
-        weights = [outer_b.mH] if for_a and outer_b is not None else []
-        gathered, products = _ops.fused_all_gather_matmul(
-            _share(grad, ctx), weights, ctx.dim, ctx.group_name, return_A=for_b
+    outer_a, outer_weight = outer_a if ctx.need_a else None, outer_weight if ctx.need_b else None
+    grad_grad = grad_a = grad_weight = None
+    pairs = [(outer_a, weight)] * (outer_a is not None)
+    pairs += [(a, outer_weight)] * (outer_weight is not None)
+    if pairs and ctx.needs_input_grad[0]:
+        grad_grad = _scattered_sum(ctx, pairs, None, ctx.reduce_op)
+    for_a = outer_weight is not None and ctx.needs_input_grad[1]
+    for_weight = outer_a is not None and ctx.needs_input_grad[2]
+    if for_a or for_weight:
+        weights = [outer_weight.mH] if for_a and outer_weight is not None else []
+        gathered, products = _gathered_products(
+            ctx, _share(grad, ctx), weights, return_gathered=for_weight
         )
-        A_grad = products[0] if for_a else None
-        if for_b and outer_a is not None:
-            B_grad = _left_transposed(outer_a, gathered)
-    return grad_grad, A_grad, B_grad, None, None, None, None, None
+        grad_a = products[0] if for_a else None
+        if for_weight and outer_a is not None:
+            grad_weight = _left_transposed(outer_a, gathered)
+    return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
 
 
 def register() -> None:
     """Registers the gradients."""
-    register_gradient("fused_all_gather_matmul", _gather_backward, _gather_setup)
-    register_gradient("fused_matmul_reduce_scatter", _scatter_backward, _scatter_setup)
+    for op in (_GATHER, WITH_SIZES[_GATHER]):
+        register_gradient(op, _gather_backward, _gather_setup)
+    for op in (_SCATTER, WITH_SIZES[_SCATTER]):
+        register_gradient(op, _scatter_backward, _scatter_setup)
     register_gradient("_fused_matmuls_reduce_scatter", _sum_backward, _sum_setup)
     register_gradient("_fused_all_gather_weight_grad", _weight_backward, _weight_setup)
     register_gradient(

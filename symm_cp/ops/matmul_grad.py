@@ -2,174 +2,286 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from symm_cp import runtime
 from symm_cp.alignment import aligned
+from symm_cp.memory import Group
 from symm_cp.ops.common import (
+    OPTIONAL_SIZES,
     Op,
     Sum,
+    as_rows,
     at_last,
-    front_shape,
+    gather_split,
     group_of,
     lib,
     nbytes_of,
     new_result,
     register_kernel,
-    rows_of,
     what_is,
     world_size_of,
 )
+from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
 
+_WEIGHT_GRAD = "_fused_all_gather_weight_grad"
+_BACKWARD = "_fused_matmul_reduce_scatter_backward"
+
 lib.define(
-    "_fused_all_gather_weight_grad(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name)"
-    " -> Tensor[]"
+    f"{_WEIGHT_GRAD}(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
+    f"{OPTIONAL_SIZES}) -> Tensor[]"
 )
 lib.define(
-    "_fused_matmul_reduce_scatter_backward(Tensor grad, Tensor A, Tensor B, str reduce_op, "
-    "int scatter_dim, str group_name, bool need_a, bool need_b) -> (Tensor, Tensor)"
+    f"{_BACKWARD}(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, "
+    f"str group_name, bool need_a, bool need_b, {OPTIONAL_SIZES}) -> (Tensor, Tensor)"
 )
 
 
 def _weight_grad_kernel(
-    A_shard: torch.Tensor, grads: list[torch.Tensor], gather_dim: int, group_name: str
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> list[torch.Tensor]:
-    """For each grad g: gathered(A_shard)^T @ g."""
-    group = group_of(group_name)
-    W, k = group.world_size, A_shard.shape[-1]
-    columns = gather_dim == A_shard.dim() - 1
-    outs = [new_result(A_shard, (k * (W if columns else 1), g.shape[-1])) for g in grads]
-    shard = A_shard.flatten(0, -2) if columns else A_shard.movedim(gather_dim, 0)
-    question = Question(
-        "weight_grad",
-        A_shard.dtype,
-        tuple((k, shard.shape[:-1].numel(), g.shape[-1]) for g in grads),
-        shard=nbytes_of(A_shard),
-        accumulated=sum(nbytes_of(out) for out in outs),
+    """For each gradient of an output: gathered(x_shard)^H @ grad."""
+    group = group_of(group_name, rank)
+    split = gather_split(
+        _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, group.rank, group.world_size
     )
-    whole = not columns and choose(group, A_shard.device, question) == "whole"
-    sums = [] if columns or whole else [Sum(out, W) for out in outs]
-    A_full = new_result(A_shard, front_shape(A_shard, gather_dim, W)) if whole else None
-
-    def consume(shards: list[torch.Tensor], rank: int) -> None:
-        left = aligned(shards[0]).flatten(0, -2).mH
-        for index, g in enumerate(grads):
-            if columns:
-                torch.mm(left, g.flatten(0, -2), out=outs[index].narrow(0, rank * k, k))
-            else:
-                sums[index].add_product(left, rows_of(g, gather_dim, rank, W))
-
-    def multiply() -> None:
-        assert A_full is not None
-        for out, g in zip(outs, grads, strict=True):
-            torch.mm(A_full.flatten(0, -2).mH, rows_of(g, gather_dim, 0, 1), out=out)
-
-    detail = f"gather_dim={gather_dim}" + " whole" * whole
-    what = what_is("_fused_all_gather_weight_grad", A_shard, detail=detail)
-    runtime.of(shard, group).all_gather_and_consume(
-        group, [shard], at_last(multiply, group) if whole else consume, what, gathered=A_full
-    )
-    for total in sums:
-        total.finish()
+    by_columns = gather_dim == x_shard.dim() - 1
+    inner = split.length if by_columns else x_shard.shape[-1]
+    outs = [new_result(x_shard, (inner, grad.shape[-1])) for grad in grads]
+    multiply = _weight_grad_columns if by_columns else _weight_grad_rows
+    multiply(group, x_shard, grads, split, outs)
     return outs
 
 
-def _weight_grad_fake(
-    A_shard: torch.Tensor, grads: list[torch.Tensor], gather_dim: int, group_name: str
-) -> list[torch.Tensor]:
-    columns = gather_dim == A_shard.dim() - 1
-    k = A_shard.shape[-1] * (world_size_of(group_name) if columns else 1)
-    return [A_shard.new_empty(k, g.shape[-1]) for g in grads]
-
-
-def _matmul_reduce_scatter_backward_kernel(
-    grad: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    need_a: bool,
-    need_b: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """gathered(grad) @ B^T and A^T @ gathered(grad), in one pass over the shards of grad."""
-    group = group_of(group_name)
-    W = group.world_size
-    columns = scatter_dim == A.dim() - 1
-    A_rows = A.flatten(0, -2) if columns else None
-    A_grad = new_result(A, (A.shape[:-1].numel() if need_a else 0, A.shape[-1]))
-    B_grad = new_result(B, B.shape if need_b else (0, 0))
-    rows = A.shape[:-1].numel() // W
-    n = B.shape[1] // W
-    shard = grad if columns else grad.movedim(scatter_dim, 0)
-    question = Question(
-        "matmul_reduce_scatter_backward",
-        grad.dtype,
-        ((rows, B.shape[1], B.shape[0]),) * need_a + ((B.shape[0], rows, B.shape[1]),) * need_b,
-        shard=nbytes_of(grad),
-        accumulated=nbytes_of(B_grad),
-    )
-    whole = not columns and choose(group, grad.device, question) == "whole"
-    full = new_result(grad, front_shape(grad, scatter_dim, W)) if whole else None
-    A_sum = Sum(A_grad, W) if columns and need_a else None
-    B_sum = Sum(B_grad, W) if not columns and not whole and need_b else None
+def _weight_grad_columns(
+    group: Group,
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    split: Split,
+    outs: list[torch.Tensor],
+) -> None:
+    """Gathers the last dimension: each shard gives rows of the results."""
+    x_columns, rows = x_shard.flatten(0, -2), split.along(0)
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        g = aligned(shards[0]).flatten(0, -2)
-        if A_rows is not None:  # the columns of C were scattered
-            if A_sum is not None:
-                A_sum.add_product(g, B.narrow(1, rank * n, n).mH)
-            if need_b:
-                B_grad.narrow(1, rank * n, n).copy_(torch.mm(A_rows.mH, g))
-            return
-        if need_a:
-            torch.mm(g, B.mH, out=A_grad.narrow(0, rank * rows, rows))
-        if B_sum is not None:
-            B_sum.add_product(rows_of(A, scatter_dim, rank, W).mH, g)
+        left = aligned(shards[0]).mH
+        for out, grad in zip(outs, grads, strict=True):
+            torch.mm(left, grad.flatten(0, -2), out=rows.of(rank, out))
+
+    name = what_is(_WEIGHT_GRAD, x_shard, split=split, detail=f"gather_dim={split.dim}")
+    shapes = split.along(1).shard_shapes(x_columns)
+    on = runtime.of(x_shard, group)
+    on.all_gather_and_consume(group, [x_columns], consume, name, shapes=shapes)
+
+
+def _weight_grad_rows(
+    group: Group,
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    split: Split,
+    outs: list[torch.Tensor],
+) -> None:
+    """Gathers another dimension: the results are sums over shards."""
+    shard, front = x_shard.movedim(split.dim, 0), split.along(0)
+    *lead, inner = largest = front.largest_shape(shard.shape)
+    question = Question(
+        "weight_grad",
+        x_shard.dtype,
+        tuple((inner, math.prod(lead), grad.shape[-1]) for grad in grads),
+        shard=math.prod(largest) * x_shard.element_size(),
+        accumulated=sum(nbytes_of(out) for out in outs),
+    )
+    whole = choose(group, x_shard.device, question) == "whole"
+    gathered = new_result(x_shard, front.whole_shape(shard.shape)) if whole else None
+    sums = [] if whole else [Sum(out, group.world_size) for out in outs]
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        left = aligned(shards[0]).flatten(0, -2).mH
+        for total, grad in zip(sums, grads, strict=True):
+            total.add_product(left, as_rows(split.of(rank, grad), split.dim))
 
     def multiply() -> None:
-        assert full is not None
-        if need_a:
-            torch.mm(full.flatten(0, -2), B.mH, out=A_grad)
-        if need_b:
-            torch.mm(rows_of(A, scatter_dim, 0, 1).mH, full.flatten(0, -2), out=B_grad)
+        assert gathered is not None
+        for out, grad in zip(outs, grads, strict=True):
+            torch.mm(gathered.flatten(0, -2).mH, as_rows(grad, split.dim), out=out)
 
-    detail = f"dim={scatter_dim}" + " whole" * whole
-    what = what_is("_fused_matmul_reduce_scatter_backward", grad, detail=detail)
+    detail = f"gather_dim={split.dim}" + " whole" * whole
     runtime.of(shard, group).all_gather_and_consume(
-        group, [shard], at_last(multiply, group) if whole else consume, what, gathered=full
+        group,
+        [shard],
+        at_last(multiply, group) if whole else consume,
+        what_is(_WEIGHT_GRAD, x_shard, split=split, detail=detail),
+        shapes=front.shard_shapes(shard),
+        gathered=gathered,
+        split=front,
     )
-    for total in (A_sum, B_sum):
-        if total is not None:
-            total.finish()
-    if reduce_op == "avg":
-        A_grad.div_(W)
-        B_grad.div_(W)
-    if need_a and not columns:
-        A_grad = A_grad.view(front_shape(A, scatter_dim)).movedim(0, scatter_dim)
-    return A_grad.reshape(A.shape if need_a else (0, 0)).contiguous(), B_grad
+    for total in sums:
+        total.finish()
 
 
-def _matmul_reduce_scatter_backward_fake(
-    grad: torch.Tensor,
-    A: torch.Tensor,
-    B: torch.Tensor,
+def _weight_grad_fake(
+    x_shard: torch.Tensor,
+    grads: list[torch.Tensor],
+    gather_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> list[torch.Tensor]:
+    world_size = world_size_of(group_name)
+    split = gather_split(_WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, rank, world_size)
+    by_columns = gather_dim == x_shard.dim() - 1
+    inner = split.length if by_columns else x_shard.shape[-1]
+    return [x_shard.new_empty(inner, grad.shape[-1]) for grad in grads]
+
+
+def _backward_kernel(
+    grad_shard: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
     reduce_op: str,
     scatter_dim: int,
     group_name: str,
     need_a: bool,
     need_b: bool,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return A.new_empty(A.shape if need_a else (0, 0)), B.new_empty(B.shape if need_b else (0, 0))
+    """gathered(grad) @ weight^H and a^H @ gathered(grad), in one pass over the shards of grad.
+
+    A gradient that is not needed is an empty tensor.
+    """
+    group = group_of(group_name, rank)
+    split = gather_split(
+        _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
+    )
+    by_columns = scatter_dim == a.dim() - 1
+    a_front = a if by_columns else a.movedim(scatter_dim, 0)
+    grad_a = new_result(a, a_front.shape) if need_a else None
+    grad_weight = new_result(weight, weight.shape) if need_b else None
+    multiply = _backward_columns if by_columns else _backward_rows
+    multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight)
+    for grad in (grad_a, grad_weight):
+        if grad is not None and reduce_op == "avg":
+            grad.div_(group.world_size)
+    if grad_a is not None and not by_columns:
+        grad_a = grad_a.movedim(0, scatter_dim).contiguous()
+    return (
+        a.new_empty(0, 0) if grad_a is None else grad_a,
+        weight.new_empty(0, 0) if grad_weight is None else grad_weight,
+    )
+
+
+def _backward_columns(
+    group: Group,
+    grad_shard: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    split: Split,
+    grad_a: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> None:
+    """The columns of the product were scattered: gradients of columns of the weight arrive."""
+    columns, a_rows = split.along(1), a.flatten(0, -2)
+    a_sum = None if grad_a is None else Sum(grad_a.flatten(0, -2), group.world_size)
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        grad = aligned(shards[0]).flatten(0, -2)
+        if a_sum is not None:
+            a_sum.add_product(grad, columns.of(rank, weight).mH)
+        if grad_weight is not None:
+            columns.of(rank, grad_weight).copy_(torch.mm(a_rows.mH, grad))
+
+    name = what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}")
+    shapes = split.shard_shapes(grad_shard)
+    on = runtime.of(grad_shard, group)
+    on.all_gather_and_consume(group, [grad_shard], consume, name, shapes=shapes)
+    if a_sum is not None:
+        a_sum.finish()
+
+
+def _backward_rows(
+    group: Group,
+    grad_shard: torch.Tensor,
+    a_front: torch.Tensor,
+    weight: torch.Tensor,
+    split: Split,
+    grad_a: torch.Tensor | None,
+    grad_weight: torch.Tensor | None,
+) -> None:
+    """Rows of the product were scattered; `a_front` and `grad_a` have their dimension in front."""
+    shard, front = grad_shard.movedim(split.dim, 0), split.along(0)
+    *lead, outer = largest = front.largest_shape(shard.shape)
+    rows, inner = math.prod(lead), weight.shape[0]
+    question = Question(
+        "matmul_reduce_scatter_backward",
+        shard.dtype,
+        ((rows, outer, inner),) * (grad_a is not None)
+        + ((inner, rows, outer),) * (grad_weight is not None),
+        shard=math.prod(largest) * shard.element_size(),
+        accumulated=0 if grad_weight is None else nbytes_of(grad_weight),
+    )
+    whole = choose(group, shard.device, question) == "whole"
+    gathered = new_result(shard, front.whole_shape(shard.shape)) if whole else None
+    sums = [] if whole or grad_weight is None else [Sum(grad_weight, group.world_size)]
+
+    def consume(shards: list[torch.Tensor], rank: int) -> None:
+        grad = aligned(shards[0]).flatten(0, -2)
+        if grad_a is not None:
+            torch.mm(grad, weight.mH, out=front.of(rank, grad_a).flatten(0, -2))
+        for total in sums:
+            total.add_product(front.of(rank, a_front).flatten(0, -2).mH, grad)
+
+    def multiply() -> None:
+        assert gathered is not None
+        grad = gathered.flatten(0, -2)
+        if grad_a is not None:
+            torch.mm(grad, weight.mH, out=grad_a.flatten(0, -2))
+        if grad_weight is not None:
+            torch.mm(a_front.flatten(0, -2).mH, grad, out=grad_weight)
+
+    runtime.of(shard, group).all_gather_and_consume(
+        group,
+        [shard],
+        at_last(multiply, group) if whole else consume,
+        what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}" + " whole" * whole),
+        shapes=front.shard_shapes(shard),
+        gathered=gathered,
+        split=front,
+    )
+    for total in sums:
+        total.finish()
+
+
+def _backward_fake(
+    grad_shard: torch.Tensor,
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    reduce_op: str,
+    scatter_dim: int,
+    group_name: str,
+    need_a: bool,
+    need_b: bool,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return (
+        a.new_empty(a.shape if need_a else (0, 0)),
+        weight.new_empty(weight.shape if need_b else (0, 0)),
+    )
 
 
 _KERNELS: dict[str, tuple[Op, Op]] = {
-    "_fused_all_gather_weight_grad": (_weight_grad_kernel, _weight_grad_fake),
-    "_fused_matmul_reduce_scatter_backward": (
-        _matmul_reduce_scatter_backward_kernel,
-        _matmul_reduce_scatter_backward_fake,
-    ),
+    _WEIGHT_GRAD: (_weight_grad_kernel, _weight_grad_fake),
+    _BACKWARD: (_backward_kernel, _backward_fake),
 }
 
 

@@ -17,7 +17,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from symm_cp.ops.common import lib
+from symm_cp.ops.common import lib, named_with_sizes
 
 _NAMESPACE = torch.ops.symm_mem
 
@@ -154,7 +154,7 @@ def register() -> None:
     torch would do the same, but not with lists of tensors, and it would copy the result of a
     low-contention op before it is complete. The ops that are not named here are left to torch.
     """
-    for name in (
+    for name in named_with_sizes(
         "fused_all_gather_matmul",
         "fused_matmul_reduce_scatter",
         "fused_all_gather_scaled_matmul",
@@ -167,5 +167,5 @@ def register() -> None:
         "_fused_matmul_reduce_scatter_backward",
     ):
         _register_vmap(name, None)
-    for name in ("_low_contention_all_gather", "_low_contention_reduce_scatter"):
+    for name in named_with_sizes("_low_contention_all_gather", "_low_contention_reduce_scatter"):
         _register_vmap(name, torch.ops._c10d_functional.wait_tensor)

@@ -147,14 +147,20 @@ class Runtime(Protocol):
         """
 
     def prepare_all_gather(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
-        """Prepares a background all-gather along dimension 0, for tensors such as `tensor`."""
+        """Prepares a background all-gather along dimension 0, for tensors such as `tensor`.
+
+        `split` divides the result.
+        """
 
     def prepare_reduce_scatter(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
-        """Prepares a background reduce-scatter along dimension 0, for tensors such as `tensor`."""
+        """Prepares a background reduce-scatter along dimension 0, for tensors such as `tensor`.
+
+        `split` divides the input.
+        """
 
     def prepare_all_reduce(
         self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool

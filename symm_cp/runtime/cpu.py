@@ -120,8 +120,8 @@ class CpuRuntime:
     ) -> None:
         """See `Runtime`. A peer's shard is read where it lies, with strides of a new tensor."""
         rank = group.rank
-        in_place = len(shard) == 1 and shard[0].is_contiguous() and is_symmetric(shard[0], group)
         shards = Shards(shard, group.world_size, shapes)
+        in_place = len(shard) == 1 and _readable(shards, group)
         strided = not shards.contiguous
         target = None
         if gathered is not None:
@@ -163,11 +163,11 @@ class CpuRuntime:
         shapes: Sequence[Shape] | None = None,
     ) -> None:
         """See `Runtime`. All shards are read where they lie."""
-        rank, contiguous = group.rank, shard.is_contiguous()
-        in_place = contiguous and is_symmetric(shard, group)
+        rank = group.rank
         parts = None if shapes is None else [(shape,) for shape in shapes]
         shards = Shards([shard], group.world_size, parts)
-        program = _combine_program(rank, shards.sizes, in_place, not contiguous)
+        in_place = _readable(shards, group)
+        program = _combine_program(rank, shards.sizes, in_place, not shards.contiguous)
         with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
 
             def shard_of(source: int) -> torch.Tensor:
@@ -255,30 +255,36 @@ class CpuRuntime:
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
 
     def prepare_all_gather(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
         """See `Runtime`."""
-        shape = tuple(tensor.shape)
-        split = Split.equal(shape[0], group.world_size)
-        whole = tuple(split.whole_shape(shape))
-        nbytes = tensor.numel() * tensor.element_size()
-        shard = (Extent.even(0, nbytes),)
+        whole = tuple(split.whole_shape(tensor.shape))
+        output = Extent.split(1, split, whole, tensor.element_size())
+        shards = dict(enumerate(output.nbytes))
         binding = Binding(
+            {"input": (Extent.even(0, shards[group.rank]),), "output": (output,)},
             {
-                "input": shard,
-                "symmetric": shard,
-                "slot": (Extent.even(None, nbytes),),
-                "output": (Extent.split(1, split, whole, tensor.element_size()),),
-            }
+                "symmetric": {rank: (Extent.even(0, size),) for rank, size in shards.items()},
+                "slot": {rank: (Extent.even(None, size),) for rank, size in shards.items()},
+            },
         )
-        pattern = patterns.BACKGROUND_ALL_GATHER
-        return _collective(group, pattern, binding, None, call_name, whole, nbytes)
+        pattern, slot_bytes = patterns.BACKGROUND_ALL_GATHER, max(output.nbytes)
+        # An empty tensor has no address: ranks could not agree on whether theirs are symmetric.
+        return _collective(
+            group,
+            pattern,
+            binding,
+            None,
+            call_name,
+            whole,
+            slot_bytes,
+            ever_in_place=min(split.sizes) > 0,
+        )
 
     def prepare_reduce_scatter(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
         """See `Runtime`."""
-        split = Split.equal(tensor.shape[0] // group.world_size, group.world_size)
         pattern = patterns.BACKGROUND_REDUCE_SCATTER
         return _reduce_scatter(group, pattern, tensor, split, call_name, mean)
 
@@ -325,6 +331,11 @@ class CpuRuntime:
         return _CpuCollective(program, program, call_name, shape, room, always=True)
 
 
+def _readable(shards: Shards, group: Group) -> bool:
+    """Whether the one tensor of the own shard can be read in place, as those of all ranks."""
+    return shards.contiguous and not shards.sizes.some_empty and is_symmetric(shards.own[0], group)
+
+
 def _real(tensor: torch.Tensor) -> torch.Tensor:
     """A complex tensor as pairs of real numbers, which is how it is summed."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
@@ -361,6 +372,8 @@ def _collective(
     call_name: bytes,
     output_shape: Shape,
     slot_bytes: int,
+    *,
+    ever_in_place: bool = True,
 ) -> Collective:
     """Lowers a pattern for a plain input and for one in symmetric memory."""
     plain, in_place = (
@@ -373,6 +386,7 @@ def _collective(
         )
         for place in (False, True)
     )
+    in_place = in_place if ever_in_place else plain
     return _CpuCollective(plain, in_place, call_name, output_shape, slot_bytes)
 
 
@@ -394,7 +408,8 @@ class _CpuCollective:
         *,
         always: bool = False,
     ) -> None:
-        self._plans = (plain.plan(call_name), in_place.plan(call_name))
+        plan = plain.plan(call_name)
+        self._plans = (plan, plan if in_place is plain else in_place.plan(call_name))
         handles = (self._plans[0].handle, self._plans[1].handle)
         self._output_shape = output_shape
         self._wake = slot_bytes > _WAKE_BYTES

@@ -24,6 +24,7 @@ from symm_cp.alignment import scratch
 from symm_cp.devices import give_up
 from symm_cp.hosts import Hosts, hosts_of, no_common_memory
 from symm_cp.memory import Group
+from symm_cp.runtime import process_group
 from symm_cp.runtime.api import (
     Collective,
     Combine,
@@ -312,31 +313,26 @@ class HostsRuntime:
             out.copy_(received)
 
     def prepare_all_gather(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
         """See `Runtime`. Hosts share no memory: it is the process group's own collective."""
-        shape = Split.equal(tensor.shape[0], group.world_size).whole_shape(tensor.shape)
 
         def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-            return torch.ops._c10d_functional.all_gather_into_tensor(
-                tensor.contiguous(), group.world_size, group.name
-            )
+            return process_group.all_gather(tensor, split, group.name)
 
-        return _OfProcessGroup(start, tuple(shape), call_name)
+        return _OfProcessGroup(start, tuple(split.whole_shape(tensor.shape)), call_name)
 
     def prepare_reduce_scatter(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
         """As `prepare_all_gather`."""
-        split = Split.equal(tensor.shape[0] // group.world_size, group.world_size)
         reduce_op = "avg" if mean else "sum"
 
         def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-            return torch.ops._c10d_functional.reduce_scatter_tensor(
-                tensor.contiguous(), reduce_op, group.world_size, group.name
-            )
+            return process_group.reduce_scatter(tensor, reduce_op, split, group.name)
 
-        return _OfProcessGroup(start, tuple(split.shape_of(0, tensor.shape)), call_name)
+        shape = split.shape_of(group.rank, tensor.shape)
+        return _OfProcessGroup(start, tuple(shape), call_name)
 
     def prepare_all_reduce(
         self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool

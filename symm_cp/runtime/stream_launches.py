@@ -5,7 +5,7 @@ Each is made once for the sizes of a call, and cached.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from symm_cp.alignment import part_offsets
@@ -163,19 +163,29 @@ def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
 
 @lru_cache(maxsize=512)
 def background_launch(
-    pattern: patterns.Pattern, rank: int, ranks: int, nbytes: int, mode: CallMode, in_place: bool
+    pattern: patterns.Pattern, rank: int, chunks: Extent, mode: CallMode, in_place: bool
 ) -> Launch:
-    """Operands: the input, the output or the partial sums, and in place all ranks' inputs."""
-    scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
-    chunks = ranks if scatter else 1
-    target = "partials" if scatter else "output"
-    binding = Binding(
-        {
-            "input": (Extent.even(0, nbytes, chunks),),
-            target: (Extent.even(1, nbytes, ranks),),
-            "symmetric": (Extent.even(2, nbytes, chunks),),
-            "slot": (Extent.even(None, nbytes, chunks),),
-        }
-    )
+    """`chunks` are those of the whole: the result of a gather, the input of a scatter.
+
+    Operands: the input, the output or the partial sums, and in place all ranks' inputs.
+    """
+    ranks, sizes = len(chunks.nbytes), dict(enumerate(chunks.nbytes))
+    if pattern is patterns.BACKGROUND_REDUCE_SCATTER:
+        binding = Binding(
+            {
+                "input": (replace(chunks, operand=0),),
+                "partials": (Extent.even(1, sizes[rank], ranks),),
+                "symmetric": (replace(chunks, operand=2),),
+                "slot": (replace(chunks, operand=None),),
+            }
+        )
+    else:
+        binding = Binding(
+            {"input": (Extent.even(0, sizes[rank]),), "output": (replace(chunks, operand=1),)},
+            {
+                "symmetric": {peer: (Extent.even(2, size),) for peer, size in sizes.items()},
+                "slot": {peer: (Extent.even(None, size),) for peer, size in sizes.items()},
+            },
+        )
     variant = pattern.staged(in_place=in_place)
     return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)

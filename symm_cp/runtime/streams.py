@@ -54,7 +54,7 @@ from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
+from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, viewing
 
 # From this many ranks on, shards that nobody keeps are pulled into two places in turn.
 _BOUNDED_FROM = 4
@@ -68,11 +68,16 @@ class _Call:
         self.device = device_for(group, device)
         self.mode = CallMode.of(self.device)
 
-    def in_place(self, shard: Sequence[torch.Tensor]) -> tuple[int, ...] | None:
-        """Where the peers' shards are, if they can be read there; ranks agree on that first."""
+    def in_place(
+        self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
+    ) -> tuple[int, ...] | None:
+        """Where the peers' shards are, if they can be read there; ranks agree on that first.
+
+        Where a rank's shard is empty, and so has no address, none is read in place.
+        """
         agree(self.group, self.name)
         addresses = None
-        readable = len(shard) == 1 and not self.mode.capturing
+        readable = len(shard) == 1 and not self.mode.capturing and not some_empty
         if readable and is_whole(self.device, shard[0], self.group):
             addresses = symmetric_addresses(shard[0], self.group)
         way = b" through a slot" if addresses is None else b" of symmetric memory"
@@ -128,8 +133,8 @@ class StreamRuntime:
         """
         ranks, rank = group.world_size, group.rank
         call = _Call(group, shard[0].device, call_name)
-        addresses = call.in_place(shard)
         shards, target = Shards(_contiguous(shard), ranks, shapes), None
+        addresses = call.in_place(shard, some_empty=shards.sizes.some_empty)
         if gathered is not None:
             split = split or Split.equal(shard[0].shape[0], ranks)
             target = (split, tuple(gathered.shape), gathered.element_size())
@@ -168,9 +173,9 @@ class StreamRuntime:
         """See `Runtime`. All shards are pulled, the own one as well."""
         ranks = group.world_size
         call = _Call(group, shard.device, call_name)
-        addresses = call.in_place([shard])
         parts = None if shapes is None else [(shape,) for shape in shapes]
         shards = Shards(_contiguous([shard]), ranks, parts)
+        addresses = call.in_place([shard], some_empty=shards.sizes.some_empty)
         launch = combine_launch(group.rank, shards.sizes, call.mode, addresses is not None)
         staging = _staging(shards, ranks)
 
@@ -290,16 +295,16 @@ class StreamRuntime:
             call.run(launch, space, epoch, operands, kernels)
 
     def prepare_all_gather(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
         """See `Runtime`."""
-        return _BackgroundGather(tensor, group.world_size, call_name)
+        return _BackgroundGather(tensor, split, call_name)
 
     def prepare_reduce_scatter(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
+        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
         """See `Runtime`."""
-        return _BackgroundScatter(tensor, group.world_size, call_name, mean)
+        return _BackgroundScatter(tensor, split, group.rank, call_name, mean)
 
     def prepare_all_reduce(
         self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
@@ -343,7 +348,7 @@ def _start(
     tensor: torch.Tensor,
     call_name: bytes,
     pattern: patterns.Pattern,
-    nbytes: int,
+    chunks: Extent,
     target: torch.Tensor,
     result: torch.Tensor,
     kernels: dict[str, Callable[[int], None]],
@@ -352,13 +357,12 @@ def _start(
     call = _Call(group, tensor.device, call_name)
     device = call.device
     source = tensor.contiguous()
+    scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
     with group.lock, device.guard():
-        addresses = call.in_place([tensor])
-        room = 0 if addresses is not None else source.numel() * source.element_size()
-        space = workspace(group, device, "async", room)
-        launch = background_launch(
-            pattern, group.rank, group.world_size, nbytes, call.mode, addresses is not None
-        )
+        addresses = call.in_place([tensor], some_empty=not scatter and min(chunks.nbytes) == 0)
+        room = sum(chunks.nbytes) if scatter else max(chunks.nbytes)
+        space = workspace(group, device, "async", 0 if addresses is not None else room)
+        launch = background_launch(pattern, group.rank, chunks, call.mode, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
         call.run(launch, space, space.next_epoch(), operands, kernels)
         device.used_by_copies("async", source, target, result)
@@ -382,22 +386,24 @@ class _Background:
 
 
 class _BackgroundGather(_Background):
-    def __init__(self, tensor: torch.Tensor, ranks: int, call_name: bytes) -> None:
-        super().__init__(Split.equal(tensor.shape[0], ranks).whole_shape(tensor.shape), call_name)
+    def __init__(self, tensor: torch.Tensor, split: Split, call_name: bytes) -> None:
+        super().__init__(split.whole_shape(tensor.shape), call_name)
+        self._chunks = Extent.split(1, split, self._output_shape, tensor.element_size())
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         """See `Collective`."""
         output = tensor.new_empty(self._output_shape)
-        nbytes = tensor.numel() * tensor.element_size()
         pattern = patterns.BACKGROUND_ALL_GATHER
-        _start(group, tensor, self._name, pattern, nbytes, output, output, {})
+        _start(group, tensor, self._name, pattern, self._chunks, output, output, {})
         return output
 
 
 class _BackgroundScatter(_Background):
-    def __init__(self, tensor: torch.Tensor, ranks: int, call_name: bytes, mean: bool) -> None:
-        split = Split.equal(tensor.shape[0] // ranks, ranks)
-        super().__init__(split.shape_of(0, tensor.shape), call_name)
+    def __init__(
+        self, tensor: torch.Tensor, split: Split, rank: int, call_name: bytes, mean: bool
+    ) -> None:
+        super().__init__(split.shape_of(rank, tensor.shape), call_name)
+        self._chunks = Extent.split(0, split, tensor.shape, tensor.element_size())
         self._mean = mean
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
@@ -409,7 +415,6 @@ class _BackgroundScatter(_Background):
         kernels: dict[str, Kernel] = {
             "reduce": lambda _: add_rows(partials, output, mean=self._mean)
         }
-        nbytes = output.numel() * output.element_size()
         pattern = patterns.BACKGROUND_REDUCE_SCATTER
-        _start(group, numbers, self._name, pattern, nbytes, partials, output, kernels)
+        _start(group, numbers, self._name, pattern, self._chunks, partials, output, kernels)
         return torch.view_as_complex(output) if tensor.is_complex() else output

@@ -12,6 +12,8 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
 
     `rows` is (W, ...) for `out` of shape (...); each row is contiguous.
     """
+    if out.numel() == 0:
+        return
     if rows.is_cuda:
         kernels.add_rows(rows, out, mean=mean)
         return

@@ -20,7 +20,7 @@ import symm_cp
 from symm_cp import env, hosts, liveness, memory
 from tests.exhaustive import some
 from tests.hosts.fabric import fabric
-from tests.ops import test_attention, test_gradients, test_random
+from tests.ops import test_attention, test_gradients, test_random, test_uneven
 from tests.pool import Ranks
 from tests.rank_process import say
 
@@ -105,6 +105,18 @@ def test_all_ops(ranks: Ranks, world_size: int, per_host: int) -> None:
 
 def test_gradients_of_gathers(ranks: Ranks) -> None:
     ranks.run(4, on_hosts, 2, test_gradients.gather_gradients)
+
+
+def uneven_parts(group: dist.ProcessGroup) -> None:
+    test_uneven.gathers(group, torch.float32)
+    test_uneven.scatters(group, torch.float32)
+    test_uneven.scaled(group)
+    test_uneven.collective_gradients(group)
+
+
+@SPREADS
+def test_uneven_parts(ranks: Ranks, world_size: int, per_host: int) -> None:
+    ranks.run(world_size, on_hosts, per_host, uneven_parts)
 
 
 def bitwise(group: dist.ProcessGroup) -> None:

@@ -66,6 +66,8 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         return list(OPS.fused_all_gather_attention(q, k, v, name, is_causal=True))
 
     x = rand(2 * W, 4)
+    sizes = [*range(1, W + 1)]
+    uneven = (sizes, rank)
     return {
         "fused_all_gather_matmul": Call(gather, [rand(3, 4), rand(4, 5), rand(4, 2)]),
         "fused_matmul_reduce_scatter": Call(
@@ -77,6 +79,22 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         ),
         "_low_contention_reduce_scatter": Call(
             lambda x: [waited(OPS._low_contention_reduce_scatter(x, "avg", name))], [x]
+        ),
+        "_all_gather_matmul_split": Call(
+            lambda x, w: OPS._all_gather_matmul_split(x, [w], 0, name, *uneven, return_A=False)[1],
+            [rand(sizes[rank], 4), rand(4, 3)],
+        ),
+        "_matmul_reduce_scatter_split": Call(
+            lambda x, w: [OPS._matmul_reduce_scatter_split(x, w, "sum", 0, name, *uneven)],
+            [rand(sum(sizes), 4), rand(4, 3)],
+        ),
+        "_low_contention_all_gather_split": Call(
+            lambda x: [waited(OPS._low_contention_all_gather_split(x, name, *uneven))],
+            [rand(sizes[rank], 4)],
+        ),
+        "_low_contention_reduce_scatter_split": Call(
+            lambda x: [waited(OPS._low_contention_reduce_scatter_split(x, "avg", name, *uneven))],
+            [rand(sum(sizes), 4)],
         ),
         "one_shot_all_reduce": Call(lambda x: [OPS.one_shot_all_reduce(x, "sum", name)], [x]),
         "two_shot_all_reduce_": Call(in_place, [x]),
@@ -92,6 +110,10 @@ NAMES = (
     "all_gather_kv",
     "_low_contention_all_gather",
     "_low_contention_reduce_scatter",
+    "_all_gather_matmul_split",
+    "_matmul_reduce_scatter_split",
+    "_low_contention_all_gather_split",
+    "_low_contention_reduce_scatter_split",
     "one_shot_all_reduce",
     "two_shot_all_reduce_",
     *ATTENTION,

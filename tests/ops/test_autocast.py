@@ -19,6 +19,8 @@ from tests.pool import Ranks
 from tests.tensor_parallel.common import fused_plan, mesh_of
 
 CASTING = (
+    "_all_gather_matmul_split",
+    "_matmul_reduce_scatter_split",
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "fused_all_gather_attention",

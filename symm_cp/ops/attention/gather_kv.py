@@ -1,10 +1,12 @@
 """All-gather of keys and values together; its gradient is a reduce-scatter of both.
 
-For attention that needs all keys at once, unlike `fused_all_gather_attention`.
+For attention that needs all keys at once. `fused_all_gather_attention` does not.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,14 +14,18 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import (
+    OPTIONAL_SIZES,
     attention_runs,
     check_dim,
-    check_divisible,
     check_reduce_op,
+    gather_split,
     group_of,
     lib,
     new_result,
     register_kernel,
+    scatter_split,
+    uneven_of,
+    uneven_parts,
     what_is,
     world_size_of,
 )
@@ -28,10 +34,13 @@ from symm_cp.ops.transforms import register_gradient
 _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
 
-lib.define(f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name) -> (Tensor, Tensor)")
 lib.define(
-    f"{_SCATTER}(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name)"
+    f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name, {OPTIONAL_SIZES})"
     " -> (Tensor, Tensor)"
+)
+lib.define(
+    f"{_SCATTER}(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name, "
+    f"{OPTIONAL_SIZES}) -> (Tensor, Tensor)"
 )
 
 
@@ -43,98 +52,124 @@ def _check(key: torch.Tensor, value: torch.Tensor, seq_dim: int) -> int:
         )
     if value.dim() != key.dim() or value.shape[dim] != key.shape[dim]:
         raise ValueError(
-            f"{_GATHER}: value {list(value.shape)} and key {list(key.shape)} must have the same "
-            f"number of dimensions and the same length of dimension {seq_dim}"
+            f"{_GATHER}: value {list(value.shape)} and key {list(key.shape)} need the same number "
+            f"of dimensions and the same length of dimension {seq_dim}"
         )
     return dim
 
 
-def _gathered_shape(tensor: torch.Tensor, dim: int, world_size: int) -> list[int]:
-    shape = list(tensor.shape)
-    shape[dim] *= world_size
-    return shape
-
-
-def _shard_shape(tensor: torch.Tensor, dim: int, world_size: int) -> list[int]:
-    shape = list(tensor.shape)
-    shape[dim] //= world_size
-    return shape
-
-
 def _gather_kernel(
-    key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     dim = _check(key, value, seq_dim)
-    rows_per_rank = key.shape[dim]
-    keys, values = (new_result(t, _gathered_shape(t, dim, group.world_size)) for t in (key, value))
+    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
+    keys, values = (new_result(t, split.whole_shape(t.shape)) for t in (key, value))
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        for gathered, shard in zip((keys, values), shards, strict=True):
-            gathered.narrow(dim, rank * rows_per_rank, rows_per_rank).copy_(shard)
+        for whole, shard in zip((keys, values), shards, strict=True):
+            split.of(rank, whole).copy_(shard)
 
-    call_name = what_is(_GATHER, key, value, detail=f"seq_dim={dim}")
-    runtime.of(key, group).all_gather_and_consume(group, [key, value], consume, call_name)
+    name = what_is(_GATHER, key, value, split=split, detail=f"seq_dim={dim}")
+    shapes = split.shard_shapes(key, value)
+    on = runtime.of(key, group)
+    on.all_gather_and_consume(group, [key, value], consume, name, shapes=shapes)
     return keys, values
 
 
 def _scatter_kernel(
-    grad_key: torch.Tensor, grad_value: torch.Tensor, seq_dim: int, group_name: str
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    seq_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    group = group_of(group_name)
+    group = group_of(group_name, rank)
     dim = _check(grad_key, grad_value, seq_dim)
-    check_divisible(_SCATTER, "seq_dim", dim, grad_key.shape[dim], group.world_size)
+    length = grad_key.shape[dim]
+    split = scatter_split(_SCATTER, "seq_dim", dim, length, sizes, group.world_size)
     check_reduce_op(_SCATTER, "grad_key", grad_key.dtype)
-    rows_per_rank = grad_key.shape[dim] // group.world_size
     grads = (grad_key, grad_value)
-    shapes = [_shard_shape(grad, dim, group.world_size) for grad in grads]
-    counts = [torch.Size(shape).numel() for shape in shapes]
-    total = new_result(grad_key, (sum(counts),))
+
+    def parts_of(rank: int, memory: torch.Tensor) -> list[torch.Tensor]:
+        shapes = [split.shape_of(rank, grad.shape) for grad in grads]
+        parts = memory.split([math.prod(shape) for shape in shapes])
+        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+
+    counts = [
+        sum(math.prod(split.shape_of(rank, grad.shape)) for grad in grads)
+        for rank in range(group.world_size)
+    ]
+    total = new_result(grad_key, (counts[group.rank],))
 
     def produce(rank: int, partial: torch.Tensor) -> None:
-        for grad, shape, part in zip(grads, shapes, partial.split(counts), strict=True):
-            part.view(shape).copy_(grad.narrow(dim, rank * rows_per_rank, rows_per_rank))
+        for grad, part in zip(grads, parts_of(rank, partial), strict=True):
+            part.copy_(split.of(rank, grad))
 
-    call_name = what_is(_SCATTER, *grads, detail=f"seq_dim={dim}")
-    runtime.of(grad_key, group).produce_and_reduce_scatter(group, produce, total, call_name)
-    # Copies: the results of an op share no memory.
-    key, value = (part.view(s) for part, s in zip(total.split(counts), shapes, strict=True))
+    name = what_is(_SCATTER, *grads, split=split, detail=f"seq_dim={dim}")
+    shapes = [(count,) for count in counts]
+    on = runtime.of(grad_key, group)
+    on.produce_and_reduce_scatter(group, produce, total, name, shapes=shapes)
+    # Tensors of their own: an op's results share no memory.
+    key, value = parts_of(group.rank, total)
     return key.clone(), value.clone()
 
 
 def _gather_fake(
-    key: torch.Tensor, value: torch.Tensor, seq_dim: int, group_name: str
+    key: torch.Tensor,
+    value: torch.Tensor,
+    seq_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dim, world_size = _check(key, value, seq_dim), world_size_of(group_name)
-    keys, values = (t.new_empty(_gathered_shape(t, dim, world_size)) for t in (key, value))
+    dim = _check(key, value, seq_dim)
+    split = gather_split(_GATHER, "seq_dim", dim, key, sizes, rank, world_size_of(group_name))
+    keys, values = (t.new_empty(split.whole_shape(t.shape)) for t in (key, value))
     return keys, values
 
 
 def _scatter_fake(
-    grad_key: torch.Tensor, grad_value: torch.Tensor, seq_dim: int, group_name: str
+    grad_key: torch.Tensor,
+    grad_value: torch.Tensor,
+    seq_dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    dim, world_size = _check(grad_key, grad_value, seq_dim), world_size_of(group_name)
-    key, value = (t.new_empty(_shard_shape(t, dim, world_size)) for t in (grad_key, grad_value))
+    dim = _check(grad_key, grad_value, seq_dim)
+    world_size = world_size_of(group_name)
+    split = scatter_split(_SCATTER, "seq_dim", dim, grad_key.shape[dim], sizes, world_size)
+    key, value = (t.new_empty(split.shape_of(rank or 0, t.shape)) for t in (grad_key, grad_value))
     return key, value
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, _, ctx.seq_dim, ctx.group_name = inputs
+    _, _, ctx.seq_dim, ctx.group_name, *last = inputs
+    ctx.uneven = uneven_of(last)
 
 
 def _gather_backward(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[Any, ...]:
     grads = torch.ops.symm_mem._all_gather_kv_backward(
-        grad_key, grad_value, ctx.seq_dim, ctx.group_name
+        grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven
     )
-    return (*grads, None, None)
+    return (*grads, None, None, *(None for _ in ctx.uneven))
 
 
 def _scatter_backward(
     ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor
 ) -> tuple[Any, ...]:
-    grads = torch.ops.symm_mem.all_gather_kv(grad_key, grad_value, ctx.seq_dim, ctx.group_name)
-    return (*grads, None, None)
+    grads = torch.ops.symm_mem.all_gather_kv(
+        grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven
+    )
+    return (*grads, None, None, *(None for _ in ctx.uneven))
 
 
 def register() -> None:
@@ -149,7 +184,12 @@ def register() -> None:
 
 
 def all_gather_kv(
-    key: torch.Tensor, value: torch.Tensor, *, seq_dim: int = 2, group: GroupLike
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    seq_dim: int = 2,
+    group: GroupLike,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All-gathers keys and values along their sequence, in one pipelined call.
 
@@ -158,18 +198,18 @@ def all_gather_kv(
         all_gather_tensor(key, seq_dim, group), all_gather_tensor(value, seq_dim, group)
 
     Args:
-        key, value: equal numbers of dimensions, lengths along `seq_dim` and dtypes; equal shapes on
-            all ranks.
+        key, value: equal numbers of dimensions, lengths along `seq_dim` and dtypes.
         seq_dim: the dimension to gather, negative counts from the end.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        sizes: the length of every rank's shard along `seq_dim`; by default all are as this rank's.
 
     Returns contiguous tensors, in rank order. Differentiable: gradients are reduce-scattered, added
-    in rank order, in float32 for 16-bit types. Raises `ValueError` or `TypeError` for invalid
-    arguments, before any communication; `RuntimeError` if a peer fails or calls it with other
-    arguments. Source: `flex_cp_allgather` of torch's context parallelism.
+    in rank order, in float32 for 16-bit types. Raises `ValueError` or `TypeError` for arguments
+    that do not fit, before any communication; `RuntimeError` when a peer fails or disagrees.
+    Source: `flex_cp_allgather` of torch's context parallelism.
     """
     name = group_name(group)
     gathered: tuple[torch.Tensor, torch.Tensor] = torch.ops.symm_mem.all_gather_kv(
-        key, value, seq_dim, name
+        key, value, seq_dim, name, *uneven_parts(sizes, name)
     )
     return gathered

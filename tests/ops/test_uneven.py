@@ -1,0 +1,603 @@
+"""Parts of any sizes: results, gradients, fakes, compilation and errors of the ops with `sizes`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+import symm_cp
+from symm_cp import tuning
+from symm_cp.shards import Split
+from tests import reference
+from tests.ops.test_fake import CHECKS, compare
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+FLOAT8 = torch.float8_e4m3fn
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+DTYPES = [torch.float32, torch.bfloat16, torch.complex128]
+
+
+def splits(ranks: int, dim: int = 0) -> list[Split]:
+    """5 rows; none on one rank; none on all but one; none at all."""
+    alone = [0] * ranks
+    alone[-1] = 3
+    return [
+        Split.nearly_equal(5, ranks, dim),
+        Split(tuple(2 * rank for rank in range(ranks)), dim),
+        Split(tuple(alone), dim),
+        Split.equal(0, ranks, dim),
+    ]
+
+
+def shape_with(shape: tuple[int, ...], dim: int, length: int) -> list[int]:
+    whole = list(shape)
+    whole[dim] = length
+    return whole
+
+
+def gathers(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    W, rank = group.size(), group.rank()
+    for shape, way in itertools.product([(3, 4), (2, 3, 4)], tuning.WAYS):
+        for dim in range(len(shape)):
+            for split in splits(W, dim):
+                whole = torch.randn(shape_with(shape, dim, split.length)).to(dtype)
+                shards = [split.of(r, whole) for r in range(W)]
+                weights = [torch.randn(whole.shape[-1], n).to(dtype) for n in (5, 2)]
+                _, expected = reference.all_gather_matmul(shards, weights, dim)
+                call = functools.partial(
+                    symm_cp.all_gather_matmul,
+                    shards[rank],
+                    weights,
+                    gather_dim=dim,
+                    group=group,
+                    sizes=split.sizes,
+                )
+                with tuning.forced(way):
+                    gathered, outputs = call(return_gathered=True)
+                    assert torch.equal(gathered, whole)
+                    outputs += call()
+                for output, exact in zip(outputs, 2 * expected, strict=True):
+                    exact.check(output)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@WORLD_SIZES
+def test_all_gather_matmul(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    ranks.run(world_size, gathers, dtype)
+
+
+def scatters(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    W, rank = group.size(), group.rank()
+    for shape, way, op in itertools.product([(3, 4), (2, 3, 4)], tuning.WAYS, ("sum", "avg")):
+        for dim in range(len(shape)):
+            for split in splits(W, dim):
+                last = dim == len(shape) - 1
+                rows = shape if last else shape_with(shape, dim, split.length)
+                a = [torch.randn(*rows[:-1], 4).to(dtype) for _ in range(W)]
+                b = [torch.randn(4, split.length if last else 6).to(dtype) for _ in range(W)]
+                with tuning.forced(way):
+                    output = symm_cp.matmul_reduce_scatter(
+                        a[rank],
+                        b[rank],
+                        scatter_dim=dim,
+                        reduce_op=op,
+                        group=group,
+                        sizes=split.sizes,
+                    )
+                wide = torch.complex128 if dtype.is_complex else torch.float64
+                exact = sum(x.to(wide) @ w.to(wide) for x, w in zip(a, b, strict=True))
+                exact = split.of(rank, exact / (W if op == "avg" else 1))
+                rtol = 2e-2 if dtype == torch.bfloat16 else 1e-4
+                torch.testing.assert_close(output.to(wide), exact, rtol=rtol, atol=10 * rtol)
+                assert output.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@WORLD_SIZES
+def test_matmul_reduce_scatter(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    ranks.run(world_size, scatters, dtype)
+
+
+def many_columns(group: dist.ProcessGroup) -> None:
+    """32,001 columns: gathered, and scattered again."""
+    W, rank = group.size(), group.rank()
+    split = Split.nearly_equal(32_001, W, 1)
+    x, up = torch.randn(3, 32_001), torch.randn(32_001, 2) / 100
+    out = symm_cp.all_gather_matmul(
+        split.of(rank, x), up, gather_dim=1, group=group, sizes=split.sizes
+    )
+    torch.testing.assert_close(out, x @ up, rtol=1e-4, atol=1e-4)
+    back = symm_cp.matmul_reduce_scatter(
+        x[:, :2], up.t().contiguous(), scatter_dim=-1, group=group, sizes=split.sizes
+    )
+    torch.testing.assert_close(back, split.of(rank, W * (x[:, :2] @ up.t())))
+
+
+@WORLD_SIZES
+def test_columns_that_do_not_divide(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, many_columns)
+
+
+def total(grad: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    summed = grad.clone()
+    dist.all_reduce(summed, group=group)
+    return summed
+
+
+def leaf(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_()
+
+
+def gather_gradients(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))
+    for dim, used in itertools.product(range(3), ((0, 1), (1,), ())):
+        for split in splits(W, dim):
+            whole = torch.randn(shape_with((2, 3, 4), dim, split.length)).double()
+            weights = [torch.randn(whole.shape[-1], n).double() for n in (3, 2)]
+            probes = [
+                [torch.randn(*whole.shape[:-1], n).double() for n in (3, 2)] for _ in range(W)
+            ]
+            kept = [torch.randn_like(whole) for _ in range(W)]
+            dense, dense_weights = leaf(whole), [leaf(w) for w in weights]
+            loss: Any = sum((dense * kept[r]).sum() for r in range(W))
+            for r, i in itertools.product(range(W), used):
+                loss = loss + ((dense @ dense_weights[i]) * probes[r][i]).sum()
+            loss.backward()
+            shard, own = leaf(split.of(rank, whole)), [leaf(w) for w in weights]
+            with tuning.forced(next(ways)):
+                gathered, outputs = symm_cp.all_gather_matmul(
+                    shard, own, gather_dim=dim, group=group, return_gathered=True,
+                    sizes=split.sizes,
+                )  # fmt: skip
+                loss = (gathered * kept[rank]).sum()
+                for i in used:
+                    loss = loss + (outputs[i] * probes[rank][i]).sum()
+                loss.backward()
+            torch.testing.assert_close(shard.grad, split.of(rank, dense.grad))
+            for i in used:
+                torch.testing.assert_close(total(own[i].grad, group), dense_weights[i].grad)
+
+
+@WORLD_SIZES
+def test_gradients_of_all_gather_matmul(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gather_gradients)
+
+
+def scatter_gradients(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    ways = itertools.cycle((*tuning.WAYS, tuning.WAYS[1]))
+    for dim, op in itertools.product(range(3), ("sum", "avg")):
+        for split in splits(W, dim):
+            rows = [2, 3, 4] if dim == 2 else shape_with((2, 3, 4), dim, split.length)
+            columns = split.length if dim == 2 else 5
+            a = [leaf(torch.randn(rows).double()) for _ in range(W)]
+            b = [leaf(torch.randn(4, columns).double()) for _ in range(W)]
+            product = sum(x @ w for x, w in zip(a, b, strict=True))
+            probe = torch.randn(product.shape).double()
+            ((product / (W if op == "avg" else 1)) * probe).sum().backward()
+            for need_a, need_b in ((True, True), (True, False), (False, True)):
+                own_a = a[rank].detach().clone().requires_grad_(need_a)
+                own_b = b[rank].detach().clone().requires_grad_(need_b)
+                with tuning.forced(next(ways)):
+                    output = symm_cp.matmul_reduce_scatter(
+                        own_a, own_b, scatter_dim=dim, reduce_op=op, group=group, sizes=split.sizes
+                    )
+                    (output * split.of(rank, probe)).sum().backward()
+                if need_a:
+                    torch.testing.assert_close(own_a.grad, a[rank].grad)
+                if need_b:
+                    torch.testing.assert_close(own_b.grad, b[rank].grad)
+
+
+@WORLD_SIZES
+def test_gradients_of_matmul_reduce_scatter(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, scatter_gradients)
+
+
+def twice(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Second derivatives that depend on everything."""
+    loss: Any = sum((out + 0.3 * out**3).sum() for out in outputs)
+    first = torch.autograd.grad(loss, inputs, create_graph=True)
+    return list(torch.autograd.grad(sum(g.square().sum() for g in first), inputs))
+
+
+def second_derivatives(group: dist.ProcessGroup) -> None:
+    """Every rank computes what all compute, so that its dense reference is its own."""
+    W, rank = group.size(), group.rank()
+    for dim in (0, 1):
+        split = Split(tuple(1 + 2 * (r % 2) for r in range(W)), dim)
+        length = split.length
+        whole = [torch.randn(shape_with((3, 4), dim, length)).double() for _ in range(W)]
+        inner = length if dim == 1 else 4
+        weights = [torch.randn(inner, 2).double() for _ in range(W)]
+
+        def dense_gather(*inputs: torch.Tensor, dim: int = dim, W: int = W) -> list[torch.Tensor]:
+            full = torch.cat(inputs[:W], dim)
+            return [out for w in inputs[W:] for out in (full, full @ w)]
+
+        shards = [leaf(split.of(r, whole[0])) for r in range(W)]
+        leaves = [leaf(w) for w in weights]
+        expected = twice(dense_gather(*shards, *leaves), [*shards, *leaves])
+        own = [leaf(shards[rank]), leaf(weights[rank])]
+        full, (out,) = OPS._all_gather_matmul_split(
+            own[0], [own[1]], dim, group.group_name, list(split.sizes), rank
+        )
+        got = twice([full, out], own)
+        torch.testing.assert_close(got, [expected[rank], expected[W + rank]])
+
+        rows = 3 if dim == 1 else length
+        a = [leaf(torch.randn(rows, 4).double()) for _ in range(W)]
+        b = [leaf(torch.randn(4, length if dim == 1 else 2).double()) for _ in range(W)]
+        product = sum(x @ w for x, w in zip(a, b, strict=True)) / W
+        expected = twice([product], [*a, *b])
+        own = [leaf(a[rank]), leaf(b[rank])]
+        out = symm_cp.matmul_reduce_scatter(
+            *own, scatter_dim=dim, reduce_op="avg", group=group, sizes=split.sizes
+        )
+        torch.testing.assert_close(twice([out], own), [expected[rank], expected[W + rank]])
+
+
+@WORLD_SIZES
+def test_second_derivatives(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, second_derivatives)
+
+
+def float8(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).clamp(-4, 4).to(FLOAT8)
+
+
+def scaled(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    for shape, dtype in itertools.product([(3, 32), (2, 3, 32)], (torch.float32, FLOAT8)):
+        for dim in range(len(shape)):
+            last = dim == len(shape) - 1
+            for split in splits(W, dim):
+                if last:  # torch's kernel takes a multiple of 16 columns
+                    sizes = [3 * r + 1 for r in range(W)]
+                    split = Split((*sizes[:-1], 32 - sum(sizes[:-1])), dim)
+                whole = float8(*shape_with(shape, dim, split.length))
+                shards = [split.of(r, whole) for r in range(W)]
+                weights = [float8(n, whole.shape[-1]).t() for n in (16, 32)]
+                w_scales = [torch.rand(1, 16) + 0.5, torch.tensor(1.5)]
+                biases = [None, torch.randn(32)]
+                by_row = torch.rand(*whole.shape[:-1], 1) + 0.5
+                own_rows = by_row if last else split.of(rank, by_row)
+                for scale in (torch.tensor(0.5), torch.tensor([0.5]), own_rows, by_row):
+                    full_scale = scale if scale.numel() == 1 and scale.dim() < 2 else by_row
+                    _, expected = reference.scaled_all_gather_matmul(
+                        shards, full_scale, weights, w_scales, dim, biases
+                    )
+                    gathered, outputs = symm_cp.scaled_all_gather_matmul(
+                        shards[rank], weights, scale, w_scales, gather_dim=dim, group=group,
+                        bias=biases, out_dtype=torch.float32, sizes=split.sizes,
+                    )  # fmt: skip
+                    assert torch.equal(gathered.float(), whole.float())
+                    for output, exact in zip(outputs, expected, strict=True):
+                        exact.check(output)
+                scatters_scaled(group, shape, dim, split, dtype)
+
+
+def scatters_scaled(
+    group: dist.ProcessGroup, shape: tuple[int, ...], dim: int, split: Split, dtype: torch.dtype
+) -> None:
+    W, rank = group.size(), group.rank()
+    last = dim == len(shape) - 1
+    rows = shape if last else shape_with(shape, dim, split.length)
+    columns = split.length if last else 16
+    a, b = [float8(*rows) for _ in range(W)], [float8(columns, 32).t() for _ in range(W)]
+    a_scales = [torch.rand(*rows[:-1], 1) + 0.5 for _ in range(W)]
+    b_scales = [torch.rand(1, columns) + 0.5 for _ in range(W)]
+    bias = torch.randn(columns)
+    total = sum(
+        (x.double() * sx) @ (w.double() * sw)
+        for x, sx, w, sw in zip(a, a_scales, b, b_scales, strict=True)
+    )
+    output = symm_cp.scaled_matmul_reduce_scatter(
+        a[rank], b[rank], a_scales[rank], b_scales[rank], scatter_dim=dim, group=group,
+        bias=bias, out_dtype=dtype, sizes=split.sizes,
+        result_scale=torch.tensor(4.0) if dtype == FLOAT8 else None,
+    )  # fmt: skip
+    exact = split.of(rank, (total + bias) / (4 if dtype == FLOAT8 else 1))
+    limit = torch.finfo(dtype).max
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(
+        output.double(), exact.clamp(-limit, limit), rtol=eps, atol=1e-3 + eps / 64
+    )
+
+
+@WORLD_SIZES
+def test_scaled_matmuls(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, scaled)
+
+
+def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A view of symmetric memory of the same size on all ranks."""
+    memory = torch_symm_mem.empty(4096, dtype=like.dtype, device="cpu")
+    torch_symm_mem.rendezvous(memory, group)
+    return memory[: like.numel()].view(like.shape).copy_(like)
+
+
+def collectives(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    for dtype in (torch.float32, torch.bfloat16, torch.int32, torch.complex64):
+        wide = torch.complex128 if dtype.is_complex else torch.float64
+        eps = torch.finfo(dtype).eps if dtype != torch.int32 else 0
+        tolerance = {"rtol": eps, "atol": 40 * torch.finfo(torch.float32).eps}
+        for split, columns, placed in itertools.product(
+            splits(W), (3, 9000 // 5), (torch.clone, symmetric)
+        ):
+            whole = (torch.randn(split.length, columns) * 9).to(dtype)
+            small = whole.numel() <= 1024
+            if placed is symmetric and not small:
+                continue
+            own = split.of(rank, whole)
+            shard = symmetric(own, group) if placed is symmetric else own.clone()
+            gathered = symm_cp.low_contention_all_gather(shard, group=group, sizes=split.sizes)
+            if placed is not symmetric:
+                shard.zero_()  # the caller has it back
+            assert torch.equal(gathered, whole)
+            inputs = [(torch.randn(split.length, columns) * 9).to(dtype) for _ in range(W)]
+            given = symmetric(inputs[rank], group) if placed is symmetric else inputs[rank].clone()
+            for op in ("sum", "avg") if dtype != torch.int32 else ("sum",):
+                part = symm_cp.low_contention_reduce_scatter(
+                    given, reduce_op=op, group=group, sizes=split.sizes
+                )
+                exact = sum(x.to(wide) for x in inputs) / (W if op == "avg" else 1)
+                torch.testing.assert_close(part.to(wide), split.of(rank, exact), **tolerance)
+
+
+@WORLD_SIZES
+def test_low_contention_collectives(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, collectives)
+
+
+def collective_gradients(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    for split in splits(W):
+        whole = torch.randn(split.length, 2, dtype=torch.float64)
+        probes = [torch.randn_like(whole) for _ in range(W)]
+        x = leaf(split.of(rank, whole))
+        gathered = symm_cp.low_contention_all_gather(x, group=group, sizes=split.sizes)
+        (gathered * probes[rank]).sum().backward()
+        torch.testing.assert_close(x.grad, split.of(rank, sum(probes)))
+        for op in ("sum", "avg"):
+            y = leaf(whole)
+            part = symm_cp.low_contention_reduce_scatter(
+                y, reduce_op=op, group=group, sizes=split.sizes
+            )
+            (part * split.of(rank, probes[0])).sum().backward()
+            torch.testing.assert_close(y.grad, probes[0] / (W if op == "avg" else 1))
+        for dim in (1, 2):
+            keys = Split(split.sizes, dim)
+            kv = [torch.randn(shape_with((2, 3, 4), dim, keys.length)) for _ in range(2)]
+            grads = [[torch.randn_like(t) for t in kv] for _ in range(W)]
+            own = [leaf(keys.of(rank, t)) for t in kv]
+            both = symm_cp.all_gather_kv(*own, seq_dim=dim, group=group, sizes=keys.sizes)
+            for got, want in zip(both, kv, strict=True):
+                assert torch.equal(got, want)
+            found = torch.autograd.grad(both, own, grads[rank])
+            for i, got in enumerate(found):
+                torch.testing.assert_close(got, keys.of(rank, sum(g[i] for g in grads)))
+
+
+@WORLD_SIZES
+def test_gradients_of_collectives(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, collective_gradients)
+
+
+def in_test_mode(group: dist.ProcessGroup) -> None:
+    """torch's `_test_mode()` asks for the unfused definitions."""
+    W, rank = group.size(), group.rank()
+    for dim, split in itertools.product((0, 1), splits(W)[:2]):
+        split = split.along(dim)
+        whole = torch.randn(shape_with((3, 4), dim, split.length))
+        weight = torch.randn(whole.shape[1], 2)
+        a, w = torch.randn(3 if dim else split.length, 4), torch.randn(4, split.length)
+
+        results = []
+        for mode in (contextlib.nullcontext(), torch_symm_mem._test_mode()):
+            with mode:
+                out = symm_cp.all_gather_matmul(
+                    split.of(rank, whole), weight, gather_dim=dim, group=group, sizes=split.sizes
+                )
+                part = symm_cp.matmul_reduce_scatter(
+                    a, w, scatter_dim=dim, group=group, sizes=split.sizes
+                )
+                results.append([out, part])
+        torch.testing.assert_close(*results)
+
+
+@WORLD_SIZES
+def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_test_mode)
+
+
+def fakes(group: dist.ProcessGroup) -> None:
+    W, rank, name = group.size(), group.rank(), group.group_name
+    for dim in (-3, -2, -1):
+        split = Split(tuple(range(1, W + 1)), dim % 3)
+        sizes = list(split.sizes)
+        whole = torch.randn(shape_with((2, 3, 16), dim, split.length))
+        shard = split.of(rank, whole).contiguous()
+        weights = [torch.randn(whole.shape[-1], n) for n in (16, 4)]
+        for keep in (True, False):
+            compare(
+                OPS._all_gather_matmul_split, shard, weights, dim, name, sizes, rank, return_A=keep
+            )
+        a = torch.randn(2, 3, 16) if dim == -1 else whole
+        weight = torch.randn(16, split.length)
+        compare(OPS._matmul_reduce_scatter_split, a, weight, "avg", dim, name, sizes, rank)
+        compare(OPS.all_gather_kv, shard, shard, dim, name, sizes, rank)
+        compare(OPS._all_gather_kv_backward, whole, whole, dim, name, sizes, rank)
+        compare(
+            OPS._fused_matmul_reduce_scatter_backward,
+            split.of(rank, a @ weight).contiguous() if dim == -1 else shard @ weight,
+            a, weight, "sum", dim % 3, name, True, True, sizes, rank,
+        )  # fmt: skip
+    compare(OPS._low_contention_all_gather_split, torch.randn(rank + 1, 3), name, sizes, rank)
+    compare(
+        OPS._low_contention_reduce_scatter_split,
+        torch.randn(split.length, 3),
+        "avg",
+        name,
+        sizes,
+        rank,
+    )
+
+
+@WORLD_SIZES
+def test_fakes(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, fakes)
+
+
+def opchecks(group: dist.ProcessGroup) -> None:
+    W, rank, name = group.size(), group.rank(), group.group_name
+    sizes = list(range(1, W + 1))
+    a, b, whole = torch.randn(rank + 1, 8), torch.randn(8, 6), torch.randn(sum(sizes), 8)
+    for grad in (False, True):
+        x, w, full = (t.clone().requires_grad_(grad) for t in (a, b, whole))
+        calls: list[tuple[Any, tuple[Any, ...]]] = [
+            (OPS._all_gather_matmul_split, (x, [w, w], 0, name, sizes, rank)),
+            (OPS._matmul_reduce_scatter_split, (full, w, "sum", 0, name, sizes, rank)),
+            (OPS.all_gather_kv, (x, x, 0, name, sizes, rank)),
+            (OPS._fused_matmuls_reduce_scatter, ([full], [w], None, "sum", 0, name, sizes, rank)),
+            (OPS._fused_all_gather_weight_grad, (x, [full], 0, name, sizes, rank)),
+        ]
+        for op, args in calls:
+            torch.library.opcheck(op.default, args, test_utils=CHECKS)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_opcheck(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, opchecks)
+
+
+def compiles(group: dist.ProcessGroup, backend: str) -> None:
+    """Forward and backward in one graph: 5 rows, and columns that no W divides."""
+    W, rank = group.size(), group.rank()
+    rows, columns = Split.nearly_equal(5, W), Split.nearly_equal(7, W, 1)
+
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = symm_cp.all_gather_matmul(x, up, group=group, sizes=rows.sizes).relu()
+        part = symm_cp.matmul_reduce_scatter(
+            hidden, down, scatter_dim=1, group=group, sizes=columns.sizes
+        )
+        whole = symm_cp.all_gather_matmul(
+            part, torch.eye(7), gather_dim=-1, group=group, sizes=columns.sizes
+        )
+        own = symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=rows.sizes)
+        return symm_cp.low_contention_all_gather(own * 2, group=group, sizes=rows.sizes) + 1
+
+    inputs = [torch.randn(rows.sizes[rank], 8), torch.randn(8, 6), torch.randn(6, 7)]
+    runs: list[Callable[..., torch.Tensor]] = [
+        block,
+        torch.compile(block, backend=backend, fullgraph=True),
+    ]
+    results = []
+    for run in runs:
+        leaves = [leaf(x) for x in inputs]
+        out = run(*leaves)
+        out.square().sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles(ranks: Ranks, backend: str) -> None:
+    ranks.run(3, compiles, backend, timeout=300)
+
+
+def under_autocast(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    split = Split.nearly_equal(5, W)
+    whole, weight = torch.randn(5, 8), torch.randn(8, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = symm_cp.all_gather_matmul(
+            split.of(rank, whole), weight, group=group, sizes=split.sizes
+        )
+        back = symm_cp.matmul_reduce_scatter(whole, weight, group=group, sizes=split.sizes)
+        exact = whole @ weight
+    assert out.dtype == back.dtype == torch.bfloat16
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(back, split.of(rank, W * exact), rtol=0.05, atol=0.05)
+
+
+def test_autocast(ranks: Ranks) -> None:
+    ranks.run(3, under_autocast)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    x, w = torch.randn(2 - rank, 4), torch.randn(4, 4)
+    whole, f8 = torch.randn(3, 4), float8(2 - rank, 16)
+    one, w8 = torch.tensor(1.0), float8(16, 16).t()
+
+    def gather(sizes: list[int]) -> object:
+        return symm_cp.all_gather_matmul(x, w, group=group, sizes=sizes)
+
+    def scatter(sizes: list[int] | None) -> object:
+        return symm_cp.matmul_reduce_scatter(whole, w, group=group, sizes=sizes)
+
+    cases = [
+        (r"fused_all_gather_matmul: sizes=\[2\] has 1 entries, must have one for each of the 2",
+         lambda: gather([2])),
+        (r"fused_all_gather_matmul: sizes=\[4, -1\] must not be negative", lambda: gather([4, -1])),
+        (rf"sizes=\[3, 3\] give rank {rank} a shard of length 3, but dimension gather_dim=0 of its "
+         rf"shard has length {2 - rank}", lambda: gather([3, 3])),
+        (r"sizes=\[\] has 0 entries", lambda: gather([])),
+        (r"fused_matmul_reduce_scatter: sizes=\[2, 2\] add up to 4, but dimension scatter_dim=0 "
+         r"has length 3", lambda: scatter([2, 2])),
+        (r"has length 3, which is not divisible by world size 2: give sizes",
+         lambda: scatter(None)),
+        (r"fused_all_gather_scaled_matmul: sizes=\[1, 1, 1\] has 3 entries",
+         lambda: symm_cp.scaled_all_gather_matmul(
+             f8, w8, one, one, group=group, sizes=[1, 1, 1], out_dtype=torch.float32)),
+        (r"fused_scaled_matmul_reduce_scatter: sizes=\[1, 1\] add up to 2",
+         lambda: symm_cp.scaled_matmul_reduce_scatter(
+             float8(3, 16), w8, one, one, group=group, sizes=[1, 1], out_dtype=torch.float32)),
+        (r"_low_contention_all_gather: sizes=\[3, 3\] give rank",
+         lambda: symm_cp.low_contention_all_gather(x, group=group, sizes=[3, 3])),
+        (r"_low_contention_all_gather: sizes=\[\] has 0 entries",
+         lambda: symm_cp.low_contention_all_gather(x, group=group, sizes=[])),
+        (r"_low_contention_reduce_scatter: sizes=\[3, 1\] add up to 4",
+         lambda: symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=[3, 1])),
+        (r"all_gather_kv: sizes=\[1\] has 1 entries",
+         lambda: symm_cp.all_gather_kv(x, x, seq_dim=0, group=group, sizes=[1])),
+    ]  # fmt: skip
+    for message, call in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+        torch.testing.assert_close(gather([2, 1]).shape, torch.Size([3, 4]))
+    # One rank's mistake, of which the others hear at once.
+    with pytest.raises((ValueError, RuntimeError), match="must not be negative"):
+        gather([2, 1] if rank else [2, -1])
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        scatter([2, 1] if rank else [1, 2])
+    sizes = [2, 1] if rank else [1, 2]
+    with pytest.raises(RuntimeError, match="ranks disagree"):
+        symm_cp.low_contention_reduce_scatter(whole, group=group, sizes=sizes).sum()
+    scaled_errors(group, f8, w8)
+    gather([2, 1])
+
+
+def scaled_errors(group: dist.ProcessGroup, shard: torch.Tensor, weight: torch.Tensor) -> None:
+    """A scale of shape (1, 1) is that of a row for the rank that has one, of all for the other."""
+    scale = torch.ones(1, 1)
+    with pytest.raises((ValueError, RuntimeError), match="needs one number of no dimensions"):
+        symm_cp.scaled_all_gather_matmul(
+            shard, weight, scale, scale, group=group, sizes=[2, 1], out_dtype=torch.float32
+        )
+
+
+def test_refuses_sizes_that_do_not_fit(ranks: Ranks) -> None:
+    ranks.run(2, refuses)

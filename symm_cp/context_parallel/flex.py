@@ -44,7 +44,7 @@ def _copy(function: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-#: torch's `flex_attention`; it keeps its code while flex_hook.py replaces that of torch's function.
+#: A copy of torch's `flex_attention` that keeps its code while flex_hook.py replaces torch's.
 original = _copy(torch_flex.flex_attention)
 _signature = inspect.signature(original)
 
@@ -180,9 +180,9 @@ def gathered(
     region: ParallelRegion, keys: LoadBalancer, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the keys and values of all ranks, in the order of the ranks."""
-    more = max(keys.lengths) - key.shape[2]
+    padding = max(keys.lengths) - key.shape[2]
     full_key, full_value = all_gather_kv(
-        *(F.pad(t, (0, 0, 0, more)) if more else t for t in (key, value)),
+        *(F.pad(t, (0, 0, 0, padding)) if padding else t for t in (key, value)),
         seq_dim=2,
         group=region.group,
     )
@@ -195,7 +195,7 @@ def gathered(
 def spread(
     region: ParallelRegion, query: torch.Tensor, key: torch.Tensor
 ) -> tuple[LoadBalancer, LoadBalancer]:
-    """How queries and keys are spread; keys of another length (cross-attention) are evenly."""
+    """Returns how queries and keys are spread: keys of another length (cross-attention) evenly."""
     if is_dtensor(query):
         raise NotImplementedError(
             "DTensors with a mask or score_mod are not supported within context_parallel: pass "

@@ -1,7 +1,7 @@
-"""How a region is entered and left, and what is hooked meanwhile.
+"""Enters and leaves regions, and intercepts the functions called within them.
 
-A `TorchFunctionMode` sees `scaled_dot_product_attention`, however it was imported; for
-`flex_attention` see flex_hook.py, for modules guards.py.
+A `TorchFunctionMode` sees `scaled_dot_product_attention`, however it was imported. flex_hook.py
+intercepts `flex_attention`, guards.py the modules that run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BACKWARD: dict[Any, str] = {
 
 @contextmanager
 def entered(region: ParallelRegion) -> Iterator[None]:
-    """Runs attention that this thread calls inside over the region's group."""
+    """Within it, attention that this thread calls runs over the region's group."""
     watch = region.watch()
     with RegionMode(region, watch):
         guards.enter(watch)

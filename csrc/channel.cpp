@@ -121,10 +121,15 @@ void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, Awaited aw
                                            " waiting for " + awaited() + " (call " +
                                            std::to_string(call.number) + ")";
                mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
-               // The call cannot end either without a rank that has not come to it.
-               for (int other = 0; other < mapping_->world_size(); ++other)
-                 if (other != rank && other != peer && !entered(other, call.epoch))
+               for (int other = 0; other < mapping_->world_size(); ++other) {
+                 if (other == rank) continue;
+                 // A rank that is in another call raises other flags than the one awaited. And the
+                 // call cannot end without a rank that has not come to it.
+                 if (entered(other, call.epoch))
+                   verify(other, call);
+                 else if (other != peer)
                    mapping_->throw_if_peer_lost(other, false, call.budget, context);
+               }
                group_.check_agreement({index_, call.number, call.call_name}, peer, true);
              });
 }

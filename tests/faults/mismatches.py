@@ -55,9 +55,13 @@ def call_of(spec: tuple[Any, ...]) -> Call:
     return run
 
 
+#: What ranks may call at the same time, each with flags of its own.
+OPS_OF_RANKS = ("all_reduce", "two_shot", "gather", "scatter", "background")
+
+
 def random_pair(random_: random.Random) -> list[tuple[Any, ...]]:
     """Two descriptions that differ in something."""
-    ops = ("all_reduce", "two_shot", "gather", "scatter", "background", "wrong")
+    ops = (*OPS_OF_RANKS, "wrong")
 
     def one() -> tuple[Any, ...]:
         op = random_.choice(ops)

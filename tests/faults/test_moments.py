@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -36,6 +37,20 @@ def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
         assert any(named) if event == "stop" else all(named), case
         assert all(OPS.search(message) for message in messages), case
         assert all(outcome.result["seconds"] < LIMIT for outcome in survivors), case
+
+
+@pytest.mark.parametrize(
+    "ops", list(itertools.combinations(mismatches.OPS_OF_RANKS, 2)), ids="-".join
+)
+def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
+    """Also where no flag that one rank awaits is one that the other raises."""
+    pair = [(op, 4, 4, "float32", False) for op in ops]
+    with ranks.own(2, mismatches.unequal, pair, True) as running:
+        outcomes = running.outcomes()
+    for bad, good in (outcome.result for outcome in outcomes):
+        assert "ranks disagree" in bad["said"], outcomes
+        assert bad["seconds"] < LIMIT, outcomes
+        assert not good["said"], outcomes
 
 
 @pytest.mark.parametrize("count", some(60, of=(60, 300)))

@@ -121,9 +121,9 @@ def backward(
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges attention over further keys into `out` and `lse`, by log-sum-exp."""
     device = devices.kind_for(out.device)
-    if out.device.type == "cpu":
+    if device is None:
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
-    elif device is not None and device.triton:
+    elif device.triton:
         kernels.merge_attention(out, lse, part, part_lse)
     else:
         _merge_by_ops(out, lse, part, part_lse)

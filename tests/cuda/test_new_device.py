@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +65,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(package: Path, script: str) -> dict[str, list[str]]:
+def run(package: Path, script: str) -> Any:
     """Runs a script after torch and symm_cp were imported; returns what it assigns to `result`."""
     script = f"{VENDOR}\nimport json, symm_cp\n{script}\nprint(json.dumps(result))"
     done = subprocess.run(
@@ -72,8 +73,7 @@ def run(package: Path, script: str) -> dict[str, list[str]]:
         cwd=package, env={**os.environ, "PYTHONPATH": str(package)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    result: dict[str, list[str]] = json.loads(done.stdout)
-    return result
+    return json.loads(done.stdout)
 
 
 def test_kernels_are_registered_for_its_key_as_for_cuda(package: Path) -> None:
@@ -125,3 +125,17 @@ for function in (accelerators.index_of, accelerators.uuid_of):
             "symm_cp: torch.toy has no function get_device_properties(), which ops on 'toy' require"
         ),
     }
+
+
+def test_what_a_group_chose_for_cuda_does_not_serve_it(package: Path) -> None:
+    served = run(package, """
+from symm_cp import devices, memory
+from symm_cp.devices import nvshmem
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+group, cuda = memory.resolve(torch.distributed.group.WORLD), torch.device("cuda", 0)
+devices.choose(group, nvshmem.NvshmemDevice(cuda, None))
+result = [repr(devices.device_for(group, device)) for device in (cuda, torch.device("toy"))]
+torch.distributed.destroy_process_group()
+""")  # fmt: skip
+    assert served == ["NvshmemDevice(cuda:0)", "ToyDevice(toy:1)"]

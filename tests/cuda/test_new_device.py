@@ -30,13 +30,14 @@ class ToyDevice(Device):
     workspace = is_symmetric = None
 """
 
-# What a vendor's package for torch would do; and which ops torch itself has CUDA kernels for.
+# Imports symm_cp, then does what a vendor's package for torch would do: the order is the user's.
 VENDOR = """
-import types, torch, torch.distributed._symmetric_memory
+import json, types, torch, torch.distributed._symmetric_memory
 torchs = {
     s.name for s in torch._C._jit_get_all_schemas() if s.name.startswith("symm_mem::")
     and torch._C._dispatch_has_kernel_for_dispatch_key(s.name, "CUDA")
 }
+import symm_cp
 torch.utils.rename_privateuse1_backend("toy")
 toy = types.ModuleType("torch.toy")
 toy.is_available = lambda: True
@@ -67,7 +68,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(package: Path, script: str) -> Any:
     """Runs a script after torch and symm_cp were imported; returns what it assigns to `result`."""
-    script = f"{VENDOR}\nimport json, symm_cp\n{script}\nprint(json.dumps(result))"
+    script = f"{VENDOR}\n{script}\nprint(json.dumps(result))"
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False,
         cwd=package, env={**os.environ, "PYTHONPATH": str(package)},

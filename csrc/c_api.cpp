@@ -200,7 +200,7 @@ void symm_cp_prefault(void* address, int64_t bytes) {
   prefault(address, static_cast<size_t>(bytes));
 }
 
-// Whether the CUDA driver's library loads and has what streams need: 1, or 2 when it can also copy
+// Whether the driver's library loads and has what streams need: 1, or 2 when it can also copy
 // in batches; -1 on failure.
 int64_t symm_cp_driver(const char* path) {
   return guarded([&]() -> int64_t { return driver::load(path).batches() ? 2 : 1; });

@@ -18,7 +18,9 @@ template <class F>
 void require(void* library, const std::string& path, const char* name, F& function) {
   find(library, name, function);
   if (function == nullptr) {
-    throw Error(path + " has no " + name + ": the driver is too old, CUDA 11.7 or later is needed");
+    const bool cuda = path.find("libcuda.so") != std::string::npos;
+    throw Error(path + " has no " + name +
+                (cuda ? ": the driver is too old, CUDA 11.7 or later is needed" : ""));
   }
 }
 
@@ -26,7 +28,7 @@ Api open(const std::string& path) {
   void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
     const char* reason = dlerror();
-    throw Error("the CUDA driver does not load: " + std::string(reason ? reason : path));
+    throw Error("the driver library " + path + " does not load: " + (reason ? reason : ""));
   }
   Api api{};
   require(library, path, "cuGetErrorName", api.error_name);

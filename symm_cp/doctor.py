@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import platform
 import tempfile
@@ -16,8 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, devices, env, native, trusted
-from symm_cp.devices import nvshmem
+from symm_cp import __version__, accelerators, devices, env, native, trusted
+from symm_cp.devices import Device, nvshmem
 from symm_cp.devices.cuda import CudaDevice
 
 _KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
@@ -97,47 +98,67 @@ def _cpu() -> Finding:
     return Finding("backends", "CPU", "ok", "symmetric memory in anonymous shared memory")
 
 
-def _driver() -> Finding:
-    """Checks whether the driver has what the CUDA runtime of this package requires."""
+def _driver(kind: type[Device], name: str) -> Finding:
+    """Checks whether the driver has what the runtime for streams requires."""
+    name += " driver"
     try:
-        level = native.load().symm_cp_driver(CudaDevice.driver.encode())
+        level = native.load().symm_cp_driver(kind.driver.encode())
     except native.BuildError as error:
         advice = "first make the native part work, see above"
-        return Finding("backends", "CUDA driver", "missing", str(error).splitlines()[0], advice)
+        return Finding("backends", name, "missing", str(error).splitlines()[0], advice)
     if level < 0:
         advice = "update the driver; the ops of torch's namespace keep torch's kernels until then"
-        return Finding("backends", "CUDA driver", "missing", native.error(), advice)
-    copies = "batched copies" if level == 2 else "single copies (batches require CUDA 12.8)"
-    signals = "by streams" if env.signals() == "stream" else "by torch's kernels"
-    return Finding("backends", "CUDA driver", "ok", f"{copies}; signals {signals}")
+        return Finding("backends", name, "missing", native.error(), advice)
+    copies = "batched copies" if level == 2 else "single copies"
+    if level < 2 and kind is CudaDevice:
+        copies += " (batches require CUDA 12.8)"
+    by_stream = devices.device_of(torch.device(kind.torch_type, 0)).signals_by_stream()
+    signals = "by streams" if by_stream else "by kernels"
+    return Finding("backends", name, "ok", f"{copies}; signals {signals}")
 
 
-def _cuda() -> list[Finding]:
-    if not torch.cuda.is_available():
-        has_cuda = torch.version.cuda is not None
-        detail = "no device found" if has_cuda else "torch is built without CUDA"
-        advice = "check the driver with nvidia-smi" if has_cuda else "install a CUDA build of torch"
-        return [Finding("backends", "CUDA", "missing", detail, advice)]
-    count = torch.cuda.device_count()
-    findings = [_driver()]
-    for device in range(count):
-        about = torch.cuda.get_device_properties(device)
+def _devices(kind: type[Device]) -> list[Finding]:
+    """Checks the driver of a kind of device, and lists the devices of that kind."""
+    name = kind.torch_type.upper()
+    module = getattr(torch, kind.torch_type, None)
+    if module is None or not module.is_available():
+        detail, advice = _why_none(kind)
+        return [Finding("backends", name, "missing", detail, advice)]
+    findings = [_driver(kind, name)]
+    count = accelerators.count(torch.device(kind.torch_type))
+    for index in range(count):
+        device = torch.device(kind.torch_type, index)
         peers = [
             str(peer)
             for peer in range(count)
-            if peer != device and torch.cuda.can_device_access_peer(device, peer)
+            if peer != index and accelerators.reaches(device, peer)
         ]
-        multicast = symm_mem._SymmetricMemory.has_multicast_support(
-            torch._C._autograd.DeviceType.CUDA, device
-        )
-        engines = getattr(about, "async_engine_count", None)
-        detail = (
-            f"{about.name}; reaches {', '.join(peers) or 'no peer'}; "
-            f"{'has' if multicast else 'no'} multicast; "
-            f"copy engines: {engines if engines is not None else 'unknown to torch'}"
-        )
-        findings.append(Finding("backends", f"CUDA {device}", "ok", detail))
+        detail = f"{accelerators.name_of(device)}; reaches {', '.join(peers) or 'no peer'}"
+        if kind is CudaDevice:
+            detail += f"; {_cuda_details(device)}"
+        findings.append(Finding("backends", f"{name} {index}", "ok", detail))
     return findings
+
+
+def _why_none(kind: type[Device]) -> tuple[str, str]:
+    """Says why there is no device of a kind, and what to do."""
+    name = kind.torch_type.upper()
+    if kind is CudaDevice and torch.version.cuda is not None:
+        return "no device found", "check the driver with nvidia-smi"
+    if kind is CudaDevice or not hasattr(torch, kind.torch_type):
+        return f"torch is built without {name}", f"install a {name} build of torch"
+    return "no device found", f"check the driver of {name}"
+
+
+def _cuda_details(device: torch.device) -> str:
+    multicast = symm_mem._SymmetricMemory.has_multicast_support(
+        torch._C._autograd.DeviceType.CUDA, device.index
+    )
+    engines = getattr(accelerators.properties_of(device), "async_engine_count", None)
+    return (
+        f"{'has' if multicast else 'no'} multicast; "
+        f"copy engines: {engines if engines is not None else 'unknown to torch'}"
+    )
 
 
 def _nvshmem() -> Finding:
@@ -217,7 +238,7 @@ def examine() -> list[Finding]:
         _library(),
         *measured(),
         _cpu(),
-        *_cuda(),
+        *itertools.chain.from_iterable(map(_devices, devices.known())),
         _nvshmem(),
         *op_findings(),
     ]

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import env
+from symm_cp import accelerators, env
 from symm_cp.liveness import host_identity, read, share, timeout_of
 from symm_cp.memory import Group, StateKey, on_first_use, resolve
 
@@ -56,13 +56,15 @@ SPREADS: StateKey[dict[str, Hosts | None]] = StateKey("hosts")
 def _place(device: torch.device) -> Place:
     if device.type == "cpu":
         return Place(host_identity())
-    gpus = torch.get_device_module(device)
-    own = gpus.current_device() if device.index is None else device.index
-    ids = [str(gpus.get_device_properties(index).uuid) for index in range(gpus.device_count())]
+    own = accelerators.index_of(device)
+    ids = [
+        accelerators.uuid_of(torch.device(device.type, index))
+        for index in range(accelerators.count(device))
+    ]
     unreachable = tuple(
         gpu
         for peer, gpu in enumerate(ids)
-        if peer != own and not gpus.can_device_access_peer(own, peer)
+        if peer != own and not accelerators.reaches(device, peer)
     )
     return Place(host_identity(), ids[own], unreachable)
 

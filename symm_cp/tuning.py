@@ -28,7 +28,7 @@ from typing import TypeAlias
 
 import torch
 
-from symm_cp import env, trusted
+from symm_cp import accelerators, env, trusted
 from symm_cp.liveness import read, share
 from symm_cp.memory import Group, StateKey, on_first_use
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
@@ -45,7 +45,10 @@ Product: TypeAlias = "tuple[int, int, int]"
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen way, its source (forced, measured, simulated), and predicted seconds by way."""
+    """The chosen way, its source (forced, measured, simulated), and predicted seconds by way.
+
+    A device that the simulator does not know is simulated as an H100, and the source says so.
+    """
 
     way: str
     source: str
@@ -244,16 +247,15 @@ def _publish(group: Group) -> None:
 on_first_use.append(_publish)
 
 
-def _device_name(device: torch.device) -> str:
-    name: str = torch.get_device_module(device).get_device_name(device)
-    return name
-
-
-def _machine_of(device: torch.device, measured: Machine) -> Machine:
+def _machine_of(device: torch.device, measured: Machine) -> tuple[Machine, str]:
+    """The machine to simulate, and the source of a choice by that simulation."""
     if device.type == "cpu":
-        return measured
-    name = _device_name(device).lower()
-    return next((m for known, m in MACHINES.items() if known in name), MACHINES["h100"])
+        return measured, "simulated"
+    name = accelerators.name_of(device).lower()
+    for known, machine in MACHINES.items():
+        if known in name:
+            return machine, "simulated"
+    return MACHINES["h100"], "simulated as an H100"
 
 
 def choose(group: Group, device: torch.device, question: Question) -> str:
@@ -292,14 +294,14 @@ def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:
 def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
     """Whether each rank of a group has a GPU of its own. Collective at the first call."""
     if facts.apart is None:
-        own = str(torch.get_device_module(device).get_device_properties(device).uuid)
+        own = accelerators.uuid_of(device)
         facts.apart = len(set(share(group, f"gpu/{facts.reading}", own))) == group.world_size
     return facts.apart
 
 
 def _on(device: torch.device, key: str) -> str:
     """The key of a question in the file of what was measured."""
-    return key if device.type == "cpu" else f"{_device_name(device)}: {key}"
+    return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 
 @contextmanager
@@ -324,13 +326,12 @@ def _cached(group: Group, device: torch.device, question: Question) -> Choice:
 
 
 def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:
-    predicted = question.seconds(
-        _machine_of(device, facts.machine), group.world_size, device=device.type
-    )
+    machine, simulated = _machine_of(device, facts.machine)
+    predicted = question.seconds(machine, group.world_size, device=device.type)
     measured = facts.tuned.get(_on(device, question.key))
     if measured in WAYS:
         return Choice(measured, "measured", predicted)
-    return Choice(min(predicted, key=predicted.__getitem__), "simulated", predicted)
+    return Choice(min(predicted, key=predicted.__getitem__), simulated, predicted)
 
 
 def relearn(group: Group) -> None:

@@ -258,6 +258,9 @@ def attention(group: dist.ProcessGroup, folder: str) -> None:
         assert choice("sideways") == ("pipeline", "not measured")
         if W > 1:
             assert choice("arrival", shared=True) == ("pipeline", "ranks share a GPU")
+            with tuning.listening() as heard:
+                tuning.choose(state, gpu, gather(2, 8, 3))
+            assert heard[f"GPU X: {KEY}"].source == "simulated as an H100"
         with tuning.forced("arrival"), tuning.forced("whole"):
             assert choice("pipeline", shared=True) == ("arrival", "forced")
             assert tuning.forced_ways() == {tuning.ATTENTION_WAYS: "arrival", tuning.WAYS: "whole"}

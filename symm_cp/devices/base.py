@@ -58,6 +58,8 @@ class Device(ABC):
     driver: str
     #: Whether torch has kernels of its own for the ops of `torch.ops.symm_mem`.
     torch_has_kernels: ClassVar[bool] = False
+    #: Whether Triton compiles the kernels of symm_cp/kernels for it.
+    triton: ClassVar[bool] = False
     #: Whether calls can be captured into graphs.
     captures: ClassVar[bool] = False
     #: Whether it reaches ranks on other hosts, so that groups need no hierarchy.
@@ -112,6 +114,10 @@ class Device(ABC):
 
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
+        return False
+
+    def polls(self) -> bool:
+        """Whether it has the kernel of attention that polls for the peers' shards."""
         return False
 
     def signals_by_stream(self) -> bool:

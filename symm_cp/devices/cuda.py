@@ -13,12 +13,15 @@ from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.memory import Group
 
+# What the polling kernel uses: tensor cores for bfloat16, asynchronous copies to shared memory.
+_POLLING_CAPABILITY = (8, 0)
+
 
 class CudaDevice(Device):
     """The streams of one GPU."""
 
     torch_type, dispatch_key = "cuda", "CUDA"
-    torch_has_kernels = True
+    torch_has_kernels = triton = True
     driver = "libcuda.so.1"
     captures = True
 
@@ -66,7 +69,7 @@ class CudaDevice(Device):
         return torch.cuda.device(self.torch_device)
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a CUDA graph."""
+        """Whether the current stream is being captured into a graph."""
         return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
@@ -83,6 +86,10 @@ class CudaDevice(Device):
         event = torch.cuda.Event()
         event.record(self._copy_stream(channel))
         return event
+
+    def polls(self) -> bool:
+        """Whether it has the kernel of attention that polls for the peers' shards."""
+        return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
     def signals_by_stream(self) -> bool:
         """Whether streams signal and wait themselves; otherwise torch's kernels do."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
+from symm_cp import accelerators
 from symm_cp.devices.base import Device
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.memory import Group, StateKey
@@ -16,13 +17,18 @@ _kinds: dict[str, type[Device]] = {kind.torch_type: kind for kind in (CudaDevice
 
 _devices: dict[torch.device, Device] = {}
 
-#: What a group uses for all its tensors that are not on CPU, as NVSHMEM does.
+#: What serves all of a group's tensors on devices of its type, as NVSHMEM does on CUDA.
 _CHOSEN: StateKey[Device] = StateKey("device")
 
 
 def known() -> tuple[type[Device], ...]:
     """Returns the kinds of device that ops run on, besides CPUs."""
     return tuple(_kinds.values())
+
+
+def kind_for(device: torch.device) -> type[Device] | None:
+    """Returns the kind of device that serves tensors on a torch device; None: the CPU runtime."""
+    return _kinds.get(device.type)
 
 
 def has_streams(device: torch.device) -> bool:
@@ -41,26 +47,29 @@ def device_of(device: torch.device) -> Device:
                 f"{', '.join(map(repr, _kinds))}"
             )
         if device.index is None:
-            current = torch.get_device_module(device).current_device()
-            return device_of(torch.device(device.type, current))
+            return device_of(torch.device(device.type, accelerators.index_of(device)))
         made = _devices.setdefault(device, kind(device))
     return made
 
 
+def _chosen(group: Group, device: torch.device) -> Device | None:
+    chosen = group.find(_CHOSEN)
+    return chosen if chosen is not None and chosen.torch_type == device.type else None
+
+
 def device_for(group: Group, device: torch.device) -> Device:
     """Returns the `Device` on which a group's ops on tensors of a torch device run."""
-    chosen = group.find(_CHOSEN)
-    return chosen if chosen is not None and device.type != "cpu" else device_of(device)
+    return _chosen(group, device) or device_of(device)
 
 
 def spans_hosts(group: Group, device: torch.device) -> bool:
     """Whether a group's ops on a torch device reach other hosts by themselves."""
-    chosen = group.find(_CHOSEN)
-    return chosen is not None and chosen.spans_hosts and device.type != "cpu"
+    chosen = _chosen(group, device)
+    return chosen is not None and chosen.spans_hosts
 
 
 def choose(group: Group, device: Device | None) -> None:
-    """Sets the device of a group's tensors that are not on CPU; None: that of each tensor."""
+    """Sets what serves a group's tensors on devices of its type; None: the device of each."""
     if device is None:
         group.drop(_CHOSEN)
     else:

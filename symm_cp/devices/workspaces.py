@@ -59,7 +59,7 @@ def _workspace(
     if capturing:
         raise RuntimeError(
             f"symm_cp: this call needs a workspace of {slot_bytes} bytes and there is one of "
-            f"{present_bytes}; none can be made while a CUDA graph is captured: call "
+            f"{present_bytes}; none can be made while a graph is captured: call "
             f"symm_cp.reserve(group, {slot_bytes}, device={str(device.torch_device)!r}) before"
         )
     if present is not None and (graph or present.given_up):
@@ -87,8 +87,8 @@ def reserve(group: GroupLike, nbytes: int, *, device: torch.device | str = "cpu"
     """Sizes workspaces for ops whose shard takes up to `nbytes` bytes, so that none grows later.
 
     `device` is that of the ops' tensors. On CUDA it also makes the workspaces that ops take while a
-    CUDA graph is captured, which cannot be made then. Collective: call it with the same size on
-    every rank of the group. Raises `ValueError` for a negative size.
+    graph is captured, which cannot be made then. Collective: call it with the same size on every
+    rank of the group. Raises `ValueError` for a negative size.
     """
     if nbytes < 0:
         raise ValueError(f"reserve: {nbytes=} must not be negative")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
+from symm_cp import devices
 from symm_cp.inductor.decisions import Decision, record
 from symm_cp.inductor.matmuls import MATMULS, flops
 from symm_cp.inductor.nodes import GATHER, SCATTER, WAIT, is_dynamic, static_shape, value
@@ -54,9 +55,10 @@ def _why_not(node: Node, waits: list[Node], options: Options) -> str:
     device = source.device.type
     if device not in _FLOPS_PER_BYTE:
         return f"it is on {device}"
-    if device == "cuda" and not override.installed():
+    kind = devices.kind_for(source.device)
+    if kind is not None and kind.torch_has_kernels and not override.installed():
         # torch's kernels move the bytes with multiprocessors, and share one workspace.
-        return "on CUDA it needs symm_cp.override_cuda_ops()"
+        return f"on {kind.dispatch_key} it needs symm_cp.override_cuda_ops()"
     if node.target is SCATTER and node.args[1] not in ("sum", "avg"):
         return f"it reduces by {node.args[1]}"
     nbytes = _bytes(node)

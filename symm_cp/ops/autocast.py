@@ -61,10 +61,13 @@ def _as_they_are(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 def _register(
-    name: str, device: str, prepare: Callable[[tuple[Any, ...], str], tuple[Any, ...]]
+    name: str,
+    device: str,
+    dispatch_key: str,
+    prepare: Callable[[tuple[Any, ...], str], tuple[Any, ...]],
 ) -> None:
     op = getattr(torch.ops.symm_mem, name).default
-    key = f"Autocast{device.upper()}"
+    key = f"Autocast{dispatch_key}"
     keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(key))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -76,7 +79,8 @@ def _register(
 
 def register() -> None:
     """Registers kernels that are called only while autocast is on for the device of an input."""
-    for device in ("cpu", *(device.torch_type for device in devices.known())):
+    kinds = ((kind.torch_type, kind.dispatch_key) for kind in devices.known())
+    for device, dispatch_key in (("cpu", "CPU"), *kinds):
         for names, prepare in (
             (_MULTIPLYING, cast),
             (_FLEX, _cast_query_key_value),
@@ -84,4 +88,4 @@ def register() -> None:
             (_AS_THEY_ARE, _as_they_are),
         ):
             for name in names:
-                _register(name, device, prepare)
+                _register(name, device, dispatch_key, prepare)

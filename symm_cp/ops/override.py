@@ -1,14 +1,15 @@
-"""Our kernels instead of torch's, for the CUDA ops that torch has as well."""
+"""Our kernels instead of torch's, for the ops and devices (CUDA) that torch has kernels for."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
+from collections.abc import Sequence
 from types import TracebackType
 
 import torch
 
-from symm_cp import native
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import devices, native
 from symm_cp.ops.common import device_kernels
 
 _installed: CudaOverride | None = None
@@ -17,12 +18,12 @@ _installed: CudaOverride | None = None
 class CudaOverride:
     """Our kernels, installed; `undo()`, or the end of a `with` block, restores torch's."""
 
-    def __init__(self) -> None:
+    def __init__(self, dispatch_keys: Sequence[str]) -> None:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
-            for name, kernel in device_kernels.items():
-                self._library.impl(name, kernel, CudaDevice.dispatch_key, allow_override=True)
+            for key, (name, kernel) in itertools.product(dispatch_keys, device_kernels.items()):
+                self._library.impl(name, kernel, key, allow_override=True)
 
     def undo(self) -> None:
         """Restores torch's kernels; a second call does nothing."""
@@ -55,11 +56,14 @@ def override_cuda_ops() -> CudaOverride:
     The fused (scaled) matmuls and the low-contention collectives: copy engines move the bytes,
     streams signal, and calls in flight on a group do not disturb each other. Call it on all ranks.
     Calling it again changes nothing. Returns an object with `undo()`, which is also a
-    context manager. Raises `RuntimeError` where the CUDA driver does not load.
+    context manager. Raises `RuntimeError` where the driver does not load.
     """
     global _installed
-    if native.load().symm_cp_driver(CudaDevice.driver.encode()) < 0:
+    kinds = [kind for kind in devices.known() if kind.torch_has_kernels]
+    driver_level = native.load().symm_cp_driver
+    keys = [kind.dispatch_key for kind in kinds if driver_level(kind.driver.encode()) >= 0]
+    if not keys:
         raise RuntimeError(f"override_cuda_ops: {native.error()}")
     if _installed is None:
-        _installed = CudaOverride()
+        _installed = CudaOverride(keys)
     return _installed

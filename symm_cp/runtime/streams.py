@@ -6,7 +6,7 @@ memory that it allocates needs no further care. Background collectives run in th
 on a stream of their own: the caller's stream waits only until its input has been read (for a
 symmetric input not even that: leave it alone until the transfer was waited for).
 
-While a CUDA graph is captured, calls take another workspace (devices/base.py) and read nothing in
+While a graph is captured, calls take another workspace (devices/base.py) and read nothing in
 place.
 """
 
@@ -194,7 +194,7 @@ class StreamRuntime:
         agree(group, call_name)
         ranks = group.world_size
         call = _Call(group, shard[0].device, call_name)
-        assert not call.mode.capturing, "numbers cannot change in a CUDA graph"
+        assert not call.mode.capturing, "numbers cannot change in a graph"
         shards = Shards(_contiguous(shard), ranks)
         launch = poll_launch(group.rank, shards.sizes, call.mode)
         staging = _staging(shards, ranks - 1)

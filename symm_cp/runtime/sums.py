@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from symm_cp import kernels
+from symm_cp import devices, kernels
 
 
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
@@ -14,7 +14,8 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
     """
     if out.numel() == 0:
         return
-    if rows.is_cuda:
+    kind = devices.kind_for(rows.device)
+    if kind is not None and kind.triton:
         kernels.add_rows(rows, out, mean=mean)
         return
     wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype

@@ -40,7 +40,8 @@ def _forget(group: dist.ProcessGroup) -> None:
     """The store remembers who is where, which changes in these tests alone."""
     dist.barrier(group)
     store = dist.distributed_c10d._get_process_group_store(group)
-    store.delete_key(f"symm_cp/host/cpu/{group.rank()}")
+    for key in ("host/cpu", "local/cpu"):
+        store.delete_key(f"symm_cp/{key}/{group.rank()}")
     dist.distributed_c10d._get_default_store().delete_key(f"symm_cp/host/{dist.get_rank()}")
     dist.barrier(group)
 

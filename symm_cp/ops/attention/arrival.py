@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp import runtime, tuning
-from symm_cp.devices import device_of
+from symm_cp.devices import device_of, has_streams
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.modes import ordinary_tensors
@@ -18,16 +18,15 @@ from symm_cp.schedule.patterns import peers
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
-_CAPABILITY = (8, 0)  # tensor cores for bfloat16, asynchronous copies to shared memory
 
 
 def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
     """Tells whether this kernel runs a call: it supports it, and was chosen for it."""
-    if query.device.type != "cuda" or not fits(group, query, key, spec):
-        return False
-    if torch.cuda.get_device_capability(query.device) < _CAPABILITY:
+    if not has_streams(query.device) or not fits(group, query, key, spec):
         return False
     device = device_of(query.device)
+    if not device.polls():
+        return False
     # Kernels that signal might find no multiprocessor free while this one polls on all of them.
     spread = hosts_of(group, query.device)
     if spread is not None or device.capturing() or not device.signals_by_stream():

@@ -6,7 +6,8 @@ Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, fea
     CPU    torch's flash kernel: every dtype and mask, any number of features; plain matmuls for few
            keys, where the flash kernel loses NaN.
     CUDA   what torch would choose for the same attention, so that `sdpa_kernel` etc. apply: cuDNN,
-           flash or memory-efficient; plain matmuls for what none of them supports.
+           flash or memory-efficient; plain matmuls for what none of them supports. So, too, on
+           devices of other types.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from symm_cp import kernels
+from symm_cp import devices, kernels
 
 _aten = torch.ops.aten
 _cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -119,10 +120,30 @@ def backward(
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges attention over further keys into `out` and `lse`, by log-sum-exp."""
-    if out.device.type == "cpu":
+    device = devices.kind_for(out.device)
+    if device is None:
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
-    else:
+    elif device.triton:
         kernels.merge_attention(out, lse, part, part_lse)
+    else:
+        _merge_by_ops(out, lse, part, part_lse)
+
+
+def _merge_by_ops(
+    out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
+) -> None:
+    """Merges as the kernels do: a part of weight 0 adds nothing, even where it is NaN."""
+    top = torch.maximum(lse, part_lse)
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = torch.exp(lse - top), torch.exp(part_lse - top)
+    total = weights[0] + weights[1]
+    scale = total.masked_fill(total == 0, 1.0)
+    own, other = (
+        (tensor * (weight / scale).unsqueeze(-1)).masked_fill((weight == 0).unsqueeze(-1), 0.0)
+        for tensor, weight in zip((out, part), weights, strict=True)
+    )
+    out.copy_(own + other)
+    lse.copy_(top + torch.log(total))
 
 
 def factor_of(query: torch.Tensor, scale: float | None) -> float:

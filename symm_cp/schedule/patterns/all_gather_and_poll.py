@@ -4,7 +4,7 @@
 chunk p of the private buffer ``"gathered"`` only after it has seen the own flag of that pull:
 ``"arrived<i>"`` for the i-th peer.
 
-Staged only, and only with two slots: the kernel compares epochs, which a CUDA graph cannot change.
+Staged only, and only with two slots: the kernel compares epochs, which a graph cannot change.
 """
 
 from __future__ import annotations

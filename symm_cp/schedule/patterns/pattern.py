@@ -48,7 +48,7 @@ Flags between ranks
                    form the only lane.
 
     In staged form with one slot, each is signalled exactly as often as it is awaited, so a runtime
-    may have the waiter reset the flag instead of comparing epochs: a CUDA graph has no epoch, as
+    may have the waiter reset the flag instead of comparing epochs: a graph has no epoch, as
     each replay runs the same commands. In place there are always two slots.
 
 Flags to oneself (staged form; a runtime may turn them into events)

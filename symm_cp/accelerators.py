@@ -1,0 +1,47 @@
+"""What torch tells about devices of any type besides CPUs, through the module of the type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def _ask(device: torch.device, function: str, *arguments: int) -> Any:
+    module = torch.get_device_module(device)
+    if not hasattr(module, function):
+        raise NotImplementedError(
+            f"symm_cp: torch.{device.type} has no function {function}(), which ops on "
+            f"{device.type!r} require"
+        )
+    return getattr(module, function)(*arguments)
+
+
+def index_of(device: torch.device) -> int:
+    """Returns the index of a device: that of the current one where `device` has none."""
+    return int(_ask(device, "current_device")) if device.index is None else device.index
+
+
+def count(device: torch.device) -> int:
+    """Returns how many devices of its type there are."""
+    return int(_ask(device, "device_count"))
+
+
+def name_of(device: torch.device) -> str:
+    """Returns the name of the device's model."""
+    return str(_ask(device, "get_device_name", index_of(device)))
+
+
+def properties_of(device: torch.device) -> Any:
+    """Returns torch's description of a device, whose attributes depend on its type."""
+    return _ask(device, "get_device_properties", index_of(device))
+
+
+def uuid_of(device: torch.device) -> str:
+    """Returns what tells a device from all others, those of other hosts included."""
+    return str(properties_of(device).uuid)
+
+
+def reaches(device: torch.device, peer: int) -> bool:
+    """Whether a device can map the memory of another one of this process."""
+    return bool(_ask(device, "can_device_access_peer", index_of(device), peer))

@@ -132,7 +132,9 @@ def _multiply_and_reduce_scatter(
     detail = f"N={terms.shape[-1]} scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
     name = what_is(op, like, detail=detail + " whole" * whole)
     numbers = real(out)
-    shapes = front.shapes([*out.shape, *numbers.shape[out.dim() :]])
+    shapes = None
+    if not split.is_equal:
+        shapes = front.shapes([*out.shape, *numbers.shape[out.dim() :]])
     runtime.of(out, group).produce_and_reduce_scatter(
         group, produce, numbers, name, shapes=shapes, mean=mean
     )

@@ -28,12 +28,6 @@ _WIDENING = ("all_gather_kv",)
 _AS_THEY_ARE = named_with_sizes(
     "fused_all_gather_scaled_matmul",
     "fused_scaled_matmul_reduce_scatter",
-    "fused_all_gather_attention_backward",
-    "flex_all_gather_attention_backward",
-    "_fused_matmuls_reduce_scatter",
-    "_fused_all_gather_weight_grad",
-    "_fused_matmul_reduce_scatter_backward",
-    "_all_gather_kv_backward",
 )
 
 

@@ -56,7 +56,13 @@ def register_gradient(
     second derivatives. Transforms that it cannot serve are refused.
     """
     op = getattr(_NAMESPACE, name).default
-    differentiable = make_autograd_impl(op, Info(backward, setup_context))
+
+    def in_forward_dtypes(ctx: Any, *grads: Any) -> Any:
+        device = next((grad.device.type for grad in _tensors(grads)), "cpu")
+        with torch.autocast(device, enabled=False):
+            return backward(ctx, *grads)
+
+    differentiable = make_autograd_impl(op, Info(in_forward_dtypes, setup_context))
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # Both are -1 and False as a rule; the check itself would cost a microsecond.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from symm_cp.ops import (
     attention,
-    autocast,
     collectives,
     low_contention,
     matmul,
@@ -24,5 +23,4 @@ def register() -> None:
     collectives.register()
     low_contention.register()
     attention.register()
-    autocast.register()
     transforms.register()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.amp.autocast_mode import _cast
@@ -18,17 +18,8 @@ from torch.amp.autocast_mode import _cast
 from symm_cp import devices
 from symm_cp.ops.common import lib, named_with_sizes
 
-_MULTIPLYING = named_with_sizes(
-    "fused_all_gather_matmul",
-    "fused_matmul_reduce_scatter",
-    "fused_all_gather_attention",
-)
-_FLEX = ("flex_all_gather_attention",)
-_WIDENING = ("all_gather_kv",)
-_AS_THEY_ARE = named_with_sizes(
-    "fused_all_gather_scaled_matmul",
-    "fused_scaled_matmul_reduce_scatter",
-)
+#: Takes the arguments of an op and the device; returns the arguments to use under autocast.
+Prepare: TypeAlias = Callable[[tuple[Any, ...], str], tuple[Any, ...]]
 
 
 def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
@@ -37,11 +28,13 @@ def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     return result
 
 
-def _cast_query_key_value(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+def cast_query_key_value(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Returns the arguments, of which the first three are cast."""
     return *cast(args[:3], device), *args[3:]  # what masks and scores look up stays as it is
 
 
-def _widen(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+def widen(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Returns arguments with floating tensors in the widest of their dtypes."""
     dtypes = {t.dtype for t in args if isinstance(t, torch.Tensor) and t.is_floating_point()}
     dtypes -= {torch.float64}
     if not dtypes:
@@ -50,16 +43,12 @@ def _widen(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     return result
 
 
-def _as_they_are(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+def as_they_are(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
+    """Returns the arguments; autocast is off within the op."""
     return args
 
 
-def _register(
-    name: str,
-    device: str,
-    dispatch_key: str,
-    prepare: Callable[[tuple[Any, ...], str], tuple[Any, ...]],
-) -> None:
+def _register(name: str, device: str, dispatch_key: str, prepare: Prepare) -> None:
     op = getattr(torch.ops.symm_mem, name).default
     key = f"Autocast{dispatch_key}"
     keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(key))
@@ -71,15 +60,12 @@ def _register(
     lib.impl(name, kernel, key)
 
 
-def register() -> None:
-    """Registers kernels that are called only while autocast is on for the device of an input."""
+def register(prepare: Prepare, *names: str) -> None:
+    """Registers what ops, and those that take sizes, do with their inputs under autocast.
+
+    The kernels are called only while autocast is on for the device of an input.
+    """
     kinds = ((kind.torch_type, kind.dispatch_key) for kind in devices.known())
     for device, dispatch_key in (("cpu", "CPU"), *kinds):
-        for names, prepare in (
-            (_MULTIPLYING, cast),
-            (_FLEX, _cast_query_key_value),
-            (_WIDENING, _widen),
-            (_AS_THEY_ARE, _as_they_are),
-        ):
-            for name in names:
-                _register(name, device, dispatch_key, prepare)
+        for name in named_with_sizes(*names):
+            _register(name, device, dispatch_key, prepare)

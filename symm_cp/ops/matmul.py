@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     OPTIONAL_SIZES,
     SIZES,
@@ -73,6 +74,7 @@ def register() -> None:
         register_kernel(name, kernel, replaces_torch=name in (GATHER, SCATTER))
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta", allow_override=True)
+    autocast.register(autocast.cast, GATHER, SCATTER)
 
 
 def all_gather_matmul(

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
@@ -61,6 +62,7 @@ def register() -> None:
         register_kernel(name, kernel, replaces_torch=name in _KERNELS)
     for name, fake in with_sizes(_FAKES).items():
         lib.impl(name, fake, "Meta", allow_override=True)
+    autocast.register(autocast.as_they_are, GATHER, SCATTER)
     for name in named_with_sizes(GATHER, SCATTER):
         register_no_gradient(
             name, "as torch._scaled_mm; write a torch.autograd.Function whose backward scales"

@@ -13,6 +13,7 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     OPTIONAL_SIZES,
     attention_runs,
@@ -178,6 +179,7 @@ def register() -> None:
     register_kernel(_SCATTER, _scatter_kernel)
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
+    autocast.register(autocast.widen, _GATHER)
     # Each is the gradient of the other.
     register_gradient(_GATHER, _gather_backward, _setup)
     register_gradient(_SCATTER, _scatter_backward, _setup)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from symm_cp.ops import autocast
 from symm_cp.ops.attention import arrival
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.pipeline import (
@@ -219,5 +220,7 @@ def register() -> None:
     ):
         register_kernel(name, kernel)
         lib.impl(name, fake, "Meta")
+    autocast.register(autocast.cast, _FORWARD)
+    autocast.register(autocast.as_they_are, _BACKWARD)
     lib.impl(_FORWARD, _attention_autograd, "Autograd")
     lib.impl(_BACKWARD, _attention_backward_autograd, "Autograd", with_keyset=True)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
@@ -289,4 +290,6 @@ def register() -> None:
     lib.impl(_BACKWARD, _backward_kernel, "CPU")
     lib.impl(_FORWARD, _fake, "Meta")
     lib.impl(_BACKWARD, _backward_fake, "Meta")
+    autocast.register(autocast.cast_query_key_value, _FORWARD)
+    autocast.register(autocast.as_they_are, _BACKWARD)
     lib.impl(_FORWARD, _autograd, "Autograd")

@@ -103,6 +103,30 @@ def test_backward_under_autocast(ranks: Ranks) -> None:
     ranks.run(2, in_backward)
 
 
+def in_second_backward(group: dist.ProcessGroup) -> None:
+    W, name = group.size(), group.group_name
+
+    def gather(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, name)[1][0]
+
+    def scatter(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, name)
+
+    for run in (gather, scatter):
+        inputs = leaves([torch.randn(2 * W, 4), torch.randn(4, 3)])
+        first = torch.autograd.grad(run(*inputs).square().sum(), inputs, create_graph=True)
+        probes = [torch.randn_like(grad) for grad in first]
+        expected = torch.autograd.grad(first, inputs, probes, retain_graph=True)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = torch.autograd.grad(first, inputs, probes)
+        for got, want in zip(found, expected, strict=True):
+            assert torch.equal(got, want), run.__name__
+
+
+def test_second_backward_under_autocast(ranks: Ranks) -> None:
+    ranks.run(2, in_second_backward)
+
+
 class Attention(nn.Module):
     """A norm that autocast leaves in float32, projections, attention."""
 

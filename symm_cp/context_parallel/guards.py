@@ -37,6 +37,8 @@ from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
 
+_eval_frame = torch._C._dynamo.eval_frame
+
 
 @dataclass
 class Watch:
@@ -294,11 +296,18 @@ def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
     `check` is told whether Dynamo is active. Code that Dynamo gave up on runs as usual, but Dynamo
     tries to compile what is called from there.
     """
-    callback = torch._C._dynamo.eval_frame.set_eval_frame(None)
+    callback = _eval_frame.set_eval_frame(None)
     try:
         telling_peers(watch.group, check, callback is not None)
     finally:
-        torch._C._dynamo.eval_frame.set_eval_frame(callback)
+        _eval_frame.set_eval_frame(callback)
+
+
+# Dynamo must leave this function itself alone, too.
+_eval_frame.set_code_exec_strategy(
+    _untraced.__code__,
+    _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT),
+)
 
 
 class _Hooks:

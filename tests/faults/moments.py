@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from tests.faults.kills import go_on
 from tests.faults.ops import ALL
@@ -55,9 +56,13 @@ def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, 
     and the time between calls.
     """
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
+    store = _get_process_group_store(group)
     dist.barrier(group)
+    # The last rank must not be stopped while others still need its part in the barrier.
+    store.set(f"left the barrier/{group.rank()}", "")
     begin = time.monotonic()
     if group.rank() == group.size() - 1:
+        store.wait([f"left the barrier/{rank}" for rank in range(group.size())])
         strike(event, delay)
         with contextlib.suppress(KeyboardInterrupt, RuntimeError):
             calls(group)

@@ -174,6 +174,10 @@ void Channel::throw_failure(int peer, const Call& call) {
   throw GaveUp(who + " failed: " + cause, cause, other);
 }
 
+void Channel::throw_if_failed(int peer, const Call& call) {
+  if (failure(peer, call.epoch).epoch.load() == call.epoch) throw_failure(peer, call);
+}
+
 void Channel::verify(int peer, const Call& call) {
   static const char* const kPlaces[] = {"", " with a tensor in symmetric memory",
                                         " in a workspace that must grow"};

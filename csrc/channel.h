@@ -45,8 +45,10 @@ class Channel {
            Call& call);
   // Fails a call of this rank, begun or not: peers that wait for it throw `cause`.
   void fail(uint32_t epoch, const std::string& cause, const CallSite* other = nullptr);
-  // StreamWaits until all ranks are at this call and need larger memory for it.
+  // Waits until all ranks are at this call and need larger memory for it.
   void agree_to_replace(Call& call);
+  // Throws if the peer has failed this call.
+  void throw_if_failed(int peer, const Call& call);
 
   // Address of the shard of `peer` in this call; only after its ready flag was waited for.
   void* shard_of(int peer, const Call& call);

@@ -70,6 +70,17 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
   return call;
 }
 
+// A peer may have failed the call in the old memory, when this rank had left that already.
+void Workspace::check_peer(const CallSite& site, const Call& call, int peer) {
+  if (channel_ != nullptr) channel_->throw_if_failed(peer, call);
+  try {
+    group_.check_agreement(site, peer, false);
+  } catch (const OutOfStep&) {
+    if (channel_ != nullptr) channel_->throw_if_failed(peer, call);
+    throw;
+  }
+}
+
 void Workspace::open(Call& call, int64_t slot_bytes) {
   opening_ = call.number;
   const CallSite site{index_, call.number, call.call_name};
@@ -79,8 +90,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
                                 group_.throw_if_closing();
                                 if (Clock::now() - looked < kSlice) return;
                                 for (int peer = 0; peer < group_.world_size(); ++peer)
-                                  if (peer != group_.rank())
-                                    group_.check_agreement(site, peer, false);
+                                  if (peer != group_.rank()) check_peer(site, call, peer);
                                 looked = Clock::now();
                               }};
   const auto peers = group_.peers(rendezvous);

@@ -46,6 +46,7 @@ class Workspace {
  private:
   bool serves(int64_t number, int64_t slot_bytes) const;
   void open(Call& call, int64_t slot_bytes);
+  void check_peer(const CallSite& site, const Call& call, int peer);
 
   Group& group_;
   int index_;

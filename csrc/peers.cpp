@@ -330,7 +330,7 @@ bool Peers::collect(const std::string& key, int round, const std::string& contex
     const auto letter = incoming.find({key, round});
     if (letter == incoming.end()) continue;
     if (letter->second.truncated)
-      throw ResourceError(context + ": too few file descriptors for context rank " + text(peer) +
+      throw ResourceError(context + ": too few file descriptors for what rank " + text(peer) +
                           " sent; raise the limit (ulimit -n)");
     all[peer] = std::move(*letter->second.payload);
     have[peer] = true;

@@ -83,12 +83,16 @@ Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
       forks_(fork_count()),
       peers_(static_cast<size_t>(world_size)),
       boards_(static_cast<size_t>(world_size)) {
+  // On failure it is closed after the peers were told: those in its queue would see only that this
+  // rank has left.
+  std::optional<Listener> listener;
   try {
     // For each peer a socket, a process and, for a moment, a board; and what this rank opens.
     require_descriptors(3 * world_size + 4, rendezvous.call_name);
     boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
     if (world_size_ == 1) return;
-    connect_all(bootstrap, rendezvous);
+    connect_all(bootstrap, rendezvous, listener.emplace(group_, rank_, world_size_));
+    listener.reset();
     exchange_boards(rendezvous);
   } catch (const std::exception& error) {
     refuse_before(bootstrap, rank_, rendezvous.key, cause_of(error, rank_));
@@ -141,8 +145,7 @@ void Peers::find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int pe
   if (peer < rank_) connect_to(*entry, peer);
 }
 
-void Peers::connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
-  Listener listener(group_, rank_, world_size_);
+void Peers::connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous, Listener& listener) {
   bootstrap.set(key_of(rank_), listener.entry());
   const Waiting waiting(rendezvous.budget);
   std::vector<StaleEntry> stale_entries(peers_.size());

@@ -19,6 +19,8 @@
 
 namespace symm_cp {
 
+class Listener;
+
 // The group's key-value store, through which the ranks find each other.
 class Bootstrap {
  public:
@@ -130,7 +132,7 @@ class Peers {
     std::map<std::pair<std::string, int>, Incoming>
         incoming;  // by key and round; refusals: round -1
   };
-  void connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous);
+  void connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous, Listener& listener);
   void find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer, bool thorough,
                  StaleEntry& stale);
   void connect_to(const std::string& entry, int peer);

@@ -355,7 +355,7 @@ def size(nbytes: int) -> str:
 def train_options(
     ranks: int, dim: int, layers: int, tokens: int, dtype: str = "float32"
 ) -> demo_arguments.DemoOptions:
-    """Returns the demo's options for `train`; raises `ValueError` if ranks do not divide sizes."""
+    """Returns the demo's options for `train`; `ValueError` for sizes not divisible by `ranks`."""
     arguments = argparse.Namespace(
         ranks=ranks, cp=1, compile=False, steps=1, text=None, dim=dim, layers=layers, seq=tokens,
         batch=4, dtype=dtype, seed=0, json=None, rendezvous=None,

@@ -164,11 +164,6 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def real(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a complex tensor as pairs of real numbers, which is how it is summed."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
 def new_result(
     like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -19,13 +19,13 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     new_result,
-    real,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
     what_is,
     world_size_of,
 )
+from symm_cp.runtime.sums import real
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
 

@@ -63,6 +63,22 @@ class Collective(Protocol):
         """
 
 
+class BackgroundCollective:
+    """The part that collectives share which can only be started."""
+
+    def __init__(self, output_shape: Sequence[int], call_name: bytes) -> None:
+        self._output_shape, self._name = tuple(output_shape), call_name
+
+    @property
+    def output_shape(self) -> Shape:
+        """See `Collective`."""
+        return self._output_shape
+
+    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
+        """Raises `NotImplementedError`."""
+        raise NotImplementedError(f"{self._name.decode()}: runs in the background only")
+
+
 class Runtime(Protocol):
     """Runs schedules on one kind of device; all methods are collective over the group."""
 

@@ -22,6 +22,7 @@ from symm_cp.runtime.api import (
 )
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
+from symm_cp.runtime.sums import real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import Pattern, peers
 from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
@@ -317,7 +318,7 @@ class CpuRuntime:
     ) -> Collective:
         """See `Runtime`. Each rank reduces a chunk; chunks at the end may be shorter."""
         reduction, ranks = _reduction(tensor, mean), group.world_size
-        numbers = _real(tensor)
+        numbers = real(tensor)
         chunk, elements = -(-numbers.numel() // ranks), numbers.numel()
         ends = [min(rank * chunk, elements) for rank in range(ranks + 1)]
         split = Split(tuple(end - start for start, end in itertools.pairwise(ends)))
@@ -334,11 +335,6 @@ class CpuRuntime:
 def _readable(shards: Shards, group: Group) -> bool:
     """Whether the one tensor of the own shard can be read in place, as those of all ranks."""
     return shards.contiguous and not shards.sizes.some_empty and is_symmetric(shards.own[0], group)
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """A complex tensor as pairs of real numbers, which is how it is summed."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def _reduction(tensor: torch.Tensor, mean: bool) -> Reduction:

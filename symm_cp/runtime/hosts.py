@@ -26,6 +26,7 @@ from symm_cp.hosts import Hosts, hosts_of, no_common_memory
 from symm_cp.memory import Group
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import (
+    BackgroundCollective,
     Collective,
     Combine,
     Consume,
@@ -34,6 +35,7 @@ from symm_cp.runtime.api import (
     Produce,
     Runtime,
 )
+from symm_cp.runtime.sums import wide
 from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
@@ -118,10 +120,6 @@ class _Messages:
 
     def parts(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         return self.shards.views(rank, viewing(message))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 class HostsRuntime:
@@ -217,11 +215,11 @@ class HostsRuntime:
         else be rounded.
         """
         partials = [tuple(out.shape)] * group.world_size if shapes is None else shapes
-        wide = _wide(out.dtype)
+        total_dtype = wide(out.dtype)
 
         def produce_for(ranks: tuple[int, ...]) -> Produce:
             def run(index: int, partial: torch.Tensor) -> None:
-                if wide == out.dtype:
+                if total_dtype == out.dtype:
                     produce(ranks[index], partial)
                     return
                 narrow = torch.empty_like(partial, dtype=out.dtype)
@@ -236,7 +234,7 @@ class HostsRuntime:
             for turn in range(1, ring.count + 1):
                 ranks = ring.host(turn)  # after the last turn one is back at home
                 own = partials[ring.counterpart(turn)]
-                total = out.new_empty(tuple(own), dtype=wide)
+                total = out.new_empty(tuple(own), dtype=total_dtype)
                 self._inner.produce_and_reduce_scatter(
                     ring.hosts.local,
                     produce_for(ranks),
@@ -250,7 +248,7 @@ class HostsRuntime:
                 if turn < ring.count:
                     # What is for a rank of the next turn's host.
                     shape = tuple(partials[ring.counterpart(turn + 1)])
-                    received = out.new_empty(shape, dtype=wide)
+                    received = out.new_empty(shape, dtype=total_dtype)
                     works = ring.pass_on(total, received, _SUM)
             out.copy_(total.div_(group.world_size) if mean else total)
 
@@ -320,7 +318,7 @@ class HostsRuntime:
         def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
             return process_group.all_gather(tensor, split, group.name)
 
-        return _OfProcessGroup(start, tuple(split.whole_shape(tensor.shape)), call_name)
+        return _OfProcessGroup(start, split.whole_shape(tensor.shape), call_name)
 
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
@@ -332,7 +330,7 @@ class HostsRuntime:
             return process_group.reduce_scatter(tensor, reduce_op, split, group.name)
 
         shape = split.shape_of(group.rank, tensor.shape)
-        return _OfProcessGroup(start, tuple(shape), call_name)
+        return _OfProcessGroup(start, shape, call_name)
 
     def prepare_all_reduce(
         self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
@@ -358,25 +356,17 @@ def _no_common_memory(group: Group, tensor: torch.Tensor, call_name: bytes) -> N
     return no_common_memory(op, group, tensor.device)
 
 
-class _OfProcessGroup:
+class _OfProcessGroup(BackgroundCollective):
     """A collective of torch's process group, which runs in the background."""
 
     def __init__(
         self,
         start: Callable[[Group, torch.Tensor], torch.Tensor],
-        output_shape: Shape,
+        output_shape: Sequence[int],
         call_name: bytes,
     ) -> None:
-        self._start, self._output_shape, self._name = start, output_shape, call_name
-
-    @property
-    def output_shape(self) -> Shape:
-        """See `Collective`."""
-        return self._output_shape
-
-    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Raises `NotImplementedError`: background collectives are started."""
-        raise NotImplementedError(f"{self._name.decode()}: runs in the background only")
+        super().__init__(output_shape, call_name)
+        self._start = start
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         """See `Collective`."""

@@ -33,6 +33,7 @@ from symm_cp.devices import (
 from symm_cp.memory import Group
 from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.api import (
+    BackgroundCollective,
     Collective,
     Combine,
     Consume,
@@ -51,7 +52,7 @@ from symm_cp.runtime.stream_launches import (
     produce_launch,
 )
 from symm_cp.runtime.stream_program import Kernel, Launch
-from symm_cp.runtime.sums import add_rows
+from symm_cp.runtime.sums import add_rows, real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, viewing
@@ -369,23 +370,7 @@ def _start(
         _register_work(result, _Transfer(device))
 
 
-class _Background:
-    """A collective on the copy engines, for tensors of one shape."""
-
-    def __init__(self, output_shape: Sequence[int], call_name: bytes) -> None:
-        self._output_shape, self._name = tuple(output_shape), call_name
-
-    @property
-    def output_shape(self) -> Shape:
-        """See `Collective`."""
-        return self._output_shape
-
-    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Raises `NotImplementedError`: background collectives are started."""
-        raise NotImplementedError(f"{self._name.decode()}: runs in the background only")
-
-
-class _BackgroundGather(_Background):
+class _BackgroundGather(BackgroundCollective):
     def __init__(self, tensor: torch.Tensor, split: Split, call_name: bytes) -> None:
         super().__init__(split.whole_shape(tensor.shape), call_name)
         self._chunks = Extent.split(1, split, self._output_shape, tensor.element_size())
@@ -398,7 +383,7 @@ class _BackgroundGather(_Background):
         return output
 
 
-class _BackgroundScatter(_Background):
+class _BackgroundScatter(BackgroundCollective):
     def __init__(
         self, tensor: torch.Tensor, split: Split, rank: int, call_name: bytes, mean: bool
     ) -> None:
@@ -408,7 +393,7 @@ class _BackgroundScatter(_Background):
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         """See `Collective`."""
-        numbers = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        numbers = real(tensor)
         more = numbers.shape[tensor.dim() :]
         output = numbers.new_empty((*self._output_shape, *more))
         partials = numbers.new_empty((group.world_size, *output.shape))

@@ -1,10 +1,20 @@
-"""Sums over the first dimension: the last step of a reduce-scatter."""
+"""How tensors are summed: in which numbers, and over the first dimension of one."""
 
 from __future__ import annotations
 
 import torch
 
 from symm_cp import devices, kernels
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a complex tensor as pairs of real numbers, which is how it is summed."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which numbers are added up: float32 for the 16-bit types."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
@@ -18,8 +28,7 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
     if kind is not None and kind.triton:
         kernels.add_rows(rows, out, mean=mean)
         return
-    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
-    total = rows[0].to(wide, copy=True)
+    total = rows[0].to(wide(rows.dtype), copy=True)
     for row in rows[1:]:
         total += row
     if mean:

@@ -42,12 +42,14 @@ std::string line(const char* name, std::initializer_list<Field> fields) {
 
 std::string enumerations() {
   return line("Space", kSpaceText) + line("Kind", kKindText) + line("StreamKind", kStreamKindText) +
-         line("DType", kDTypeText);
+         line("DType", kDTypeText) + line("ReduceOp", kReduceOpText) +
+         line("ExchangeKind", kExchangeKindText) + line("Buffer", kBufferText);
 }
 
 std::string structs() {
   using R = Reference;
   using C = Command;
+  using L = LoopStep;
   using S = StreamCommand;
   using T = TraceEvent;
   using W = WorkspaceLayout;
@@ -56,6 +58,9 @@ std::string structs() {
                              FIELD(C, to), FIELD(C, source), FIELD(C, bytes), FIELD(C, rows),
                              FIELD(C, to_pitch), FIELD(C, from_pitch), FIELD(C, dtype),
                              FIELD(C, mean), FIELD(C, first_source), FIELD(C, sources)}) +
+         line<Area>("Area", {FIELD(Area, buffer), FIELD(Area, rank), FIELD(Area, chunk)}) +
+         line<L>("LoopStep", {FIELD(L, kind), FIELD(L, peer), FIELD(L, flag), FIELD(L, to),
+                              FIELD(L, source), FIELD(L, first_source), FIELD(L, source_count)}) +
          line<S>(
              "StreamCommand",
              {FIELD(S, kind), FIELD(S, lane), FIELD(S, peer), FIELD(S, flag), FIELD(S, lag),

@@ -88,7 +88,37 @@ struct TraceEvent {
 
 // Element types of native reductions, numbered as torch numbers its scalar types.
 SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat32, kFloat64,
-                  kBfloat16 = 15);
+                  kComplex64 = 9, kComplex128, kBool, kBfloat16 = 15);
+
+// How native reductions combine elements, numbered as c10d numbers its operators.
+SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
+
+// What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
+// inputs and outputs are given by the parts that the ranks reduce.
+SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
+                  kAllToAll);
+
+// The buffers of a loop: what this rank gives and takes, and the slot of a rank, or what it gives
+// in symmetric memory.
+SYMM_CP_WIRE_ENUM(Buffer, kInput, kOutput, kPeerSlot, kSymmetric);
+
+// Part `chunk` of a buffer, or all of it (-1).
+struct Area {
+  Buffer buffer;
+  int32_t rank;
+  int32_t chunk;
+};
+
+// A step of the loop over the pieces of an exchange. Only the fields of its kind are read.
+struct LoopStep {
+  Kind kind;
+  int32_t peer;          // signal: to; wait: from
+  int32_t flag;          // signal, wait: index in kFlagNames
+  Area to;               // copy, reduce
+  Area source;           // copy
+  int32_t first_source;  // reduce: its sources are sources[first_source ...]
+  int32_t source_count;
+};
 
 // The channels of a group.
 enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };

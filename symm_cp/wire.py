@@ -54,7 +54,42 @@ class DType(IntEnum):
     FLOAT16 = 5
     FLOAT32 = 6
     FLOAT64 = 7
+    COMPLEX64 = 9
+    COMPLEX128 = 10
+    BOOL = 11
     BFLOAT16 = 15
+
+
+class ReduceOp(IntEnum):
+    """How native reductions combine elements, numbered as c10d numbers its operators."""
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+
+
+class ExchangeKind(IntEnum):
+    """What ranks do with each other's data."""
+
+    ALL_GATHER = 0
+    ALL_REDUCE = 1
+    TWO_SHOT_ALL_REDUCE = 2
+    REDUCE_SCATTER = 3
+    ALL_TO_ALL = 4
+
+
+class Buffer(IntEnum):
+    """The buffers of a loop."""
+
+    INPUT = 0
+    OUTPUT = 1
+    PEER_SLOT = 2
+    SYMMETRIC = 3
 
 
 class Reference(ctypes.Structure):
@@ -81,6 +116,26 @@ class Command(ctypes.Structure):
         ("mean", _INT32),
         ("first_source", _INT32),
         ("sources", _INT32),
+    ]
+
+
+class Area(ctypes.Structure):
+    """Part of a buffer of a loop, or all of it."""
+
+    _fields_ = [("buffer", _INT32), ("rank", _INT32), ("chunk", _INT32)]
+
+
+class LoopStep(ctypes.Structure):
+    """A step of the loop over the pieces of an exchange."""
+
+    _fields_ = [
+        ("kind", _INT32),
+        ("peer", _INT32),
+        ("flag", _INT32),
+        ("to", Area),
+        ("source", Area),
+        ("first_source", _INT32),
+        ("source_count", _INT32),
     ]
 
 
@@ -191,10 +246,20 @@ def flag_offset(flag: int, writer: int, world_size: int) -> int:
     return (flag * world_size + writer) * FLAG_BYTES
 
 
-ENUMS: tuple[type[IntEnum], ...] = (Space, Kind, StreamKind, DType)
+ENUMS: tuple[type[IntEnum], ...] = (
+    Space,
+    Kind,
+    StreamKind,
+    DType,
+    ReduceOp,
+    ExchangeKind,
+    Buffer,
+)
 STRUCTS: tuple[type[ctypes.Structure], ...] = (
     Reference,
     Command,
+    Area,
+    LoopStep,
     StreamCommand,
     TraceEvent,
     Record,

@@ -1,0 +1,82 @@
+// Collectives without Python: each rank gives bytes, and takes bytes or sums of them.
+//
+// Plain inputs go through the slot of the call in pieces: the slot has two halves, piece p uses
+// half p % 2, and a rank may be one piece ahead of its peers. The steps of a piece are those of a
+// registered pattern (symm_cp/schedule/patterns), which Python lowers once for each group; sizes
+// and addresses come with the call.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "wire.h"
+
+namespace symm_cp {
+
+class Channel;
+class Group;
+struct Call;
+
+// Contiguous bytes; none where `bytes` is 0.
+struct Extent {
+  void* data = nullptr;
+  int64_t bytes = 0;
+};
+
+// The steps of one piece.
+struct Loop {
+  std::vector<LoopStep> steps;
+  std::vector<Area> sources;  // of reductions
+  size_t published = 0;       // so many steps hand this rank's data to the peers
+  bool parted = false;        // the slot holds a part for each rank
+  bool slotted = false;       // data goes through the slot
+};
+
+// The bytes of a piece, of all parts together: both halves of all ranks' slots fit into the caches.
+inline constexpr int64_t kPieceBytes = int64_t{512} << 10;
+
+struct Exchange {
+  ExchangeKind kind;
+  std::string call_name;  // shown in errors, and compared by the peers
+  // Of kAllGather, kAllReduce: one; of the others: one for each rank. A rank that gives nothing has
+  // empty ones (broadcast: kAllGather with one input that is not empty).
+  std::vector<Extent> input;
+  // Of kAllReduce, kReduceScatter: one; of the others: one for each rank. Empty where a rank takes
+  // nothing (gather: kAllGather with outputs on one rank). May be the same memory as the input,
+  // where a piece lies at the same address in both.
+  std::vector<Extent> output;
+  DType dtype = DType::kUint8;
+  ReduceOp reduce_op = ReduceOp::kSum;
+  // The input lies in symmetric memory that was rendezvoused with the group, on all ranks: peers
+  // read it where it is. Not for kAllToAll.
+  bool in_place = false;
+  // The same on all ranks. A caller that wants all its data to have left its input when `start`
+  // returns gives what the largest part of any rank takes, rounded up to kPartAlignment.
+  int64_t piece_bytes = kPieceBytes;
+};
+
+// Parts of a piece begin at multiples of this.
+inline constexpr int64_t kPartAlignment = 64;
+
+// Carries an exchange out in the calling thread. Calls of several threads take turns. Throws
+// PeerError and ResourceError, after the peers were told.
+void run(Group& group, const Exchange& exchange);
+
+// Leaves an exchange to the copy engine of the group, behind those started before; never waits for
+// a peer. Returns its number, for `group->lane().wait(number)` and `finished(number)`; the memory
+// that it names must live until then. What of the input fits into the first piece may be
+// overwritten once this has returned only if `published` says so. With `background` false the
+// engine is not woken: the exchange goes on when a thread waits for it.
+struct Started {
+  int64_t number;
+  bool published;
+};
+Started start(Group& group, Exchange exchange, bool background);
+
+// Tells the peers that this rank refuses the call which they may be making now (`channel`: kSync
+// for `run`, kAsync for `start`). Never waits.
+void refuse(Group& group, int channel, const std::string& reason);
+
+}  // namespace symm_cp

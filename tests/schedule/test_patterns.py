@@ -16,7 +16,6 @@ from symm_cp.schedule.patterns import (
     CONSUME_AND_REDUCE_SCATTER,
     PATTERNS,
     PRODUCE_AND_REDUCE_SCATTER,
-    REDUCE_SCATTER,
     TWO_SHOT_ALL_REDUCE,
     Variant,
 )
@@ -328,7 +327,7 @@ def test_an_exchange_in_the_caller_is_the_one_in_the_background(place: Place) ->
     """But that in the background the own chunk of a reduce-scatter is read from the slot."""
     if place.variant.channel == "sync":
         twin = getattr(registry, f"BACKGROUND_{place.variant.name}")
-        options = {option: True for option in place.variant.options}
+        options = dict.fromkeys(place.variant.options, True)
         for rank in range(3):
             caller = steps_of(place.variant.schedule(rank, 3))
             background = steps_of(twin.direct(**options).schedule(rank, 3))

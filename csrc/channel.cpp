@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "copy.h"
 #include "error.h"
 #include "group.h"
 #include "probe.h"
@@ -17,26 +18,6 @@ namespace {
 template <class T>
 T* at(void* base, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + offset);
-}
-
-// By pages: memcpy of a large block uses string instructions, which page faults slow down.
-void copy_bytes(char* to, const char* from, int64_t bytes) {
-  constexpr int64_t kPage = 4096;
-  for (int64_t at = 0; at < bytes; at += kPage)
-    std::memcpy(to + at, from + at, static_cast<size_t>(std::min(kPage, bytes - at)));
-}
-
-int64_t element_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::kUint8:
-    case DType::kInt8: return 1;
-    case DType::kInt16:
-    case DType::kFloat16:
-    case DType::kBfloat16: return 2;
-    case DType::kInt32:
-    case DType::kFloat32: return 4;
-    default: return 8;
-  }
 }
 
 }  // namespace
@@ -233,7 +214,7 @@ void Channel::copy_rows(const Command& command, void* const* operands, const Cal
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   for (int64_t row = 0; row < command.rows; ++row)
-    copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes);
+    copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes, false);
 }
 
 void Channel::reduce_rows(const Command& command, const Reference* references,
@@ -246,7 +227,7 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
   const auto dtype = static_cast<DType>(command.dtype);
   for (int64_t row = 0; row < command.rows; ++row) {
     reduce(to, sources.data(), command.sources, command.bytes / element_bytes(dtype), dtype,
-           command.mean != 0);
+           command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false);
     to += command.to_pitch;
     for (auto& source : sources) source = static_cast<const char*>(source) + command.from_pitch;
   }

@@ -36,6 +36,7 @@ TORCH_SOURCES = ("attention.cpp", "collectives.cpp", "gradients.cpp", "symmetric
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
+    "copy.cpp": "-O3",
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
     "merge.cpp": "-O3",

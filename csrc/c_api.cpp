@@ -5,12 +5,14 @@
 #include <string>
 
 #include "channel.h"
+#include "copy.h"
 #include "error.h"
 #include "group.h"
 #include "groups.h"
 #include "mapping.h"
 #include "plan.h"
 #include "probe.h"
+#include "reduce.h"
 #include "streams.h"
 #include "trace.h"
 #include "wire.h"
@@ -253,6 +255,24 @@ void* symm_cp_slot(void* group) {
 
 void symm_cp_prefault(void* address, int64_t bytes) {
   prefault(address, static_cast<size_t>(bytes));
+}
+
+// See reduce.h and copy.h.
+int64_t symm_cp_reduce(void* out, const void* const* sources, int count, int64_t elements,
+                       int dtype, int op, int streaming) {
+  return guarded([&]() -> int64_t {
+    reduce(out, sources, count, elements, static_cast<DType>(dtype), static_cast<ReduceOp>(op),
+           streaming != 0);
+    return 0;
+  });
+}
+
+int symm_cp_reducible(int dtype, int op) {
+  return reducible(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) ? 1 : 0;
+}
+
+void symm_cp_copy(void* to, const void* from, int64_t bytes, int streaming) {
+  copy_bytes(to, from, bytes, streaming != 0);
 }
 
 // Whether the driver's library loads and has what streams need: 1, or 2 when it can also copy

@@ -4,7 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
-#include "error.h"
+#include "copy.h"
 #include "exchange_run.h"
 #include "group.h"
 #include "probe.h"

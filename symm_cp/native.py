@@ -42,6 +42,7 @@ TORCH_SOURCES = (
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
+    "copy.cpp": "-O3",
     "exchange.cpp": "-O3",
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
@@ -301,6 +302,9 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
     "symm_cp_prefault": (None, [_VOID, _LONG]),
+    "symm_cp_reduce": (_LONG, [_VOID, _VOID, _INT, _LONG, _INT, _INT, _INT]),
+    "symm_cp_reducible": (_INT, [_INT, _INT]),
+    "symm_cp_copy": (None, [_VOID, _VOID, _LONG, _INT]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),
     "symm_cp_recorded": (ctypes.POINTER(wire.TraceEvent), [ctypes.POINTER(_LONG)]),

@@ -347,7 +347,10 @@ def load() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     _compare(library.symm_cp_wire().decode())
-    library.symm_cp_keep_results(env.kept_bytes())
+    try:
+        library.symm_cp_keep_results(env.kept_bytes())
+    except ValueError as error:  # an import never fails
+        say(f"{error}; keeping as much as by default")
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     return library

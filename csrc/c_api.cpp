@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "blocks.h"
 #include "channel.h"
 #include "copy.h"
 #include "error.h"
@@ -253,9 +254,13 @@ void* symm_cp_slot(void* group) {
   return result;
 }
 
-void symm_cp_prefault(void* address, int64_t bytes) {
-  prefault(address, static_cast<size_t>(bytes));
-}
+// How many bytes of freed results the process keeps; less than 0 for the default.
+void symm_cp_keep_results(int64_t bytes) { Blocks::instance().set_limit(bytes); }
+
+// Unmaps the memory of freed results; returns its size.
+int64_t symm_cp_empty_cache() { return static_cast<int64_t>(Blocks::instance().empty()); }
+
+void symm_cp_result_memory(BlockUsage* usage) { *usage = Blocks::instance().usage(); }
 
 // See reduce.h and copy.h.
 int64_t symm_cp_reduce(void* out, const void* const* sources, int count, int64_t elements,

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "copy.h"
+#include "error.h"
 #include "exchange_run.h"
 #include "group.h"
 #include "probe.h"

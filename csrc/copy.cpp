@@ -50,7 +50,7 @@ void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
     at = -reinterpret_cast<intptr_t>(out) & (kVectorBytes - 1);
     std::memcpy(out, in, static_cast<size_t>(at));
   }
-  if (streaming) {
+  if (streaming && bytes >= 2 * kBlock) {
     at += stream_pages(out + at, in + at, bytes - at);
     for (; at + kBlock <= bytes; at += kBlock) copy_block<true>(out + at, in + at);
     finish_streams();

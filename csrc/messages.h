@@ -13,19 +13,20 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "peers.h"
 
 namespace symm_cp {
 
-struct MessageEngine;
+class MessageEngine;
 struct Transmission;
 
 inline constexpr int kAnySource = -1;
 inline constexpr int64_t kEagerBytes = int64_t{64} << 10;
 
 // The bytes of a message. `name` says what they are, as in "float32[2, 3]", and is shown in errors
-// (up to 79 characters). `owner` is kept until the transmission has ended: it may hold the memory.
+// (up to 95 characters). `owner` is kept until the transmission has ended: it may hold the memory.
 struct MessageBytes {
   void* data;  // only read by a send
   int64_t bytes;
@@ -54,6 +55,8 @@ class Delivery {
 
  private:
   friend class Messages;
+  Delivery(std::shared_ptr<MessageEngine> engine, std::shared_ptr<Transmission> transmission)
+      : engine_(std::move(engine)), transmission_(std::move(transmission)) {}
   std::shared_ptr<MessageEngine> engine_;
   std::shared_ptr<Transmission> transmission_;
 };

@@ -1,6 +1,7 @@
 // Messages between ranks as threads of one process: random sizes, tags, orders and threads; and
 // what goes wrong with them.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <memory>
@@ -249,6 +250,7 @@ void bad_arguments(Messages& messages, int rank) {
 
 // More than the ring and the queue hold, to a rank that comes late; it may have left by then.
 void many_before_the_receiver(Messages& messages, int rank) {
+  static std::atomic<bool> all_started{false};
   constexpr int kCount = 400;
   std::vector<std::vector<char>> data(kCount, std::vector<char>(60000));
   if (rank == 0) {
@@ -258,10 +260,11 @@ void many_before_the_receiver(Messages& messages, int rank) {
       sends.push_back(messages.start_send(1, 1, bytes_of(data[static_cast<size_t>(i)])));
     }
     expect(sends.front().done() && !sends.back().done(), "the queue has no end");
+    all_started = true;
     for (Delivery& send : sends) send.wait();
     return;
   }
-  std::this_thread::sleep_for(milliseconds(100));
+  while (!all_started) std::this_thread::sleep_for(milliseconds(1));
   for (int i = 0; i < kCount; ++i) {
     std::vector<char> found(60000), wanted(60000);
     messages.receive(0, 1, bytes_of(found));

@@ -32,10 +32,19 @@ from . import env, trusted, wire
 
 # The sources that include torch's headers, which cost ten times what the sources do: all of them
 # are one unit. (A precompiled header takes 500 MB with g++, and more time than it saves.)
-TORCH_SOURCES = ("attention.cpp", "collectives.cpp", "gradients.cpp", "symmetric_memory.cpp")
+TORCH_SOURCES = (
+    "attention.cpp",
+    "collectives.cpp",
+    "gradients.cpp",
+    "pool.cpp",
+    "groups.cpp",
+    "symmetric_memory.cpp",
+)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
+    "copy.cpp": "-O3",
+    "exchange.cpp": "-O3",
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
     "merge.cpp": "-O3",
@@ -254,6 +263,8 @@ def build(verbose: bool = False) -> Path:
 
 _VOID, _INT, _LONG, _TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
 _EPOCH, _LAYOUT = ctypes.c_uint32, ctypes.POINTER(wire.WorkspaceLayout)
+#: Takes the name of a group; see csrc/groups.h.
+FindGroup = ctypes.CFUNCTYPE(_INT, _TEXT)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (_TEXT, []),
     "symm_cp_wire": (_TEXT, []),
@@ -270,6 +281,20 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_skip": (None, [_VOID, _INT, _LONG]),
     "symm_cp_move": (None, [_VOID, _INT, _LONG]),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID]),
+    "symm_cp_set_loop": (
+        None,
+        [_VOID, _INT, _INT, _INT, _VOID, _INT, _VOID, _INT, _INT, _INT, _INT],
+    ),
+    "symm_cp_exchange": (
+        _LONG,
+        [_VOID, *[_INT] * 3, _TEXT, _VOID, _VOID, _INT, _VOID, _VOID, _INT, _INT, _INT],
+    ),
+    "symm_cp_set_on_one_host": (None, [_VOID, _INT]),
+    "symm_cp_lock": (_LONG, [_VOID]),
+    "symm_cp_unlock": (None, [_VOID]),
+    "symm_cp_explain": (None, [_TEXT]),
+    "symm_cp_group_known": (None, [_VOID]),
+    "symm_cp_on_unknown_group": (None, [FindGroup]),
     "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
     "symm_cp_plan_free": (None, [_VOID]),
     "symm_cp_shard": (_VOID, [_VOID, _INT]),
@@ -277,7 +302,12 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
-    "symm_cp_prefault": (None, [_VOID, _LONG]),
+    "symm_cp_keep_results": (None, [_LONG]),
+    "symm_cp_empty_cache": (_LONG, []),
+    "symm_cp_result_memory": (None, [ctypes.POINTER(_LONG)]),
+    "symm_cp_reduce": (_LONG, [_VOID, _VOID, _INT, _LONG, _INT, _INT, _INT]),
+    "symm_cp_reducible": (_INT, [_INT, _INT]),
+    "symm_cp_copy": (None, [_VOID, _VOID, _LONG, _INT]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),
     "symm_cp_recorded": (ctypes.POINTER(wire.TraceEvent), [ctypes.POINTER(_LONG)]),
@@ -339,6 +369,10 @@ def load() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     _compare(library.symm_cp_wire().decode())
+    try:
+        library.symm_cp_keep_results(env.kept_bytes())
+    except ValueError as error:  # an import never fails
+        say(f"{error}; keeping as much as by default")
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     return library

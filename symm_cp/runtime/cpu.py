@@ -11,6 +11,7 @@ import torch
 
 from symm_cp.alignment import part_offsets
 from symm_cp.memory import Group, is_symmetric, reported
+from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.api import (
     REDUCIBLE,
     Collective,
@@ -309,7 +310,7 @@ class CpuRuntime:
                 "output": (Extent.even(1, nbytes),),
             }
         )
-        pattern, reduction = patterns.ALL_GATHER_AND_COMBINE, _reduction(tensor, mean)
+        pattern, reduction = patterns.ALL_REDUCE, _reduction(tensor, mean)
         shape = tuple(tensor.shape)
         return _collective(group, pattern, binding, reduction, call_name, shape, nbytes)
 
@@ -323,11 +324,11 @@ class CpuRuntime:
         ends = [min(rank * chunk, elements) for rank in range(ranks + 1)]
         split = Split(tuple(end - start for start, end in itertools.pairwise(ends)))
         chunks = Extent.split(0, split, (elements,), numbers.element_size())
-        slots = {rank: (Extent.even(None, chunks.nbytes[rank]),) for rank in range(ranks)}
-        binding = Binding({"symmetric": (chunks,)}, {"slot": slots})
-        variant = patterns.TWO_SHOT_ALL_REDUCE.direct()
+        slot = Extent.split(None, split, (elements,), numbers.element_size())
+        binding = Binding({"symmetric": (chunks,), "slot": (slot,)})
+        variant = patterns.TWO_SHOT_ALL_REDUCE.direct(in_place=True)
         program = lower(variant, group.rank, ranks, binding, reduction=reduction)
-        room = chunk * numbers.element_size()
+        room = elements * numbers.element_size()
         shape = tuple(tensor.shape)
         return _CpuCollective(program, program, call_name, shape, room, always=True)
 

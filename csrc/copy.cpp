@@ -45,12 +45,13 @@ void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming) {
   char* out = static_cast<char*>(to);
   const char* in = static_cast<const char*>(from);
   int64_t at = 0;
-  if (bytes >= 2 * kBlock) {
+  const bool large = bytes >= 2 * kBlock;
+  if (large) {
     // Streams need the alignment, and stores across two cache lines take longer.
     at = -reinterpret_cast<intptr_t>(out) & (kVectorBytes - 1);
     std::memcpy(out, in, static_cast<size_t>(at));
   }
-  if (streaming && bytes >= 2 * kBlock) {
+  if (large && streaming) {
     at += stream_pages(out + at, in + at, bytes - at);
     for (; at + kBlock <= bytes; at += kBlock) copy_block<true>(out + at, in + at);
     finish_streams();

@@ -6,6 +6,7 @@
 #include "error.h"
 #include "group.h"
 #include "plan.h"
+#include "pool.h"
 
 namespace symm_cp {
 
@@ -113,7 +114,7 @@ at::Tensor start_transfer(int64_t handle, int64_t plain, int64_t in_place, int64
   const int64_t number = group->next(kAsync);
   try {
     Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
-    at::Tensor output = at::empty(shape, given.options());
+    at::Tensor output = pooled_empty(shape, given.options());
     const bool publish = group->lane().idle() && workspace.begins_at_once(inputs.slot_bytes);
     if (!publish && !inputs.symmetric && inputs.input.is_same(given)) inputs.input = given.clone();
     Lane::Program program{number, inputs.plan, inputs.operands(output), inputs.slot_bytes};

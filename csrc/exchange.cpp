@@ -4,6 +4,7 @@
 #include <cstring>
 #include <stdexcept>
 
+#include "copy.h"
 #include "error.h"
 #include "exchange_run.h"
 #include "group.h"

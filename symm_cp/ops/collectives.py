@@ -26,6 +26,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
 from symm_cp.ops.transforms import register_gradient, register_no_gradient
+from symm_cp.results import new_result
 from symm_cp.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"
@@ -76,7 +77,7 @@ def _one_shot_all_reduce_out_cpu(
 
 
 def _one_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    out = torch.empty_like(input, memory_format=torch.contiguous_format)
+    out = new_result(input, input.shape)
     return _all_reduce(_ALL_REDUCE, input, reduce_op, group_name, out)
 
 
@@ -84,7 +85,7 @@ def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: st
     group = resolve(group_name)
     if not (input.is_contiguous() and is_symmetric(input, group)):
         # Nothing that peers could reach: go through the workspace.
-        out = torch.empty_like(input, memory_format=torch.contiguous_format)
+        out = new_result(input, input.shape)
         return input.copy_(_all_reduce(_TWO_SHOT, input, reduce_op, group_name, out))
     on = runtime.of(input, group)
     plans = group.state(PLANS, Plans)
@@ -132,7 +133,7 @@ def _reduce_scatter_out_cpu(
 
 def _reduce_scatter(input: torch.Tensor, group_name: str, split_last_dim: bool) -> torch.Tensor:
     shape = _scattered_shape(input, split_last_dim, group_name)
-    output = input.new_empty(shape)
+    output = new_result(input, shape)
     torch.ops.symm_mem.reduce_scatter_out(input, group_name, split_last_dim, output)
     return output
 

@@ -22,7 +22,6 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     lib,
-    new_result,
     register_kernel,
     scatter_split,
     uneven_of,
@@ -31,6 +30,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.transforms import register_gradient
+from symm_cp.results import copied, new_result
 
 _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
@@ -120,7 +120,7 @@ def _scatter_kernel(
     on.produce_and_reduce_scatter(group, produce, total, name, shapes=shapes)
     # Tensors of their own: an op's results share no memory.
     key, value = parts_of(group.rank, total)
-    return key.clone(), value.clone()
+    return copied(key), copied(value)
 
 
 def _gather_fake(

@@ -87,4 +87,5 @@ _ops.register()
 try:
     _native.load()
 except _native.BuildError as _error:
+    _ops.register_without_native()
     _native.say(str(_error).splitlines()[0])

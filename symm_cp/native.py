@@ -32,7 +32,14 @@ from . import env, trusted, wire
 
 # The sources that include torch's headers, which cost ten times what the sources do: all of them
 # are one unit. (A precompiled header takes 500 MB with g++, and more time than it saves.)
-TORCH_SOURCES = ("attention.cpp", "collectives.cpp", "gradients.cpp", "symmetric_memory.cpp")
+TORCH_SOURCES = (
+    "attention.cpp",
+    "collectives.cpp",
+    "gradients.cpp",
+    "kernels.cpp",
+    "low_contention.cpp",
+    "symmetric_memory.cpp",
+)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
@@ -277,6 +284,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
+    "symm_cp_serve_cpu": (None, [_INT]),
     "symm_cp_prefault": (None, [_VOID, _LONG]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),

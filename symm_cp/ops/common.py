@@ -116,6 +116,10 @@ PLANS: StateKey[Plans] = StateKey("plans")
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = _Library("symm_mem", "FRAGMENT")
 
+#: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
+_in_python = _Library("symm_cp", "FRAGMENT")
+_with_native_kernels: list[str] = []
+
 Op: TypeAlias = Callable[..., Any]
 
 #: Kernels for devices, by name, of ops that torch has kernels for as well:
@@ -130,11 +134,37 @@ def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> N
     and `override_cuda_ops` installs it.
     """
     lib.impl(name, kernel, "CPU")
+    register_device_kernel(name, kernel, replaces_torch=replaces_torch)
+
+
+def register_device_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
+    """As `register_kernel`, but not for CPU tensors."""
     if replaces_torch:
         device_kernels[name] = kernel
     for device in devices.known():
         if not (replaces_torch and device.torch_has_kernels):
             lib.impl(name, kernel, device.dispatch_key)
+
+
+def register_in_python(name: str, kernel: Op) -> None:
+    """Registers what a native kernel (csrc/kernels.h) calls where it cannot serve CPU tensors.
+
+    In groups that span hosts, in torch's test mode, and where tests have streams serve them.
+    """
+    schema = str(getattr(torch.ops.symm_mem, name).default._schema)
+    _in_python.define(schema.removeprefix("symm_mem::"))
+    _in_python.impl(name, kernel, "CPU")
+    _with_native_kernels.append(name)
+
+
+def register_without_native() -> None:
+    """Has ops whose kernels are native say why the native part is missing."""
+
+    def refuses(*args: Any) -> Any:
+        native.load()
+
+    for name in _with_native_kernels:
+        lib.impl(name, refuses, "CPU")
 
 
 def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:

@@ -7,6 +7,7 @@
 #include "channel.h"
 #include "error.h"
 #include "group.h"
+#include "groups.h"
 #include "mapping.h"
 #include "plan.h"
 #include "probe.h"
@@ -77,6 +78,9 @@ void* symm_cp_group_open(const char* name, int rank, int world_size, int64_t tim
 
 // Transfers that were not waited for keep their share of the group.
 void symm_cp_group_close(void* group) { delete static_cast<std::shared_ptr<Group>*>(group); }
+
+// Lets C++ find the group by its name.
+void symm_cp_group_known(void* group) { known_as(*static_cast<std::shared_ptr<Group>*>(group)); }
 
 void symm_cp_release_groups() { release_groups(); }
 
@@ -165,6 +169,57 @@ int64_t symm_cp_run(void* group, const Command* commands, int count, const Refer
     return 0;
   });
 }
+
+// Gives a group the steps of an exchange; `published` of them hand this rank's data to the peers.
+void symm_cp_set_loop(void* group, int channel, int kind, int in_place, const LoopStep* steps,
+                      int count, const Area* sources, int source_count, int published, int parted,
+                      int slotted) {
+  Loop loop{{steps, steps + count},
+            {sources, sources + source_count},
+            static_cast<size_t>(published),
+            parted != 0,
+            slotted != 0};
+  of(group).set_loop(channel, static_cast<ExchangeKind>(kind), in_place != 0, std::move(loop));
+}
+
+// Runs an exchange in the calling thread, or in the background and waits for it. For tests.
+int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const char* call_name,
+                         void* const* input, const int64_t* input_bytes, int inputs,
+                         void* const* output, const int64_t* output_bytes, int outputs, int dtype,
+                         int reduce_op) {
+  return guarded([&]() -> int64_t {
+    Exchange exchange{static_cast<ExchangeKind>(kind), call_name};
+    for (int i = 0; i < inputs; ++i) exchange.input.push_back({input[i], input_bytes[i]});
+    for (int i = 0; i < outputs; ++i) exchange.output.push_back({output[i], output_bytes[i]});
+    exchange.dtype = static_cast<DType>(dtype);
+    exchange.reduce_op = static_cast<ReduceOp>(reduce_op);
+    exchange.in_place = in_place != 0;
+    if (channel == kSync) {
+      run(of(group), std::move(exchange));
+    } else {
+      const Started started = start(of(group), std::move(exchange), false);
+      of(group).lane().wait(started.number);
+    }
+    return 0;
+  });
+}
+
+// Says whether all ranks of the group share this host's memory.
+void symm_cp_set_on_one_host(void* group, int all) { of(group).set_on_one_host(all != 0); }
+
+// The lock of the calls on the channel `sync`; -1 when a handler of a signal raised meanwhile.
+int64_t symm_cp_lock(void* group) {
+  return guarded([&]() -> int64_t {
+    of(group).lock_calls();
+    return 0;
+  });
+}
+
+void symm_cp_unlock(void* group) { of(group).unlock_calls(); }
+
+// Called with the name of a group that C++ does not know yet; makes it known, or explains why not.
+void symm_cp_on_unknown_group(int (*find)(const char* name)) { on_unknown_group(find); }
+void symm_cp_explain(const char* why) { explain(why); }
 
 // A handle of a plan, for collectives.cpp.
 void* symm_cp_plan(const Command* commands, int count, const Reference* references,

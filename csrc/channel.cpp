@@ -19,26 +19,6 @@ T* at(void* base, int64_t offset) {
   return reinterpret_cast<T*>(static_cast<char*>(base) + offset);
 }
 
-// By pages: memcpy of a large block uses string instructions, which page faults slow down.
-void copy_bytes(char* to, const char* from, int64_t bytes) {
-  constexpr int64_t kPage = 4096;
-  for (int64_t at = 0; at < bytes; at += kPage)
-    std::memcpy(to + at, from + at, static_cast<size_t>(std::min(kPage, bytes - at)));
-}
-
-int64_t element_bytes(DType dtype) {
-  switch (dtype) {
-    case DType::kUint8:
-    case DType::kInt8: return 1;
-    case DType::kInt16:
-    case DType::kFloat16:
-    case DType::kBfloat16: return 2;
-    case DType::kInt32:
-    case DType::kFloat32: return 4;
-    default: return 8;
-  }
-}
-
 }  // namespace
 
 Channel::Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, WorkspaceLayout layout)
@@ -67,7 +47,7 @@ void* Channel::slot(int rank, uint32_t epoch) const {
 
 bool Channel::entered(int peer, uint32_t epoch) const {
   for (int flag = 0; flag < layout_.flag_count; ++flag)
-    if (reached(flag_word(mapping_->rank(), peer, flag)->load(), epoch)) return true;
+    if (reached(flag_word(mapping_->rank(), peer, flag)->load(), ticket(epoch, 0))) return true;
   return false;
 }
 
@@ -103,11 +83,16 @@ void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* oth
   failed_epoch_ = epoch;
   for (int peer = 0; peer < mapping_->world_size(); ++peer)
     for (int flag = 0; flag < layout_.flag_count; ++flag)
-      if (peer != rank) signal(peer, flag, epoch);
+      if (peer != rank) raise(peer, flag, ticket(epoch, kMaxPieces - 1));
 }
 
-void Channel::signal(int peer, int flag, uint32_t epoch) {
-  publish(flag_word(peer, mapping_->rank(), flag), &mapping_->control(peer).sleepers, epoch);
+void Channel::raise(int peer, int flag, uint32_t value) {
+  publish(flag_word(peer, mapping_->rank(), flag), &mapping_->control(peer).sleepers, value);
+}
+
+int64_t* Channel::sizes_of(int rank, const Call& call) const {
+  return at<int64_t>(mapping_->data()[rank],
+                     layout_.sizes_offset(call.epoch, mapping_->world_size()));
 }
 
 template <class Ready, class Awaited>
@@ -134,11 +119,11 @@ void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, Awaited aw
              });
 }
 
-void Channel::wait(int peer, int flag, int lag, Call& call) {
-  const uint32_t epoch = call.epoch - static_cast<uint32_t>(lag);
+void Channel::wait(int peer, int flag, int lag, Call& call, uint32_t piece) {
+  const uint32_t needed = ticket(call.epoch - static_cast<uint32_t>(lag), piece);
   wait_for(
       flag_word(mapping_->rank(), peer, flag), peer, call,
-      [epoch](uint32_t seen) { return reached(seen, epoch); },
+      [needed](uint32_t seen) { return reached(seen, needed); },
       [&] {
         return std::string("flag '") + kFlagNames[flag] + "' of rank " + std::to_string(peer);
       });
@@ -157,6 +142,7 @@ void Channel::announce(Call& call, const void* shard) {
                  static_cast<const char*>(mapping->data()[mapping->rank()]);
   }
   own.place = call.place;
+  own.pieces = call.pieces;
   std::strncpy(own.call_name, call.call_name.c_str(), kMaxCallName);
   own.call_name[kMaxCallName] = 0;
   own.failed.store(0, std::memory_order_relaxed);
@@ -195,11 +181,16 @@ void Channel::verify(int peer, const Call& call) {
                   " calls " + theirs.call_name + place(theirs.place));
 }
 
+void Channel::verify_all(const Call& call) {
+  for (int peer = 0; peer < mapping_->world_size(); ++peer)
+    if (peer != mapping_->rank()) verify(peer, call);
+}
+
 void Channel::agree_to_replace(Call& call) {
   call.place = Place::kReplaced;
   announce(call, nullptr);
   const int rank = mapping_->rank(), size = mapping_->world_size();
-  for (int step = 1; step < size; ++step) signal((rank + step) % size, kReadyFlag, call.epoch);
+  for (int step = 1; step < size; ++step) signal((rank + step) % size, kReadyFlag, call);
   for (int step = 1; step < size; ++step) wait((rank + step) % size, kReadyFlag, 0, call);
 }
 
@@ -233,7 +224,7 @@ void Channel::copy_rows(const Command& command, void* const* operands, const Cal
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
   for (int64_t row = 0; row < command.rows; ++row)
-    copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes);
+    copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes, false);
 }
 
 void Channel::reduce_rows(const Command& command, const Reference* references,
@@ -256,17 +247,13 @@ void Channel::run_one(const Command& c, const Reference* references, void* const
                       Call& call) {
   switch (c.kind) {
     case Kind::kCopy: copy_rows(c, operands, call); break;
-    case Kind::kSignal: signal(c.peer, c.flag, call.epoch); break;
+    case Kind::kSignal: signal(c.peer, c.flag, call); break;
     case Kind::kWait: wait(c.peer, c.flag, c.lag, call); break;
     case Kind::kReduce: reduce_rows(c, references, operands, call); break;
     case Kind::kPublish:
       announce(call, c.mean != 0 ? resolve(c.source, operands, call) : nullptr);
       break;
-    case Kind::kVerify:
-      // What was read in place, or in slots, was whole unless its owner left the call meanwhile.
-      for (int peer = 0; peer < mapping_->world_size(); ++peer)
-        if (peer != mapping_->rank()) verify(peer, call);
-      break;
+    case Kind::kVerify: verify_all(call); break;
   }
 }
 

@@ -27,6 +27,7 @@ struct Call {
   std::string call_name;  // shown in errors, and compared by the peers
   Place place = Place::kSlot;
   WaitBudget budget;
+  uint32_t pieces = 1;  // that this rank has to give or take
 };
 
 class Group;
@@ -50,6 +51,25 @@ class Channel {
   // Throws if the peer has failed this call.
   void throw_if_failed(int peer, const Call& call);
 
+  // The steps of which exchange.cpp and plans are made:
+
+  // Writes this call's record; `shard` is null unless the shard is read in place.
+  void announce(Call& call, const void* shard);
+  // Raises the flag at `peer`: publishes all earlier writes of this thread to it.
+  void signal(int peer, int flag, const Call& call, uint32_t piece = 0) {
+    raise(peer, flag, ticket(call.epoch, piece));
+  }
+  // Returns once `peer` has raised its flag here for this piece, `lag` calls ago - or throws,
+  // naming the step.
+  void wait(int peer, int flag, int lag, Call& call, uint32_t piece = 0);
+  // Throws unless all peers are in this call, and none has failed it: what was read in place, or in
+  // slots, was whole unless its owner left the call meanwhile.
+  void verify_all(const Call& call);
+  // The pieces that a peer has in this call; only after a flag of the call was waited for.
+  uint32_t pieces_of(int peer, const Call& call) const { return record(peer, call.epoch).pieces; }
+  // The bytes that a rank gives to each rank in this call, which it writes before it announces.
+  int64_t* sizes_of(int rank, const Call& call) const;
+
   // Address of the shard of `peer` in this call; only after its ready flag was waited for.
   void* shard_of(int peer, const Call& call);
   void* slot(int rank, uint32_t epoch) const;
@@ -63,14 +83,9 @@ class Channel {
   Record& record(int rank, uint32_t epoch) const;
   Failure& failure(int rank, uint32_t epoch) const;
   bool entered(int peer, uint32_t epoch) const;
-  // Raises the flag at `peer`: publishes all earlier writes of this thread to it.
-  void signal(int peer, int flag, uint32_t epoch);
-  // Returns once `peer` has raised its flag here `lag` calls ago - or throws, naming the step.
-  void wait(int peer, int flag, int lag, Call& call);
+  void raise(int peer, int flag, uint32_t value);
   template <class Ready, class Awaited>
   void wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited);
-  // Writes this call's record; `shard` is null unless the shard is read in place.
-  void announce(Call& call, const void* shard);
   // Throws unless the peer's record is of this call, and the peer has not failed it.
   void verify(int peer, const Call& call);
   [[noreturn]] void throw_failure(int peer, const Call& call);

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -15,9 +16,7 @@
 
 namespace symm_cp {
 
-class Channel;
 class Group;
-struct Call;
 
 // Contiguous bytes; none where `bytes` is 0.
 struct Extent {
@@ -52,8 +51,9 @@ struct Exchange {
   // The input lies in symmetric memory that was rendezvoused with the group, on all ranks: peers
   // read it where it is. Not for kAllToAll.
   bool in_place = false;
-  // The same on all ranks. A caller that wants all its data to have left its input when `start`
-  // returns gives what the largest part of any rank takes, rounded up to kPartAlignment.
+  // Of all parts together; the same on all ranks. With another size than the usual one there is one
+  // piece: a caller that wants all its data to have left its input when `start` returns gives what
+  // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.
   int64_t piece_bytes = kPieceBytes;
 };
 
@@ -62,7 +62,11 @@ inline constexpr int64_t kPartAlignment = 64;
 
 // Carries an exchange out in the calling thread. Calls of several threads take turns. Throws
 // PeerError and ResourceError, after the peers were told.
-void run(Group& group, const Exchange& exchange);
+void run(Group& group, Exchange exchange);
+
+// Is told why an exchange failed, or nothing. Runs in the thread that carried it out, in no lock;
+// it must not throw, and may start other exchanges but not wait for one.
+using Done = std::function<void(const std::string& failure)>;
 
 // Leaves an exchange to the copy engine of the group, behind those started before; never waits for
 // a peer. Returns its number, for `group->lane().wait(number)` and `finished(number)`; the memory
@@ -73,7 +77,7 @@ struct Started {
   int64_t number;
   bool published;
 };
-Started start(Group& group, Exchange exchange, bool background);
+Started start(Group& group, Exchange exchange, bool background, Done done = {});
 
 // Tells the peers that this rank refuses the call which they may be making now (`channel`: kSync
 // for `run`, kAsync for `start`). Never waits.

@@ -25,7 +25,8 @@ WorkspaceLayout layout_of(int world_size, int64_t slot_bytes) {
   layout.slot_count = kSlots;
   layout.records = flag_offset(kFlags, 0, world_size);
   layout.slots = pages(layout.records + layout.slot_count * kRecordBytes +
-                       kFailures * static_cast<int64_t>(sizeof(Failure)));
+                       kFailures * static_cast<int64_t>(sizeof(Failure)) +
+                       layout.slot_count * sizes_bytes(world_size));
   layout.slot_bytes = pages(slot_bytes);
   return layout;
 }
@@ -47,7 +48,7 @@ void Workspace::drop() {
 
 bool Workspace::serves(int64_t number, int64_t slot_bytes) const {
   return channel_ != nullptr && channel_->layout().slot_bytes >= slot_bytes &&
-         number - base_ <= kLastEpoch;
+         number - base_ <= kLastCpuEpoch;
 }
 
 bool Workspace::begins_at_once(int64_t slot_bytes) const {
@@ -166,6 +167,22 @@ int64_t Group::next(int index, bool by_user) {
   ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
   board().set_made(index, number);
   return number;
+}
+
+void Group::acquire(std::recursive_timed_mutex& mutex) {
+  if (mutex.try_lock()) return;
+  const WithoutGil without_gil;
+  while (!mutex.try_lock_for(kSlice)) throw_if_interrupted();
+}
+
+const Loop& Group::loop(int index, ExchangeKind kind, bool in_place) const {
+  const auto& found = loops_[index][static_cast<int>(kind)][in_place ? 1 : 0];
+  if (!found) throw std::logic_error("group '" + name_ + "' has no steps for such an exchange");
+  return *found;
+}
+
+void Group::set_loop(int index, ExchangeKind kind, bool in_place, Loop loop) {
+  loops_[index][static_cast<int>(kind)][in_place ? 1 : 0] = std::move(loop);
 }
 
 std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {

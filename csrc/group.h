@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "channel.h"
+#include "exchange.h"
 #include "lane.h"
 
 namespace symm_cp {
@@ -90,6 +91,15 @@ class Group {
   int64_t next(int index, bool by_user = true);
   // The peers, once they are known.
   std::shared_ptr<Peers> known_peers() const { return std::atomic_load(&peers_); }
+  // The steps of an exchange, which Python has lowered for this group.
+  const Loop& loop(int index, ExchangeKind kind, bool in_place) const;
+  void set_loop(int index, ExchangeKind kind, bool in_place, Loop loop);
+  // Whether all ranks share this host's memory.
+  bool on_one_host() const { return on_one_host_; }
+  void set_on_one_host(bool all) { on_one_host_ = all; }
+  // For Python, whose calls on the channel `sync` have several parts. See CallLock.
+  void lock_calls() { acquire(call_locks_[kSync]); }
+  void unlock_calls() { call_locks_[kSync].unlock(); }
   // Collective at the first call.
   std::shared_ptr<Peers> peers(const Rendezvous& rendezvous);
 
@@ -151,7 +161,26 @@ class Group {
   std::optional<Call> current_;
   Clock::time_point mismatch_since_[kChannels]{};  // since when a peer seems to use other memory
   std::atomic<bool> closing_{false};
+  // Throws Interrupted when a handler of a signal raises while it waits.
+  static void acquire(std::recursive_timed_mutex& mutex);
+  static constexpr int kKinds = 5;
+  std::optional<Loop> loops_[kChannels][kKinds][2];
+  std::atomic<bool> on_one_host_{true};
+  std::recursive_timed_mutex call_locks_[kChannels];
+  friend class CallLock;
   Lane lane_;
+};
+
+// Calls of several threads on one channel take turns.
+class CallLock {
+ public:
+  CallLock(Group& group, int index) : mutex_(group.call_locks_[index]) { Group::acquire(mutex_); }
+  ~CallLock() { mutex_.unlock(); }
+  CallLock(const CallLock&) = delete;
+  CallLock& operator=(const CallLock&) = delete;
+
+ private:
+  std::recursive_timed_mutex& mutex_;
 };
 
 // In its scope the calling thread may be marked as blocked (`Group::block`); unmarks it at the end.

@@ -10,8 +10,15 @@ class Group;
 
 // Returns the group of that name, which is made at its first use: that runs Python
 // (symm_cp.memory.resolve), so this takes Python's lock if need be. Throws std::invalid_argument
-// where there is no such process group, std::runtime_error where it cannot be made. Afterwards a
-// look-up costs less than a microsecond. A group may span hosts: see Group::on_one_host.
+// where there is no such process group, or it cannot be made. Afterwards a look-up costs less than
+// a microsecond. A group may span hosts: see Group::on_one_host.
 std::shared_ptr<Group> group_of(const std::string& name);
+
+// Lets `group_of` find a group, as long as its process group lives and somebody owns it.
+void known_as(const std::shared_ptr<Group>& group);
+
+// `find` makes a group and calls `known_as`; it returns 0, or says why it could not (`explain`).
+void on_unknown_group(int (*find)(const char* name));
+void explain(const char* why);
 
 }  // namespace symm_cp

@@ -29,6 +29,7 @@ void Lane::close() {
 void Lane::push(Item item, bool background) {
   std::lock_guard<std::mutex> lock(mutex_);
   submitted_ = item.program.number;
+  if (item.program.plan != nullptr) item.program.call_name = item.program.plan->call_name;
   queue_.push_back(std::move(item));
   if (!background) return;
   wake_ = true;
@@ -49,6 +50,21 @@ void Lane::refuse(int64_t number, const std::string& cause, const CallSite* othe
   if (!running_ && queue_.size() == 1) run_one(lock);
 }
 
+void Lane::run_program(Program& program, Workspace& workspace) {
+  const bool begun = program.begun.has_value();
+  Call call = begun ? std::move(*program.begun)
+                    : workspace.begin(program.number, program.slot_bytes, program.call_name);
+  if (program.exchange != nullptr) {
+    if (!begun) program.exchange->publish(*workspace.channel(), call);
+    program.exchange->finish(*workspace.channel(), call);
+    return;
+  }
+  const Plan& plan = *program.plan;
+  const auto& commands = begun ? plan.rest : plan.whole;
+  workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),
+                           plan.references.data(), program.operands.data(), call);
+}
+
 // Returns why it failed, if it did.
 std::string Lane::carry_out(Item& item) {
   Program& program = item.program;
@@ -58,13 +74,7 @@ std::string Lane::carry_out(Item& item) {
     return item.refusal;
   }
   try {
-    const Plan& plan = *program.plan;
-    const bool begun = program.begun.has_value();
-    Call call = begun ? std::move(*program.begun)
-                      : workspace.begin(program.number, program.slot_bytes, plan.call_name);
-    const auto& commands = begun ? plan.rest : plan.whole;
-    workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),
-                             plan.references.data(), program.operands.data(), call);
+    run_program(program, workspace);
   } catch (const std::exception& error) {
     group_.failed(kAsync, program.number, error);
     return error.what();
@@ -77,17 +87,24 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   running_ = true;
   Item item = std::move(queue_.front());
   queue_.pop_front();
-  running_name_ = item.program.plan == nullptr ? "" : item.program.plan->call_name;
+  Program& program = item.program;
+  running_name_ = program.call_name;
   lock.unlock();
   std::string failure = carry_out(item);
   lock.lock();
   running_ = false;
-  completed_ = item.program.number;
-  if (!failure.empty() && item.program.plan != nullptr) {
+  completed_ = program.number;
+  const Done done = std::move(program.done);
+  const std::string told = done ? failure : std::string();
+  if (!failure.empty() && item.refusal.empty()) {
     failures_[completed_] = std::move(failure);
     if (failures_.size() > kMaxFailures) failures_.erase(failures_.begin());
   }
   done_.notify_all();
+  if (!done) return;
+  lock.unlock();
+  done(told);
+  lock.lock();
 }
 
 void Lane::serve() {

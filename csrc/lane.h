@@ -12,11 +12,13 @@
 #include <vector>
 
 #include "channel.h"
+#include "exchange_run.h"
 #include "plan.h"
 
 namespace symm_cp {
 
 class Group;
+class Workspace;
 
 // Programs are the calls of the channel `async`, carried out one after the other in the order of
 // their numbers. A thread that waits for one runs the queue up to it, unless the engine
@@ -34,6 +36,9 @@ class Lane {
     std::vector<void*> operands;
     int64_t slot_bytes = 0;
     std::optional<Call> begun = std::nullopt;  // the caller has published; only the rest is left
+    std::unique_ptr<ExchangeRun> exchange = nullptr;  // instead of a plan
+    std::string call_name = {};
+    Done done = {};
   };
 
   // With `background` false the engine is not woken: the program runs when a thread waits for
@@ -60,6 +65,7 @@ class Lane {
   void serve();
   void run_one(std::unique_lock<std::mutex>& lock);
   std::string carry_out(Item& item);
+  void run_program(Program& program, Workspace& workspace);
 
   Group& group_;
   std::mutex mutex_;

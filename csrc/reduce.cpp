@@ -1,6 +1,7 @@
 #include "reduce.h"
 
 #include <algorithm>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
@@ -47,9 +48,38 @@ void reduce(void* out, const void* const* sources, int count, int64_t elements, 
     case DType::kFloat32: return run(static_cast<float*>(out));
     case DType::kFloat64: return run(static_cast<double*>(out));
     case DType::kBfloat16: return run(static_cast<BFloat16*>(out));
+    default: break;
   }
   throw std::invalid_argument("reduce: unknown scalar type " +
                               std::to_string(static_cast<int>(dtype)));
+}
+
+void reduce(void* out, const void* const* sources, int count, int64_t elements, DType dtype,
+            ReduceOp op, bool /*streaming*/) {
+  if (op != ReduceOp::kSum && op != ReduceOp::kAvg) throw std::invalid_argument("reduce: op");
+  reduce(out, sources, count, elements, dtype, op == ReduceOp::kAvg);
+}
+
+int64_t element_bytes(DType dtype) {
+  switch (dtype) {
+    case DType::kUint8:
+    case DType::kBool:
+    case DType::kInt8: return 1;
+    case DType::kInt16:
+    case DType::kFloat16:
+    case DType::kBfloat16: return 2;
+    case DType::kInt32:
+    case DType::kFloat32: return 4;
+    case DType::kComplex128: return 16;
+    default: return 8;
+  }
+}
+
+void copy_bytes(void* to, const void* from, int64_t bytes, bool /*streaming*/) {
+  constexpr int64_t kPage = 4096;
+  for (int64_t at = 0; at < bytes; at += kPage)
+    std::memcpy(static_cast<char*>(to) + at, static_cast<const char*>(from) + at,
+                static_cast<size_t>(std::min(kPage, bytes - at)));
 }
 
 }  // namespace symm_cp

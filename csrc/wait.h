@@ -1,4 +1,4 @@
-// Waiting for a 32-bit word in shared memory: spin briefly, then sleep in the kernel.
+// Waiting for a 32-bit word in shared memory: spin briefly, yield, then sleep in the kernel.
 //
 // Memory order: `publish` makes every earlier write of the caller visible to whoever sees the new
 // value through `wait_until` (release / acquire, through sequentially consistent operations).
@@ -83,8 +83,12 @@ inline void publish(Word* word, Word* sleepers, uint32_t value) {
 inline int spin_rounds(int world_size) {
   cpu_set_t allowed;
   const bool known = sched_getaffinity(0, sizeof(allowed), &allowed) == 0;
-  return known && world_size <= CPU_COUNT(&allowed) ? 4000 : 40;
+  return known && world_size <= CPU_COUNT(&allowed) ? 1000 : 40;
 }
+
+// How long to give the processor away, again and again, before sleeping: to wake up takes longer
+// than what most waits last, and whoever is waited for may be a process on this processor.
+inline constexpr std::chrono::microseconds kYieldTime{100};
 
 // How often a sleeping rank checks for peers that died or failed, and for Ctrl-C.
 inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50);
@@ -101,6 +105,11 @@ void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready
   }
   const WithoutGil without_gil;
   const Waiting waiting(budget);
+  const Clock::time_point end = Clock::now() + kYieldTime;
+  do {
+    sched_yield();
+    if (ready(word->load(std::memory_order_acquire))) return;
+  } while (Clock::now() < end);
   while (true) {
     sleepers->fetch_add(1, std::memory_order_seq_cst);
     const uint32_t seen = word->load(std::memory_order_seq_cst);

@@ -69,7 +69,7 @@ std::string structs() {
          line<T>("TraceEvent", {FIELD(T, command), FIELD(T, start), FIELD(T, end), FIELD(T, epoch),
                                 FIELD(T, engine), FIELD(T, call_name)}) +
          line<Record>("Record", {FIELD(Record, epoch), FIELD(Record, failed), FIELD(Record, place),
-                                 FIELD(Record, reserved), FIELD(Record, sequence),
+                                 FIELD(Record, pieces), FIELD(Record, sequence),
                                  FIELD(Record, offset), FIELD(Record, call_name)}) +
          line<Failure>("Failure", {FIELD(Failure, epoch), FIELD(Failure, other_channel),
                                    FIELD(Failure, other_number), FIELD(Failure, cause)}) +
@@ -79,7 +79,9 @@ std::string structs() {
 
 std::string limits() {
   return line("FLAG_BYTES", kFlagBytes) + line("FLAG_OF_WRITER", flag_offset(1, 2, 3)) +
-         line("LAST_EPOCH", kLastEpoch) + line("RECORD_BYTES", kRecordBytes) +
+         line("LAST_EPOCH", kLastEpoch) + line("PIECE_BITS", int64_t{kPieceBits}) +
+         line("LAST_CPU_EPOCH", kLastCpuEpoch) + line("SIZES_BYTES", sizes_bytes(9)) +
+         line("RECORD_BYTES", kRecordBytes) +
          line("MAX_CALL_NAME", static_cast<int64_t>(kMaxCallName)) + line("FAILURES", kFailures) +
          line("PAGE_BYTES", kPageBytes) + line("SLOTS", kSlots);
 }

@@ -144,10 +144,17 @@ constexpr int64_t flag_offset(int flag, int writer, int world_size) {
 // (tests/model/protocol.pml, WRAP). The call after it announces that the workspace is replaced.
 inline constexpr int64_t kLastEpoch = (int64_t{1} << 31) - 2;
 
-// Whether a flag that shows `seen` was raised to `epoch`: epochs stay below 2^31, so the difference
-// tells which is later.
-inline bool reached(uint32_t seen, uint32_t epoch) {
-  return static_cast<int32_t>(seen - epoch) >= 0;
+// On CPU a flag is raised to a call and a piece of it: pieces are numbered from 0 in each call.
+inline constexpr int kPieceBits = 14;
+inline constexpr int64_t kMaxPieces = int64_t{1} << kPieceBits;
+inline constexpr int64_t kLastCpuEpoch = (int64_t{1} << (31 - kPieceBits)) - 2;
+
+constexpr uint32_t ticket(uint32_t epoch, uint32_t piece) { return epoch << kPieceBits | piece; }
+
+// Whether a flag that shows `seen` was raised to `ticket`: tickets stay below 2^31, so the
+// difference tells which is later.
+inline bool reached(uint32_t seen, uint32_t ticket) {
+  return static_cast<int32_t>(seen - ticket) >= 0;
 }
 
 // The place of the data of a call: in the slot, in the caller's symmetric tensor, or nowhere yet,
@@ -160,7 +167,7 @@ struct Record {
   Word epoch;
   Word failed;  // the call failed after this was written
   Place place;
-  uint32_t reserved;
+  uint32_t pieces;   // that this rank has to give or take
   int64_t sequence;  // in place: which rendezvous made the memory,
   int64_t offset;    // and where in it the shard begins
   char call_name[104];
@@ -179,6 +186,10 @@ struct Failure {
 };
 inline constexpr int64_t kFailures = 8;
 
+// Behind the failures stands for each slot how many bytes this rank gives to each rank in an
+// exchange.
+constexpr int64_t sizes_bytes(int world_size) { return (8 * world_size + 63) / 64 * 64; }
+
 // Parts of a workspace begin on pages; its slots are taken by the calls in turn.
 inline constexpr int64_t kPageBytes = 4096;
 inline constexpr int64_t kSlots = 2;
@@ -195,6 +206,10 @@ struct WorkspaceLayout {
   int64_t slot_offset(uint32_t epoch) const { return slots + epoch % slot_count * slot_bytes; }
   int64_t record_offset(uint32_t epoch) const {
     return records + epoch % slot_count * kRecordBytes;
+  }
+  int64_t sizes_offset(uint32_t epoch, int world_size) const {
+    return failure_offset(0) + kFailures * static_cast<int64_t>(sizeof(Failure)) +
+           epoch % slot_count * sizes_bytes(world_size);
   }
   int64_t failure_offset(uint32_t epoch) const {
     return records + slot_count * kRecordBytes +

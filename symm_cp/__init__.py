@@ -33,6 +33,7 @@ from symm_cp.ops.low_contention import low_contention_all_gather, low_contention
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.override import override_cuda_ops
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
+from symm_cp.runtime import known_groups as _known_groups
 from symm_cp.runtime.recorder import Recording, trace
 
 __version__ = "0.1.0"
@@ -86,6 +87,7 @@ def __getattr__(name: str) -> object:
 _ops.register()
 try:
     _native.load()
+    _known_groups.register()
 except _native.BuildError as _error:
     _ops.register_without_native()
     _native.say(str(_error).splitlines()[0])

@@ -6,14 +6,15 @@ in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically 
 call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
-    4096 * ceil((5 * 64 * W + 2 * 192 + 8 * 256) / 4096) + 2 * 4096 * ceil(slot / 4096)
+    4096 * ceil((5 * 64 * W + 2 * 192 + 8 * 256 + 2 * 64 * ceil(W / 8)) / 4096)
+        + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
 writer), records (what each of the two calls under way is), the reasons of the last failed calls,
-then the two slots. The slot is as large as the largest call so far; a larger call replaces the
-workspace, which is collective but happens inside an op that is collective anyway, on sizes that
-all ranks know. So does the call after `wire.LAST_EPOCH`. Nothing is collective when memory is
-returned.
+how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is as
+large as the largest call so far; a larger call replaces the workspace, which is collective but
+happens inside an op that is collective anyway, on sizes that all ranks know. So does the call after
+`wire.LAST_CPU_EPOCH`. Nothing is collective when memory is returned.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ import contextlib
 import ctypes
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -54,6 +54,7 @@ def workspace_bytes(world_size: int, slot_bytes: int) -> int:
     flags = wire.flag_offset(len(wire.FLAGS), 0, world_size)
     failures = wire.FAILURES * ctypes.sizeof(wire.Failure)
     header = flags + wire.SLOTS * wire.RECORD_BYTES + failures
+    header += wire.SLOTS * wire.sizes_bytes(world_size)
     return pages(header) + wire.SLOTS * pages(slot_bytes)
 
 
@@ -199,6 +200,22 @@ class StateKey(Generic[T]):
     close: Callable[[T], object] | None = None
 
 
+class _CallLock:
+    """The lock of a group's calls, which native calls take as well. Reentrant."""
+
+    def __init__(self, group: Group) -> None:
+        library = native.load()
+        self._lock, self._unlock = library.symm_cp_lock, library.symm_cp_unlock
+        self._handle = group.handle
+
+    def __enter__(self) -> None:
+        if self._lock(self._handle) < 0:
+            raise reported(RuntimeError(native.error()))
+
+    def __exit__(self, *_: object) -> None:
+        self._unlock(self._handle)
+
+
 class Group:
     """One process group: its workspaces for CPU tensors, and what other modules keep with it."""
 
@@ -206,8 +223,6 @@ class Group:
         self.name = str(process_group.group_name)
         self.rank: int = process_group.rank()
         self.world_size: int = process_group.size()
-        # Ops of several threads on one group take turns; each group has its own lock.
-        self.lock = threading.RLock()
         self._process = os.getpid()
         self._library = native.load()
         self.handle: int = self._library.symm_cp_group_open(
@@ -222,8 +237,12 @@ class Group:
         # Freed with this object, not before: work in flight uses it. Not at exit: torch's own
         # memory may be gone by then, and the kernel frees everything anyway.
         weakref.finalize(self, self._library.symm_cp_group_close, self.handle).atexit = False
+        # Ops of several threads on one group take turns; each group has its own lock.
+        self.lock = _CallLock(self)
         self._workspaces = {channel: Workspace(self, channel) for channel in wire.CHANNELS}
         self._states: dict[StateKey[Any], Any] = {}
+        for prepare in on_creation:
+            prepare(self)
 
     def state(self, key: StateKey[T], make: Callable[[], T]) -> T:
         """Returns what is kept under a key; made at the first call. Not collective."""
@@ -244,7 +263,7 @@ class Group:
         if state is not None and key.close is not None:
             key.close(state)
 
-    def own_lock(self) -> threading.RLock:  # type: ignore[valid-type]
+    def own_lock(self) -> _CallLock:
         """Returns the lock of the group's calls.
 
         Raises `RuntimeError` in a process that was forked from this rank.
@@ -319,6 +338,9 @@ def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
     op = f"{call_name.decode()}: " if call_name else ""
     return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
 
+
+#: Called with every new group; not collective.
+on_creation: list[Callable[[Group], object]] = []
 
 #: Called when a group is first used, whichever op comes first; not collective. They publish in the
 #: group's store what peers may ask of this rank.

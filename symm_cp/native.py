@@ -36,6 +36,7 @@ TORCH_SOURCES = (
     "attention.cpp",
     "collectives.cpp",
     "gradients.cpp",
+    "groups.cpp",
     "kernels.cpp",
     "low_contention.cpp",
     "symmetric_memory.cpp",
@@ -43,6 +44,7 @@ TORCH_SOURCES = (
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
+    "exchange.cpp": "-O3",
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
     "merge.cpp": "-O3",
@@ -261,6 +263,8 @@ def build(verbose: bool = False) -> Path:
 
 _VOID, _INT, _LONG, _TEXT = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64, ctypes.c_char_p
 _EPOCH, _LAYOUT = ctypes.c_uint32, ctypes.POINTER(wire.WorkspaceLayout)
+#: Takes the name of a group; see csrc/groups.h.
+FindGroup = ctypes.CFUNCTYPE(_INT, _TEXT)
 _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_error": (_TEXT, []),
     "symm_cp_wire": (_TEXT, []),
@@ -277,6 +281,20 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_skip": (None, [_VOID, _INT, _LONG]),
     "symm_cp_move": (None, [_VOID, _INT, _LONG]),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID]),
+    "symm_cp_set_loop": (
+        None,
+        [_VOID, _INT, _INT, _INT, _VOID, _INT, _VOID, _INT, _INT, _INT, _INT],
+    ),
+    "symm_cp_exchange": (
+        _LONG,
+        [_VOID, *[_INT] * 3, _TEXT, _VOID, _VOID, _INT, _VOID, _VOID, _INT, _INT, _INT],
+    ),
+    "symm_cp_set_on_one_host": (None, [_VOID, _INT]),
+    "symm_cp_lock": (_LONG, [_VOID]),
+    "symm_cp_unlock": (None, [_VOID]),
+    "symm_cp_explain": (None, [_TEXT]),
+    "symm_cp_group_known": (None, [_VOID]),
+    "symm_cp_on_unknown_group": (None, [FindGroup]),
     "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
     "symm_cp_plan_free": (None, [_VOID]),
     "symm_cp_shard": (_VOID, [_VOID, _INT]),

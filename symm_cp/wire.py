@@ -180,7 +180,7 @@ class Record(ctypes.Structure):
         ("epoch", _UINT32),
         ("failed", _UINT32),
         ("place", _UINT32),
-        ("reserved", _UINT32),
+        ("pieces", _UINT32),
         ("sequence", _INT64),
         ("offset", _INT64),
         ("call_name", ctypes.c_char * 104),
@@ -229,6 +229,9 @@ FLAG_BYTES = 64
 #: The last call that a workspace takes: a wait compares 32-bit numbers by their difference, so a
 #: flag that few ops raise would, 2^31 calls later, look as if it had been raised.
 LAST_EPOCH = (1 << 31) - 2
+#: On CPU a flag is raised to a call and a piece of it, of which it takes so many bits.
+PIECE_BITS = 14
+LAST_CPU_EPOCH = (1 << (31 - PIECE_BITS)) - 2
 
 #: The distance between records.
 RECORD_BYTES = 192
@@ -244,6 +247,11 @@ SLOTS = 2
 def flag_offset(flag: int, writer: int, world_size: int) -> int:
     """Returns where the flag that `writer` raises lies behind the first flag of its owner."""
     return (flag * world_size + writer) * FLAG_BYTES
+
+
+def sizes_bytes(world_size: int) -> int:
+    """Returns what the sizes that a rank gives to each rank take, for each slot."""
+    return (8 * world_size + 63) // 64 * 64
 
 
 ENUMS: tuple[type[IntEnum], ...] = (
@@ -295,6 +303,9 @@ def description() -> str:
         "FLAG_BYTES": FLAG_BYTES,
         "FLAG_OF_WRITER": flag_offset(1, 2, 3),
         "LAST_EPOCH": LAST_EPOCH,
+        "PIECE_BITS": PIECE_BITS,
+        "LAST_CPU_EPOCH": LAST_CPU_EPOCH,
+        "SIZES_BYTES": sizes_bytes(9),
         "RECORD_BYTES": RECORD_BYTES,
         "MAX_CALL_NAME": MAX_CALL_NAME,
         "FAILURES": FAILURES,

@@ -85,8 +85,8 @@ def outlives_its_epochs(group: dist.ProcessGroup) -> None:
     spaces = [state.workspace(channel) for channel in wire.CHANNELS]
     dist.barrier(own)
     for space in spaces:
-        space.skip(wire.LAST_EPOCH - 3 - space.epoch)
-        assert space.epoch == wire.LAST_EPOCH - 3
+        space.skip(wire.LAST_CPU_EPOCH - 3 - space.epoch)
+        assert space.epoch == wire.LAST_CPU_EPOCH - 3
     for _ in range(3):
         with probing(seed=group.rank(), delay_us=200):
             found = results(own, list(ALL), 0)

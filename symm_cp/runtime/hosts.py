@@ -323,9 +323,7 @@ class HostsRuntime:
         """As `prepare_all_gather`."""
         reduce_op = "avg" if mean else "sum"
         return _OfProcessGroup(
-            lambda group, tensor: process_group.reduce_scatter(
-                tensor, reduce_op, split, group.name
-            )
+            lambda group, tensor: process_group.reduce_scatter(tensor, reduce_op, split, group.name)
         )
 
 

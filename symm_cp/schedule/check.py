@@ -16,6 +16,8 @@ What the run assumes beyond the steps themselves
       symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
       rank's compute lane, or, if a schedule has none, in its first lane: the caller of a
       background op leaves the tensor alone until it has waited for the op.
+    * Pieces of a chunk do not overlap within a call either; between calls they count as
+      overlapping, too.
     * Another call may cut a slot, or the symmetric tensor, into other chunks. So chunk numbers
       distinguish accesses only within a call; chunks of different calls always count as
       overlapping.
@@ -34,12 +36,15 @@ from symm_cp.schedule.steps import (
     GIVEN_BUFFERS,
     SHARED_BUFFERS,
     Compute,
+    Epoch,
     Region,
     Schedule,
     Signal,
     Step,
     Wait,
     accesses,
+    awaited,
+    epoch_text,
 )
 
 #: The step index of the caller's own write to its symmetric tensor, which is no step.
@@ -83,13 +88,13 @@ class Deadlock:
     site: Site
     flag: str
     source: int
-    needed: int
-    seen: int
+    needed: Epoch
+    seen: Epoch
 
     def __str__(self) -> str:
         return (
             f"deadlock: [{self.site}] needs flag {self.flag!r} of rank {self.source} to reach "
-            f"{self.needed}, but it stays at {self.seen}"
+            f"{epoch_text(self.needed)}, but it stays at {epoch_text(self.seen)}"
         )
 
 
@@ -190,6 +195,8 @@ class _Event(NamedTuple):
     step: Step | None  # None: the caller writes its symmetric tensor
 
 
+#: A lane, a call, a chunk and a piece of it, and whether it is written.
+_Part: TypeAlias = tuple[int, int, int | None, int | None, bool]
 _FlagKey: TypeAlias = tuple[str, int, int]  # name, writer rank, receiver rank
 _Place: TypeAlias = tuple[int, str, int]  # rank, buffer, which instance of the buffer
 
@@ -220,7 +227,7 @@ class _Access(NamedTuple):
 class _Flag:
     writer: _Lane
     first: _Event
-    epochs: list[int] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
     clocks: list[tuple[int, ...]] = field(default_factory=list)
 
 
@@ -237,8 +244,8 @@ class _Run:
         self.waiting: dict[_FlagKey, list[_Lane]] = {}
         # The latest access of each (lane, call, chunk, whether it writes): if it happens before an
         # access elsewhere, so do the earlier ones of the same kind.
-        self.accesses: dict[_Place, dict[tuple[int, int, int | None, bool], _Access]] = {}
-        self.written: dict[tuple[_Place, int], set[int | None]] = {}
+        self.accesses: dict[_Place, dict[_Part, _Access]] = {}
+        self.written: dict[tuple[_Place, int], set[tuple[int | None, int | None]]] = {}
         self.lanes = _lanes(calls, world_size)
 
     def report(self) -> CheckReport:
@@ -257,14 +264,14 @@ class _Run:
             step = event.step
             if isinstance(step, Wait):
                 key = (step.flag, step.source, lane.rank)
-                if not self._wait(lane, key, event.call + 1 - step.lag):
+                if not self._wait(lane, key, awaited(event.call + 1, step)):
                     self.waiting.setdefault(key, []).append(lane)
                     return
             lane.position += 1
             lane.clock[lane.number] += 1
             if isinstance(step, Signal):
                 key = (step.flag, lane.rank, step.to)
-                self._signal(lane, event, key)
+                self._signal(lane, event, key, (event.call + 1, step.piece))
                 ready.extend(self.waiting.pop(key, ()))
             elif step is None:
                 self._access(lane, event, Region(lane.rank, "symmetric"), writes=True)
@@ -276,19 +283,19 @@ class _Run:
                 for region in writes:
                     self._access(lane, event, region, writes=True)
 
-    def _signal(self, lane: _Lane, event: _Event, key: _FlagKey) -> None:
+    def _signal(self, lane: _Lane, event: _Event, key: _FlagKey, epoch: Epoch) -> None:
         flag = self.flags.get(key)
         if flag is None:
             flag = self.flags[key] = _Flag(lane, event)
         elif flag.writer is not lane:
             first, second = flag.writer.site(flag.first), lane.site(event)
             self._add_pair(first, second, TwoWriters(key[0], key[2], first, second))
-        flag.epochs.append(event.call + 1)
+        flag.epochs.append(epoch)
         flag.clocks.append(tuple(lane.clock))
 
-    def _wait(self, lane: _Lane, key: _FlagKey, needed: int) -> bool:
+    def _wait(self, lane: _Lane, key: _FlagKey, needed: Epoch) -> bool:
         """Join the clock of the earliest signal that satisfies the wait, if there is one."""
-        if needed <= 0:
+        if needed[0] <= 0:
             return True
         flag = self.flags.get(key)
         epochs = flag.epochs if flag else []
@@ -308,30 +315,32 @@ class _Run:
             self.problems.append(ForeignAccess(lane.site(event, region, writes)))
             return
         place = self._place(region, event.call)
-        chunk = region.chunk
+        chunk, piece = region.chunk, region.piece
         known = self.accesses.setdefault(place, {})
         clock = lane.clock
-        for (number, call, other_chunk, other_writes), other in known.items():
+        for (number, call, other_chunk, other_piece, other_writes), other in known.items():
             if clock[number] >= other.time or not (writes or other_writes):
                 continue
-            if call == event.call and chunk != other_chunk and None not in (chunk, other_chunk):
+            if call == event.call and (_apart(chunk, other_chunk) or _apart(piece, other_piece)):
                 continue
             first = other.lane.site(other.event, other.region, other_writes)
             second = lane.site(event, region, writes)
             self._add_pair(first, second, Race(first, second))
-        known[lane.number, event.call, chunk, writes] = _Access(
+        known[lane.number, event.call, chunk, piece, writes] = _Access(
             clock[lane.number], lane, event, region
         )
         if writes:
-            self.written.setdefault((place, event.call), set()).add(chunk)
+            self.written.setdefault((place, event.call), set()).add((chunk, piece))
 
     def _check_initialised(self, lane: _Lane, event: _Event, region: Region) -> None:
         if region.buffer in GIVEN_BUFFERS:
             return
         # A later write by another lane, unordered with this read, is also reported as a race.
         written = self.written.get((self._place(region, event.call), event.call), set())
-        whole = region.chunk is None and written.issuperset(range(self.world_size))
-        if not (whole or None in written or region.chunk in written):
+        chunk, piece = region.chunk, region.piece
+        chunks = {(number, piece) for number in range(self.world_size)}
+        whole = chunk is None and written.issuperset(chunks)
+        if not (whole or written & {(None, None), (None, piece), (chunk, piece), (chunk, None)}):
             self.problems.append(UninitialisedRead(lane.site(event, region)))
 
     def _report_deadlock(self, lane: _Lane) -> None:
@@ -339,8 +348,8 @@ class _Run:
         step = event.step
         assert isinstance(step, Wait), step
         flag = self.flags.get((step.flag, step.source, lane.rank))
-        seen = max(flag.epochs) if flag else 0
-        needed = event.call + 1 - step.lag
+        seen = max(flag.epochs) if flag else (0, 0)
+        needed = awaited(event.call + 1, step)
         self.problems.append(Deadlock(lane.site(event), step.flag, step.source, needed, seen))
 
     def _add_pair(self, first: Site, second: Site, problem: Problem) -> None:
@@ -383,6 +392,11 @@ def parts(step: Step, rank: int) -> Iterator[Step]:
     for flag, region in step.awaits:
         yield Wait(rank, flag)
         yield Compute(step.kernel, step.index, (region,), step.writes)
+
+
+def _apart(one: int | None, other: int | None) -> bool:
+    """Whether two chunks, or pieces, have no byte in common."""
+    return one != other and None not in (one, other)
 
 
 def _caller_lane(schedule: Schedule) -> str:

@@ -35,9 +35,10 @@ from typing import NamedTuple, TypeAlias
 
 from symm_cp.schedule.check import CheckReport, Deadlock, Site, parts
 from symm_cp.schedule.patterns import Channel, IssueOrder, Variant
-from symm_cp.schedule.steps import Copy, Signal, Step, Wait
+from symm_cp.schedule.steps import Copy, Epoch, Signal, Step, Wait, awaited
 
 _Flag: TypeAlias = tuple[Channel, str, int, int]  # channel, name, writer rank, receiver rank
+_NEVER: Epoch = (0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ def check_issue_order(calls: Sequence[Call]) -> CheckReport:
         raise ValueError(f"calls of {sorted(sizes)} ranks: there must be calls, all of one size")
     (world_size,) = sizes
     queues = [deque(_queue(calls, rank)) for rank in range(world_size)]
-    raised: dict[_Flag, int] = {}
+    raised: dict[_Flag, Epoch] = {}
     waiting: dict[_Flag, int] = {}  # the receiver of a flag: no other rank waits for it
     ready = deque(range(world_size))
     while ready:
@@ -83,12 +84,12 @@ def check_issue_order(calls: Sequence[Call]) -> CheckReport:
             item = queue[0]
             if isinstance(item.step, Wait):
                 flag = (item.channel, item.step.flag, item.step.source, rank)
-                if raised.get(flag, 0) < item.epoch - item.step.lag:
+                if raised.get(flag, _NEVER) < awaited(item.epoch, item.step):
                     waiting[flag] = rank
                     break
             elif isinstance(item.step, Signal):
                 flag = (item.channel, item.step.flag, rank, item.step.to)
-                raised[flag] = item.epoch
+                raised[flag] = item.epoch, item.step.piece
                 if flag in waiting:
                     ready.append(waiting.pop(flag))
             queue.popleft()
@@ -107,9 +108,9 @@ def _queue(calls: Sequence[Call], rank: int) -> Iterator[_Item]:
                 yield _Item(call.channel, epoch, number, index, lane, part)
 
 
-def _deadlock(rank: int, item: _Item, raised: dict[_Flag, int]) -> Deadlock:
+def _deadlock(rank: int, item: _Item, raised: dict[_Flag, Epoch]) -> Deadlock:
     step = item.step
     assert isinstance(step, Wait)
     site = Site(rank, item.lane, item.call, item.at, str(step))
-    seen = raised.get((item.channel, step.flag, step.source, rank), 0)
-    return Deadlock(site, step.flag, step.source, item.epoch - step.lag, seen)
+    seen = raised.get((item.channel, step.flag, step.source, rank), _NEVER)
+    return Deadlock(site, step.flag, step.source, awaited(item.epoch, step), seen)

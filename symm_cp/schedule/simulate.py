@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
+from symm_cp.schedule.steps import Compute, Copy, Epoch, Schedule, Signal, Step, Wait, awaited
 
 #: The cost of a step of a rank, in seconds; not called for waits.
 Cost: TypeAlias = Callable[[int, Step], float]
@@ -100,7 +100,7 @@ class _Simulation:
         self.cost, self.signal = cost, signal
         self.events: list[Event] = []
         # For each flag (name, writer, receiver) the epochs that it was raised to, and when.
-        self.flags: dict[tuple[str, int, int], list[tuple[int, float]]] = {}
+        self.flags: dict[tuple[str, int, int], list[tuple[Epoch, float]]] = {}
         self.waiting: dict[tuple[str, int, int], list[_SimulatedLane]] = {}
         lanes: dict[tuple[int, str], _SimulatedLane] = {}
         for call, schedules in enumerate(calls):
@@ -143,7 +143,7 @@ class _Simulation:
                 key = (step.flag, lane.rank, step.to)
                 # A flag to oneself is an event on the device, not a message.
                 delay = 0.0 if step.to == lane.rank else self.signal
-                self.flags.setdefault(key, []).append((call + 1, lane.time + delay))
+                self.flags.setdefault(key, []).append(((call + 1, step.piece), lane.time + delay))
                 ready.extend(self.waiting.pop(key, ()))
 
     def _end(self, lane: _SimulatedLane, step: Step, came: Sequence[float]) -> float:
@@ -158,8 +158,8 @@ class _Simulation:
         return time
 
     def _came(self, lane: _SimulatedLane, call: int, step: Wait) -> float | None:
-        needed = call + 1 - step.lag
-        if needed <= 0:
+        needed = awaited(call + 1, step)
+        if needed[0] <= 0:
             return 0.0
         raised = self.flags.get((step.flag, step.source, lane.rank), ())
         return next((time for epoch, time in raised if epoch >= needed), None)

@@ -40,16 +40,20 @@ class Region:
     """Memory of a rank: one chunk of a buffer, or all of it (``chunk=None``).
 
     Different chunks of a buffer do not overlap within a call. From call to call the caller may cut
-    the same memory differently, so chunk numbers of two calls say nothing about each other.
+    the same memory differently, so chunk numbers of two calls say nothing about each other. In a
+    loop over pieces, ``piece`` says which piece of the chunk; a slot has two halves, 0 and 1.
+    Different pieces do not overlap within a call either.
     """
 
     rank: int
     buffer: str
     chunk: int | None = None
+    piece: int | None = None
 
     def __str__(self) -> str:
         chunk = "" if self.chunk is None else f"[{self.chunk}]"
-        return f"{self.buffer}{chunk} of rank {self.rank}"
+        piece = "" if self.piece is None else f" ({self.piece})"
+        return f"{self.buffer}{chunk}{piece} of rank {self.rank}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +69,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Signal:
-    """Raise the flag ``flag`` at rank ``to`` to the epoch of this call.
+    """Raise the flag ``flag`` at rank ``to`` to the epoch of this call, and a piece of it.
 
     Whoever sees the new value also sees every write of this lane before it (release). A signal to
     one's own rank orders two lanes of the rank.
@@ -73,14 +77,18 @@ class Signal:
 
     to: int
     flag: str
+    piece: int = 0
 
     def __str__(self) -> str:
-        return f"Signal({self.flag!r} to rank {self.to})"
+        piece = f", piece {self.piece}" if self.piece else ""
+        return f"Signal({self.flag!r} to rank {self.to}{piece})"
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
     """Wait until the flag ``flag`` that rank ``source`` writes here is >= epoch - ``lag``.
+
+    In a loop over pieces: until it has been raised to that piece of the call, or later.
 
     Later steps of this lane see every write that the writer had made before that signal (acquire).
     ``lag=1`` asks only for the signal of the call before this one, and in call 0 for nothing.
@@ -89,10 +97,12 @@ class Wait:
     source: int
     flag: str
     lag: int = 0
+    piece: int = 0
 
     def __str__(self) -> str:
         lag = f", lag {self.lag}" if self.lag else ""
-        return f"Wait({self.flag!r} from rank {self.source}{lag})"
+        piece = f", piece {self.piece}" if self.piece else ""
+        return f"Wait({self.flag!r} from rank {self.source}{lag}{piece})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +193,21 @@ class Schedule:
                     f"{self.name}: step {index} of lane {lane!r}, {step}, names rank {rank}, "
                     f"which must be in 0..{self.world_size - 1}"
                 )
+
+
+#: What a flag is raised to: the number of a call, from 1, and a piece of it.
+Epoch: TypeAlias = tuple[int, int]
+
+
+def awaited(call: int, step: Wait) -> Epoch:
+    """What a wait in that call waits for."""
+    return call - step.lag, step.piece
+
+
+def epoch_text(epoch: Epoch) -> str:
+    """An epoch as a reader sees it: the call, and its piece if it is not the first."""
+    call, piece = epoch
+    return f"{call}, piece {piece}" if piece else str(call)
 
 
 def accesses(step: Step) -> tuple[tuple[Region, ...], tuple[Region, ...]]:

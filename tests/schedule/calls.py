@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from symm_cp.schedule import patterns
+from symm_cp.schedule import Schedule, patterns
 from symm_cp.schedule.patterns import Channel, FormName, Variant
 
 #: All eight orders of three consecutive calls of two variants; a slot comes back within three.
@@ -36,13 +36,26 @@ WORKSPACES = [
 
 
 class Place(NamedTuple):
-    """A variant on a workspace."""
+    """A variant on a workspace, in calls of that many pieces."""
 
     variant: Variant
     workspace: Workspace
+    pieces: int = 1
+
+    def schedules(self, world_size: int) -> tuple[Schedule, ...]:
+        """The schedules of all ranks."""
+        return self.variant.schedules(world_size, self.workspace.slots, self.pieces)
 
     def __str__(self) -> str:
-        return f"{self.variant}-{self.workspace.slots}"
+        pieces = f"-{self.pieces}-pieces" if self.pieces > 1 else ""
+        return f"{self.variant}-{self.workspace.slots}{pieces}"
 
 
 PLACES = [Place(variant, space) for space in WORKSPACES for variant in space.variants]
+#: Piece p + 2 comes back to the half of piece p: all neighbourhoods of pieces are in these.
+LOOPS = [
+    Place(place.variant, place.workspace, pieces)
+    for place in PLACES
+    if place.variant.looped
+    for pieces in (2, 3, 5)
+]

@@ -1,13 +1,14 @@
 """Every variant is right at every world size, and after every other variant on its workspace."""
 
 import random
+from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
-from symm_cp.schedule import Schedule, Signal, Wait, check
-from symm_cp.schedule.patterns import TWO_SHOT_ALL_REDUCE, Channel
-from tests.schedule.calls import CHANNELS, MIX, PLACES, WORKSPACES, Place, Workspace
+from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, check
+from symm_cp.schedule.patterns import Channel
+from tests.schedule.calls import CHANNELS, LOOPS, MIX, PLACES, WORKSPACES, Place, Workspace
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -18,6 +19,51 @@ def test_a_variant_alone_is_right_for_1_to_16_ranks(place: Place) -> None:
         calls = slots + 2 if world_size <= 8 else 3
         report = check([place.variant.schedules(world_size, slots)] * calls)
         assert report.ok, f"{world_size} ranks: {report}"
+
+
+@pytest.mark.parametrize("place", LOOPS, ids=str)
+def test_a_loop_is_right_for_any_number_of_pieces(place: Place) -> None:
+    for world_size in (1, 2, 3, 4, 8):
+        report = check([place.schedules(world_size)] * (4 if world_size <= 4 else 2))
+        assert report.ok, f"{world_size} ranks: {report}"
+
+
+@pytest.mark.parametrize("place", LOOPS, ids=str)
+def test_the_pieces_of_a_loop_have_the_same_steps(place: Place) -> None:
+    """What runs is the steps of one piece, again and again."""
+    for world_size in (1, 2, 4):
+        whole = place.variant.issue_order(0, world_size, 2, place.pieces)
+        one = place.variant.issue_order(0, world_size)
+        assert len(whole) == len(one) * place.pieces
+        for at, (lane, step) in enumerate(whole):
+            piece, index = divmod(at, len(one))
+            assert (lane, of_piece(one[index][1], piece)) == (whole[at][0], step)
+
+
+def of_piece(step: Step, piece: int) -> Step:
+    """A step of piece 0, as it is in another piece."""
+
+    def moved(region: Region) -> Region:
+        return replace(region, piece=piece % 2 if region.buffer == "slot" else piece)
+
+    if isinstance(step, Copy):
+        return Copy(moved(step.src), moved(step.dst))
+    if isinstance(step, Compute):
+        reads, writes = map(moved, step.reads), map(moved, step.writes)
+        return replace(step, reads=tuple(reads), writes=tuple(writes))
+    return replace(step, piece=piece)
+
+
+@pytest.mark.parametrize("channel", CHANNELS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_loops_mix_with_all_others(channel: Channel, world_size: int) -> None:
+    workspace = Workspace(channel, "direct", 2)
+    loops = [place for place in LOOPS if place.workspace == workspace and place.pieces == 3]
+    for loop in loops:
+        for other in [*map(Place, workspace.variants, [workspace] * 99), *loops]:
+            calls = [loop.schedules(world_size), other.schedules(world_size)]
+            report = check([calls[which] for which in MIX])
+            assert report.ok, f"{loop} and {other}: {report}"
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -55,8 +101,6 @@ def test_a_call_without_the_exchange_makes_two_slots_unsafe(channel: Channel) ->
         call = variant.schedules(3)
         (lane,) = call[0].lanes
         silent = [Schedule("silent", rank, 3, {lane: ()}, 2) for rank in range(3)]
-        writes_slot_unasked = "in_place" not in variant.options and (
-            # Its first exchange comes before its first write to the slot.
-            variant is not TWO_SHOT_ALL_REDUCE.direct()
-        )
+        # In place, the first exchange comes before the first write to the slot, if there is one.
+        writes_slot_unasked = "in_place" not in variant.options
         assert check([call, silent, call]).ok is not writes_slot_unasked, str(variant)

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
-from symm_cp.schedule import Compute, Schedule, Signal, Step, Wait, check
+from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, check
 from symm_cp.schedule.patterns import ALL_GATHER_AND_POLL
-from tests.schedule.calls import MIX, PLACES, Place
+from tests.schedule.calls import LOOPS, MIX, PLACES, Place
 
 
 def with_lane(
@@ -48,6 +48,39 @@ def test_no_signal_or_wait_is_redundant(place: Place, world_size: int) -> None:
         tried += 1
     # Or nothing was tried: each rank signals each peer and waits for it.
     assert tried >= 2 * world_size * (world_size - 1)
+
+
+@pytest.mark.parametrize("place", [place for place in LOOPS if place.pieces == 3], ids=str)
+def test_no_signal_or_wait_of_a_loop_is_redundant(place: Place) -> None:
+    """Without it in all pieces, as what runs is the steps of one piece."""
+    call, body = place.schedules(2), place.variant.schedules(2)
+    for rank, lane, index in synchronisation(body):
+        size = len(body[rank].lanes[lane])
+        steps = [step for at, step in enumerate(call[rank].lanes[lane]) if at % size != index]
+        assert not check([with_lane(call, rank, lane, steps)] * 4).ok, f"rank {rank}: {index}"
+
+
+@pytest.mark.parametrize("place", [place for place in LOOPS if place.pieces == 5], ids=str)
+def test_a_loop_needs_both_halves(place: Place) -> None:
+    def one_half(step: Step) -> Step:
+        def moved(region: Region) -> Region:
+            return replace(region, piece=0) if region.buffer == "slot" else region
+
+        if isinstance(step, Copy):
+            return Copy(moved(step.src), moved(step.dst))
+        if isinstance(step, Compute):
+            reads, writes = map(moved, step.reads), map(moved, step.writes)
+            return replace(step, reads=tuple(reads), writes=tuple(writes))
+        return step
+
+    call = list(place.schedules(3))
+    for rank, schedule in enumerate(call):
+        ((lane, steps),) = schedule.lanes.items()
+        call[rank] = replace(schedule, lanes={lane: tuple(map(one_half, steps))})
+    uses_slots = any("slot" in str(step) for step in steps)
+    # The second exchange of a piece does for the two-shot all-reduce what the other half does.
+    two_exchanges = "TWO_SHOT" in place.variant.name
+    assert check([call] * 2).ok is (not uses_slots or two_exchanges)
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

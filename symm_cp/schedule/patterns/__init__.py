@@ -4,10 +4,12 @@ One file per family, its direct and staged form side by side; ``pattern.py`` say
 is and lists the flags. Builders are private: only a registered ``Variant`` gives a schedule.
 """
 
+from symm_cp.schedule.patterns.all_gather import ALL_GATHER, BACKGROUND_ALL_GATHER
 from symm_cp.schedule.patterns.all_gather_and_combine import ALL_GATHER_AND_COMBINE
 from symm_cp.schedule.patterns.all_gather_and_consume import ALL_GATHER_AND_CONSUME
 from symm_cp.schedule.patterns.all_gather_and_poll import ALL_GATHER_AND_POLL
-from symm_cp.schedule.patterns.background_all_gather import BACKGROUND_ALL_GATHER
+from symm_cp.schedule.patterns.all_reduce import ALL_REDUCE, BACKGROUND_ALL_REDUCE
+from symm_cp.schedule.patterns.all_to_all import ALL_TO_ALL, BACKGROUND_ALL_TO_ALL
 from symm_cp.schedule.patterns.consume_and_reduce_scatter import CONSUME_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.pattern import (
     Channel,
@@ -19,7 +21,10 @@ from symm_cp.schedule.patterns.pattern import (
 )
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
-from symm_cp.schedule.patterns.two_shot_all_reduce import TWO_SHOT_ALL_REDUCE
+from symm_cp.schedule.patterns.two_shot_all_reduce import (
+    BACKGROUND_TWO_SHOT_ALL_REDUCE,
+    TWO_SHOT_ALL_REDUCE,
+)
 
 #: All patterns.
 PATTERNS: tuple[Pattern, ...] = (
@@ -28,10 +33,16 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
     CONSUME_AND_REDUCE_SCATTER,
+    ALL_GATHER,
+    ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
     REDUCE_SCATTER,
+    ALL_TO_ALL,
     BACKGROUND_ALL_GATHER,
+    BACKGROUND_ALL_REDUCE,
+    BACKGROUND_TWO_SHOT_ALL_REDUCE,
     BACKGROUND_REDUCE_SCATTER,
+    BACKGROUND_ALL_TO_ALL,
 )
 
 
@@ -47,6 +58,12 @@ def variants(channel: Channel, form: FormName, slots: int = 2) -> tuple[Variant,
 
 
 __all__ = [
+    "ALL_GATHER",
+    "ALL_REDUCE",
+    "ALL_TO_ALL",
+    "BACKGROUND_ALL_REDUCE",
+    "BACKGROUND_ALL_TO_ALL",
+    "BACKGROUND_TWO_SHOT_ALL_REDUCE",
     "ALL_GATHER_AND_COMBINE",
     "ALL_GATHER_AND_CONSUME",
     "ALL_GATHER_AND_POLL",

@@ -30,6 +30,15 @@ Why two slots need one signal per peer and call
     or ``check`` of the mixes fails: a rank that skips a peer's shard (causal attention, say) still
     waits for its signal.
 
+Pieces
+    A looped form goes through the slot in pieces. The slot of a call has two halves, and piece p
+    uses half p % 2. A flag is raised to a piece of the call, and in each piece each rank signals
+    each peer and waits for the same piece of each peer. So the argument of the two slots holds for
+    the two halves: a rank that writes piece p+2 has waited for its peers' signals of piece p+1, and
+    they have read piece p before those. It holds for any number of pieces, since piece p+2 depends
+    on the two pieces before it only. Ranks may differ in how many pieces they have data for: each
+    announces its number, and all go on to the largest.
+
 Flags between ranks
     The writer is the same lane in all patterns of a channel and form, as given here.
 
@@ -88,6 +97,8 @@ class Draft:
 
     def __init__(self, rank: int, world_size: int, slots: int) -> None:
         self.rank, self.world_size, self.slots = rank, world_size, slots
+        #: Of a loop; None elsewhere.
+        self.piece: int | None = None
         self.peers = peers(rank, world_size)
         self.order: list[tuple[str, Step]] = []
 
@@ -105,15 +116,25 @@ class Draft:
 
     def own(self, buffer: str, chunk: int | None = None) -> Region:
         """Memory of this rank."""
-        return Region(self.rank, buffer, chunk)
+        return self.of(self.rank, buffer, chunk)
+
+    def of(self, rank: int, buffer: str, chunk: int | None = None) -> Region:
+        """Memory of a rank; in a loop that of the present piece, for which the slot has halves."""
+        if self.piece is None:
+            return Region(rank, buffer, chunk)
+        return Region(rank, buffer, chunk, self.piece % 2 if buffer == "slot" else self.piece)
 
     def signals(self, flag: str) -> list[Step]:
         """A signal to each peer."""
-        return [Signal(peer, flag) for peer in self.peers]
+        return [Signal(peer, flag, self.piece or 0) for peer in self.peers]
+
+    def wait(self, peer: int, flag: str) -> Wait:
+        """A wait for a peer's signal of this call, and piece."""
+        return Wait(peer, flag, piece=self.piece or 0)
 
     def waits(self, flag: str) -> list[Step]:
         """A wait for each peer."""
-        return [Wait(peer, flag) for peer in self.peers]
+        return [self.wait(peer, flag) for peer in self.peers]
 
     def claim_slot(self) -> list[Step]:
         """What must be awaited before the slot is written."""
@@ -121,15 +142,25 @@ class Draft:
         # that call may have had another pattern, in which any peer read any chunk.
         return [Wait(peer, "done", lag=1) for peer in self.peers] if self.slots == 1 else []
 
-    def publish(self, source: Region) -> list[Step]:
-        """Copies ``source`` to the slot unless peers read it in place; signals that it is there."""
+    def publish(self, source: Region, chunks: Iterable[int | None] = (None,)) -> list[Step]:
+        """Copies chunks of the buffer of ``source`` (by default all of it) to the slot.
+
+        Unless peers read it in place. Signals that it is there.
+        """
         if source.buffer == "symmetric":
             return self.signals("ready")
-        return [*self.claim_slot(), Copy(source, self.own("slot")), *self.signals("ready")]
+        copies = [Copy(self.own(source.buffer, each), self.own("slot", each)) for each in chunks]
+        return [*self.claim_slot(), *copies, *self.signals("ready")]
 
-    def publish_and_reduce(self, lane: str, source: Region, kernel: Compute) -> None:
+    def publish_and_reduce(
+        self,
+        lane: str,
+        source: Region,
+        kernel: Compute,
+        chunks: Iterable[int | None] = (None,),
+    ) -> None:
         """Publishes ``source``, awaits the same of all peers, runs the kernel that reads it all."""
-        self.add(lane, *self.publish(source), *self.waits("ready"), kernel)
+        self.add(lane, *self.publish(source, chunks), *self.waits("ready"), kernel)
         if source.buffer == "symmetric":
             # The caller may overwrite its tensor once all peers have read it.
             self.add(lane, *self.signals("done"), *self.waits("done"))
@@ -150,7 +181,8 @@ class Draft:
 
     def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
         """Says that the peer's memory has been read, where somebody waits for that."""
-        return [Signal(peer, "done")] if in_place or self.slots == 1 else []
+        done = Signal(peer, "done", self.piece or 0)
+        return [done] if in_place or self.slots == 1 else []
 
 
 #: Lists the steps of a rank.
@@ -161,12 +193,14 @@ Builder: TypeAlias = Callable[[Draft, Options], None]
 class Form:
     """How a pattern runs on one kind of machine: its builder and the options that may be combined.
 
-    With ``one_slot`` its variants that do not read in place also run on one slot.
+    With ``one_slot`` its variants that do not read in place also run on one slot. With ``looped``
+    the builder lists the steps of one piece, and is called for each piece of a call.
     """
 
     build: Builder
     combinations: tuple[Options, ...] = (frozenset(),)
     one_slot: bool = False
+    looped: bool = False
 
 
 def subsets(*options: str) -> tuple[Options, ...]:
@@ -185,47 +219,59 @@ class Variant:
     options: Options
     min_slots: int
     build: Builder
+    looped: bool = False
 
-    def schedule(self, rank: int, world_size: int, slots: int = 2) -> Schedule:
-        """The schedule of a rank.
+    def schedule(self, rank: int, world_size: int, slots: int = 2, pieces: int = 1) -> Schedule:
+        """The schedule of a rank, for a call of that many pieces.
 
-        Raises ``ValueError`` if rank, world size or number of slots are out of range.
+        Raises ``ValueError`` if rank, world size, number of slots or of pieces are out of range.
         """
-        return _schedule(self, rank, world_size, slots)
+        return _schedule(self, rank, world_size, slots, pieces)
 
-    def schedules(self, world_size: int, slots: int = 2) -> tuple[Schedule, ...]:
+    def schedules(self, world_size: int, slots: int = 2, pieces: int = 1) -> tuple[Schedule, ...]:
         """The schedules of all ranks."""
-        return tuple(self.schedule(rank, world_size, slots) for rank in range(world_size))
+        return tuple(self.schedule(rank, world_size, slots, pieces) for rank in range(world_size))
 
-    def issue_order(self, rank: int, world_size: int, slots: int = 2) -> IssueOrder:
+    def issue_order(
+        self, rank: int, world_size: int, slots: int = 2, pieces: int = 1
+    ) -> IssueOrder:
         """The steps of all lanes of a rank, in the order in which the host hands them out.
 
-        Raises ``ValueError`` if rank, world size or number of slots are out of range.
+        Raises ``ValueError`` if rank, world size, number of slots or of pieces are out of range.
         """
-        return _issue_order(self, rank, world_size, slots)
+        return _issue_order(self, rank, world_size, slots, pieces)
 
-    def issue_orders(self, world_size: int, slots: int = 2) -> tuple[IssueOrder, ...]:
+    def issue_orders(
+        self, world_size: int, slots: int = 2, pieces: int = 1
+    ) -> tuple[IssueOrder, ...]:
         """The issue orders of all ranks."""
-        return tuple(self.issue_order(rank, world_size, slots) for rank in range(world_size))
+        ranks = range(world_size)
+        return tuple(self.issue_order(rank, world_size, slots, pieces) for rank in ranks)
 
     def __str__(self) -> str:
         return f"{self.name}.{self.form}({', '.join(sorted(self.options))})"
 
 
 @cache
-def _issue_order(variant: Variant, rank: int, world_size: int, slots: int) -> IssueOrder:
+def _issue_order(
+    variant: Variant, rank: int, world_size: int, slots: int, pieces: int
+) -> IssueOrder:
     check_place(str(variant), rank, world_size, slots)
     if slots < variant.min_slots:
         raise ValueError(f"{variant}: {slots=} must be at least {variant.min_slots}")
+    if pieces < 1 or (pieces > 1 and not variant.looped):
+        raise ValueError(f"{variant}: {pieces=} must be {'at least ' if variant.looped else ''}1")
     draft = Draft(rank, world_size, slots)
-    variant.build(draft, variant.options)
+    for piece in range(pieces):
+        draft.piece = piece if variant.looped else None
+        variant.build(draft, variant.options)
     return tuple(draft.order)
 
 
 @cache
-def _schedule(variant: Variant, rank: int, world_size: int, slots: int) -> Schedule:
+def _schedule(variant: Variant, rank: int, world_size: int, slots: int, pieces: int) -> Schedule:
     lanes: dict[str, list[Step]] = {}
-    for lane, step in _issue_order(variant, rank, world_size, slots):
+    for lane, step in _issue_order(variant, rank, world_size, slots, pieces):
         lanes.setdefault(lane, []).append(step)
     named = {lane: tuple(steps) for lane, steps in lanes.items()}
     return Schedule(str(variant), rank, world_size, named, slots)
@@ -252,7 +298,9 @@ class Pattern:
         found = {}
         for options in form.combinations:
             min_slots = 1 if form.one_slot and "in_place" not in options else 2
-            found[options] = Variant(self.name, self.channel, name, options, min_slots, form.build)
+            found[options] = Variant(
+                self.name, self.channel, name, options, min_slots, form.build, form.looped
+            )
         return found
 
     def direct(self, **options: bool) -> Variant:

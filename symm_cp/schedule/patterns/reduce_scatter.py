@@ -13,26 +13,34 @@ from __future__ import annotations
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
 from symm_cp.schedule.steps import Compute, Copy, Region
 
-# Rank 0 of 3, direct (lane "compute", or "copy" in the background). The own contribution is read
-# from the slot, too: there all have one layout.
+# Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background: there the own chunk
+# is read from the slot, too, as the caller may have its input back).
 #
-#   copy>slot | signal 1, 2 | wait 1, 2 | reduce
+#   copy chunks>slot | signal 1, 2 | wait 1, 2 | reduce
 
 
-def _direct(draft: Draft, lane: str, options: Options) -> None:
-    in_place = "in_place" in options
-    buffer = "symmetric" if in_place else "slot"
-    parts = tuple(Region(owner, buffer, draft.rank) for owner in range(draft.world_size))
-    reduce = Compute("reduce", draft.rank, parts, (draft.own("output"),))
-    draft.publish_and_reduce(lane, draft.own("symmetric" if in_place else "input"), reduce)
+def _direct(draft: Draft, options: Options, lane: str) -> None:
+    rank = draft.rank
+    source = draft.own("symmetric" if "in_place" in options else "input")
+    buffer = "slot" if source.buffer == "input" else source.buffer
+    published = range(draft.world_size) if lane == "copy" else draft.peers
+    own = buffer if rank in published and draft.peers else source.buffer
+    parts = tuple(
+        draft.of(owner, own if owner == rank else buffer, rank) for owner in range(draft.world_size)
+    )
+    reduce = Compute("reduce", rank, parts, (draft.own("output"),))
+    if draft.peers:
+        draft.publish_and_reduce(lane, source, reduce, published)
+    else:
+        draft.add(lane, reduce)
 
 
-def _direct_in_caller(draft: Draft, options: Options) -> None:
-    _direct(draft, "compute", options)
+def _in_caller(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "compute")
 
 
-def _direct_in_background(draft: Draft, options: Options) -> None:
-    _direct(draft, "copy", options)
+def _in_background(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "copy")
 
 
 # Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials".
@@ -59,11 +67,11 @@ def _staged(draft: Draft, options: Options) -> None:
 
 
 REDUCE_SCATTER = Pattern(
-    "REDUCE_SCATTER", "sync", direct=Form(_direct_in_caller, subsets("in_place"))
+    "REDUCE_SCATTER", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
 )
 BACKGROUND_REDUCE_SCATTER = Pattern(
     "BACKGROUND_REDUCE_SCATTER",
     "async",
-    direct=Form(_direct_in_background, subsets("in_place")),
+    direct=Form(_in_background, subsets("in_place"), looped=True),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

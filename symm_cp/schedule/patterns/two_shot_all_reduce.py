@@ -1,39 +1,64 @@
-"""Two-shot all-reduce of symmetric tensors, in place: reduce one chunk each, then collect the rest.
+"""Two-shot all-reduce: each rank reduces one chunk, then all collect the others' chunks.
 
-``Compute("reduce", rank, ...)`` sums chunk ``rank`` of all symmetric tensors, in rank order, into
-the slot (which holds just that chunk), from where all ranks copy it. The detour costs a local copy
-of 1/W of the tensor, and saves a third exchange ("done") before the call may return: nobody has to
-wait for a reader of the slot.
+``Compute("reduce", rank, ...)`` sums chunk ``rank`` of what all ranks give, in rank order, into the
+slot, from where all ranks copy it. TWO_SHOT_ALL_REDUCE runs in the calling thread,
+BACKGROUND_TWO_SHOT_ALL_REDUCE in lane ``"copy"``.
 
-Direct only. Source: torch's ``two_shot_all_reduce_``.
+Options
+    ``in_place``  the inputs are symmetric tensors, which are also the outputs; no third exchange
+                  ("done") is needed: a rank's chunk of them is overwritten after its owner has said
+                  that it has reduced it
+
+Direct only, in pieces. Source: torch's ``two_shot_all_reduce_``.
 """
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
-from symm_cp.schedule.steps import Compute, Copy, Region, Wait
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.steps import Compute, Copy
 
-# Rank 0 of 3, direct.
+# Rank 0 of 3, direct (lane "compute", or "copy" in the background).
 #
-#   compute  signal 1, 2 | wait 1, 2 | reduce 0>slot | signal 1, 2 "reduced" | copy 0 |
-#            wait 1 | copy 1 | wait 2 | copy 2
+#   copy 1, 2>slot | signal 1, 2 | wait 1, 2 | reduce 0>slot | signal 1, 2 "reduced" | copy 0 |
+#   wait 1 | copy 1 | wait 2 | copy 2
 
 
-def _direct(draft: Draft, options: Options) -> None:
-    rank, slot = draft.rank, draft.own("slot")
-    if draft.peers:
-        parts = tuple(Region(owner, "symmetric", rank) for owner in range(draft.world_size))
-        # Publishes what the caller wrote to the tensor; awaits the same of the peers.
-        draft.compute(*draft.signals("ready"), *draft.waits("ready"))
-        draft.compute(Compute("reduce", rank, parts, (slot,)))
-        # Publishes the reduced chunk and says that chunk ``rank`` of the peers has been read.
-        draft.compute(*draft.signals("reduced"))
-        # Only this rank reads chunk ``rank`` of its tensor, so it may be overwritten now.
-        draft.compute(Copy(slot, draft.own("symmetric", rank)))
+def _direct(draft: Draft, options: Options, lane: str) -> None:
+    rank, in_place = draft.rank, "in_place" in options
+    given, taken = ("symmetric", "symmetric") if in_place else ("input", "output")
+    theirs = "symmetric" if in_place else "slot"
+    ranks = range(draft.world_size)
+    parts = tuple(draft.of(owner, given if owner == rank else theirs, rank) for owner in ranks)
+    if not draft.peers:
+        draft.add(lane, Compute("reduce", rank, parts, (draft.own(taken, rank),)))
+        return
+    slot = draft.own("slot", rank)
+    # Publishes the chunks that peers reduce.
+    draft.add(lane, *draft.publish(draft.own(given), draft.peers), *draft.waits("ready"))
+    draft.add(lane, Compute("reduce", rank, parts, (slot,)))
+    # Publishes the reduced chunk and says that chunk ``rank`` of the peers has been read.
+    draft.add(lane, *draft.signals("reduced"))
+    # In place, too: only this rank reads chunk ``rank`` of its tensor.
+    draft.add(lane, Copy(slot, draft.own(taken, rank)))
     for peer in draft.peers:
         # Awaits the peer's reduced chunk, and the end of its reading of that chunk here.
-        draft.compute(Wait(peer, "reduced"))
-        draft.compute(Copy(Region(peer, "slot"), draft.own("symmetric", peer)))
+        draft.add(lane, draft.wait(peer, "reduced"))
+        draft.add(lane, Copy(draft.of(peer, "slot", peer), draft.own(taken, peer)))
 
 
-TWO_SHOT_ALL_REDUCE = Pattern("TWO_SHOT_ALL_REDUCE", "sync", direct=Form(_direct))
+def _in_caller(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "compute")
+
+
+def _in_background(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "copy")
+
+
+TWO_SHOT_ALL_REDUCE = Pattern(
+    "TWO_SHOT_ALL_REDUCE", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
+)
+BACKGROUND_TWO_SHOT_ALL_REDUCE = Pattern(
+    "BACKGROUND_TWO_SHOT_ALL_REDUCE",
+    "async",
+    direct=Form(_in_background, subsets("in_place"), looped=True),
+)

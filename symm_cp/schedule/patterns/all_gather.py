@@ -1,6 +1,7 @@
-"""All-gather in the background: every rank's shard is copied to chunk 0, ..., W-1 of ``"output"``.
+"""All-gather: every rank's shard is copied to chunk 0, ..., W-1 of ``"output"``.
 
-After the signals the input is left alone: the caller may have it back.
+ALL_GATHER runs in the calling thread, BACKGROUND_ALL_GATHER in lane ``"copy"``, where the input is
+left alone after the signals: the caller may have it back.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
@@ -11,31 +12,40 @@ Source: DeepEP V2's batched copies with the call number as epoch.
 from __future__ import annotations
 
 from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
-from symm_cp.schedule.steps import Copy, Region, Wait
+from symm_cp.schedule.steps import Copy, Region
 
-# Rank 0 of 3, direct. The own shard is copied from the slot: the caller may have carried out the
-# steps up to the signals itself, and have its input back.
+# Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background). The own shard is
+# copied from the slot: the caller may have carried out the steps up to the signals itself, and have
+# its input back.
 #
 #   copy  copy>slot | signal 1, 2 | copy own | wait 1 | copy 1 | wait 2 | copy 2
 
 
-def _direct(draft: Draft, options: Options) -> None:
+def _direct(draft: Draft, options: Options, lane: str) -> None:
     rank, in_place = draft.rank, "in_place" in options
     source = draft.own("symmetric" if in_place else "input")
     if draft.peers:
         # Publishes the shard.
-        draft.copy(*draft.publish(source))
+        draft.add(lane, *draft.publish(source))
     own = draft.own("slot") if draft.peers and not in_place else source
-    draft.copy(Copy(own, draft.own("output", rank)))
+    draft.add(lane, Copy(own, draft.own("output", rank)))
     for peer in draft.peers:
         # Awaits the peer's shard.
-        draft.copy(Wait(peer, "ready"))
-        shard = Region(peer, "symmetric" if in_place else "slot")
-        draft.copy(Copy(shard, draft.own("output", peer)))
-        draft.copy(*draft.release(peer, in_place=in_place))
+        draft.add(lane, draft.wait(peer, "ready"))
+        shard = draft.of(peer, "symmetric" if in_place else "slot")
+        draft.add(lane, Copy(shard, draft.own("output", peer)))
+        draft.add(lane, *draft.release(peer, in_place=in_place))
     if in_place:
         # Awaits the end of all reading here.
-        draft.copy(*draft.waits("done"))
+        draft.add(lane, *draft.waits("done"))
+
+
+def _in_caller(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "compute")
+
+
+def _in_background(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "copy")
 
 
 # Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either.
@@ -62,9 +72,12 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.copy(*draft.waits("done"))
 
 
+ALL_GATHER = Pattern(
+    "ALL_GATHER", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
+)
 BACKGROUND_ALL_GATHER = Pattern(
     "BACKGROUND_ALL_GATHER",
     "async",
-    direct=Form(_direct, subsets("in_place")),
+    direct=Form(_in_background, subsets("in_place"), looped=True),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

@@ -1,0 +1,247 @@
+#include "exchange.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+
+#include "error.h"
+#include "exchange_run.h"
+#include "group.h"
+#include "probe.h"
+#include "reduce.h"
+#include "trace.h"
+
+namespace symm_cp {
+
+namespace {
+
+// Results that leave the caches anyway need not push out what others have there.
+constexpr int64_t kStreamed = int64_t{4} << 20;
+
+// What the first piece of any rank may take up, for `Workspace::begin`.
+int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
+  if (!loop.slotted) return 0;
+  // Only calls with the usual size have a second piece.
+  return exchange.piece_bytes == kPieceBytes ? 2 * kPieceBytes : exchange.piece_bytes;
+}
+
+int64_t all_bytes(const std::vector<Extent>& extents) {
+  int64_t sum = 0;
+  for (const Extent& extent : extents) sum += extent.bytes;
+  return sum;
+}
+
+}  // namespace
+
+ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
+    : exchange_(std::move(exchange)),
+      loop_(group.loop(channel, exchange_.kind, exchange_.in_place)),
+      world_size_(group.world_size()),
+      rank_(group.rank()),
+      slot_bytes_(slot_bytes_of(exchange_, loop_)),
+      streamed_(all_bytes(exchange_.output) >= kStreamed) {
+  room_ = loop_.slotted ? exchange_.piece_bytes : INT64_MAX;
+  if (loop_.slotted && loop_.parted)
+    room_ = exchange_.piece_bytes / world_size_ / kPartAlignment * kPartAlignment;
+  int64_t most = 0;
+  for (const Extent& extent : exchange_.input) most = std::max(most, extent.bytes);
+  for (const Extent& extent : exchange_.output) most = std::max(most, extent.bytes);
+  pieces_ = most <= room_ ? 1 : (most + room_ - 1) / room_;
+  if (pieces_ > kMaxPieces || (pieces_ > 1 && exchange_.piece_bytes != kPieceBytes))
+    throw std::invalid_argument(exchange_.call_name + ": " + std::to_string(most) +
+                                " bytes for one rank; there must be at most " +
+                                std::to_string(kMaxPieces * room_) + " in one call");
+}
+
+char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area, int64_t piece,
+                           int64_t* left) {
+  const size_t chunk = area.chunk < 0 ? 0 : static_cast<size_t>(area.chunk);
+  switch (area.buffer) {
+    case Buffer::kPeerSlot: {
+      const int64_t half = piece % 2 * exchange_.piece_bytes;
+      const int64_t part = area.chunk < 0 ? 0 : area.chunk * room_;
+      return static_cast<char*>(channel.slot(area.rank, call.epoch)) + half + part;
+    }
+    case Buffer::kSymmetric: {
+      // All ranks' tensors are laid out alike.
+      const auto& own = exchange_.input;
+      const char* first = static_cast<const char*>(own.front().data);
+      const int64_t offset = static_cast<const char*>(own[chunk].data) - first;
+      char* theirs = area.rank == rank_ ? static_cast<char*>(own.front().data)
+                                        : static_cast<char*>(channel.shard_of(area.rank, call));
+      return theirs + offset + piece * room_;
+    }
+    default: {
+      const auto& extents = area.buffer == Buffer::kInput ? exchange_.input : exchange_.output;
+      const Extent& extent = extents[chunk];
+      const int64_t offset = piece * room_;
+      *left = std::min(room_, std::max<int64_t>(0, extent.bytes - offset));
+      return static_cast<char*>(extent.data) + offset;
+    }
+  }
+}
+
+int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
+  int64_t bytes = room_;
+  char* to = address(channel, call, step.to, piece, &bytes);
+  int64_t given = bytes;
+  const char* from = address(channel, call, step.source, piece, &given);
+  bytes = std::min(bytes, given);
+  const bool out = step.to.buffer == Buffer::kOutput;
+  if (bytes > 0 && to != from) copy_bytes(to, from, bytes, out && streamed_);
+  return bytes;
+}
+
+int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopStep& step,
+                                int64_t piece) {
+  int64_t bytes = 0, unused = 0;
+  // A sum that goes to the slot is a part of the output, too.
+  address(channel, call, {Buffer::kOutput, rank_, step.to.chunk}, piece, &bytes);
+  char* to = address(channel, call, step.to, piece, &unused);
+  if (bytes == 0) return 0;
+  sources_.clear();
+  for (int i = 0; i < step.source_count; ++i)
+    sources_.push_back(
+        address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
+  reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
+         exchange_.dtype, exchange_.reduce_op, streamed_);
+  return bytes;
+}
+
+void ExchangeRun::announce(Channel& channel, Call& call) {
+  int64_t* sizes = channel.sizes_of(rank_, call);
+  const bool for_each =
+      exchange_.kind != ExchangeKind::kAllGather && exchange_.kind != ExchangeKind::kAllReduce;
+  for (int peer = 0; peer < world_size_; ++peer)
+    sizes[peer] = exchange_.input[for_each ? peer : 0].bytes;
+  call.pieces = static_cast<uint32_t>(pieces_);
+  channel.announce(call, exchange_.in_place ? exchange_.input.front().data : nullptr);
+}
+
+// A rank that takes anything takes something of each rank, if only nothing.
+void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
+  const ExchangeKind kind = exchange_.kind;
+  const bool by_source = kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllToAll;
+  if (kind != ExchangeKind::kAllToAll && all_bytes(exchange_.output) == 0) return;
+  const size_t own = by_source ? peer : kind == ExchangeKind::kTwoShotAllReduce ? rank_ : 0;
+  const int64_t wanted = exchange_.output[own].bytes;
+  const int64_t given = channel.sizes_of(peer, call)[rank_];
+  if (wanted == given) return;
+  throw PeerError("ranks disagree: " + exchange_.call_name + ": rank " + std::to_string(peer) +
+                  " gives " + std::to_string(given) + " bytes to rank " + std::to_string(rank_) +
+                  ", which takes " + std::to_string(wanted));
+}
+
+int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, int64_t piece) {
+  switch (step.kind) {
+    case Kind::kPublish:
+      if (piece == 0) announce(channel, call);
+      return 0;
+    case Kind::kSignal:
+      channel.signal(step.peer, step.flag, call, static_cast<uint32_t>(piece));
+      return 0;
+    case Kind::kWait:
+      channel.wait(step.peer, step.flag, 0, call, static_cast<uint32_t>(piece));
+      if (piece == 0 && step.flag == kReadyFlag) {
+        compare_sizes(channel, step.peer, call);
+        pieces_ = std::max<int64_t>(pieces_, channel.pieces_of(step.peer, call));
+      }
+      return 0;
+    case Kind::kCopy: return copy(channel, call, step, piece);
+    case Kind::kReduce: return reduce_all(channel, call, step, piece);
+    case Kind::kVerify: return 0;
+  }
+  return 0;
+}
+
+void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last) {
+  Recorder& recorder = Recorder::instance();
+  Probe& probe = Probe::instance();
+  const bool watched = recorder.on() || probe.on();
+  for (size_t at = first; at < last; ++at) {
+    const LoopStep& each = loop_.steps[at];
+    if (!watched) {
+      step(channel, call, each, piece);
+      continue;
+    }
+    if (probe.on()) probe.step();
+    const int64_t start = Recorder::now();
+    const int64_t bytes = step(channel, call, each, piece);
+    if (!recorder.on()) continue;
+    Command shown{};
+    shown.kind = each.kind;
+    shown.peer = each.peer;
+    shown.flag = each.flag;
+    shown.bytes = bytes;
+    shown.to = reference_of(each.to);
+    shown.source = reference_of(each.source);
+    recorder.add(shown, start, Recorder::now(), call.epoch, call.call_name.c_str());
+  }
+}
+
+Reference ExchangeRun::reference_of(const Area& area) {
+  switch (area.buffer) {
+    case Buffer::kPeerSlot: return {Space::kSlot, area.rank, 0};
+    case Buffer::kSymmetric: return {Space::kShard, area.rank, 0};
+    default: return {Space::kOperand, area.buffer == Buffer::kOutput ? 1 : 0, 0};
+  }
+}
+
+void ExchangeRun::publish(Channel& channel, Call& call) {
+  steps(channel, call, 0, 0, loop_.published);
+}
+
+void ExchangeRun::finish(Channel& channel, Call& call) {
+  steps(channel, call, 0, loop_.published, loop_.steps.size());
+  // By now the pieces of all ranks are known.
+  for (int64_t piece = 1; piece < pieces_; ++piece)
+    steps(channel, call, piece, 0, loop_.steps.size());
+  channel.verify_all(call);
+}
+
+void run(Group& group, Exchange exchange) {
+  group.check_owned(exchange.call_name);
+  const CallLock lock(group, kSync);
+  Workspace& workspace = group.workspace(kSync);
+  const int64_t number = group.next(kSync);
+  try {
+    ExchangeRun all(group, kSync, std::move(exchange));
+    Call call = workspace.begin(number, all.slot_bytes(), all.call_name());
+    all.publish(*workspace.channel(), call);
+    all.finish(*workspace.channel(), call);
+  } catch (const std::exception& error) {
+    group.failed(kSync, number, error);
+    throw;
+  }
+}
+
+Started start(Group& group, Exchange exchange, bool background, Done done) {
+  group.check_owned(exchange.call_name);
+  const CallLock lock(group, kAsync);
+  Workspace& workspace = group.workspace(kAsync);
+  const int64_t number = group.next(kAsync);
+  try {
+    auto all = std::make_unique<ExchangeRun>(group, kAsync, std::move(exchange));
+    Lane::Program program{number};
+    program.call_name = all->call_name();
+    program.slot_bytes = all->slot_bytes();
+    program.done = std::move(done);
+    // When the engine is idle the slot is free: the peers can begin with the first piece.
+    const bool publish = group.lane().idle() && workspace.begins_at_once(program.slot_bytes);
+    const bool published = publish && all->pieces() == 1;
+    if (publish) {
+      program.begun = workspace.begin(number, program.slot_bytes, program.call_name);
+      all->publish(*workspace.channel(), *program.begun);
+    }
+    program.exchange = std::move(all);
+    group.lane().submit(std::move(program), background || !published);
+    return {number, published};
+  } catch (const std::exception& error) {
+    group.lane().refuse(number, cause_of(error, group.rank()), nullptr);
+    throw;
+  }
+}
+
+void refuse(Group& group, int channel, const std::string& reason) { group.refuse(channel, reason); }
+
+}  // namespace symm_cp

@@ -1,0 +1,47 @@
+// An exchange under way, in the two halves that a thread or the copy engine may carry out.
+#pragma once
+
+#include <vector>
+
+#include "channel.h"
+#include "exchange.h"
+
+namespace symm_cp {
+
+class ExchangeRun {
+ public:
+  // Throws std::invalid_argument when it takes more than a call can.
+  ExchangeRun(Group& group, int channel, Exchange exchange);
+
+  const std::string& call_name() const { return exchange_.call_name; }
+  int64_t slot_bytes() const { return slot_bytes_; }
+  // That this rank knows of; after its first waits, of all ranks.
+  int64_t pieces() const { return pieces_; }
+  // Hands the first piece to the peers. Waits for nobody.
+  void publish(Channel& channel, Call& call);
+  void finish(Channel& channel, Call& call);
+
+ private:
+  void announce(Channel& channel, Call& call);
+  void compare_sizes(Channel& channel, int peer, const Call& call);
+  void steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last);
+  // Returns the bytes that were moved.
+  int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
+  int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
+  char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
+  static Reference reference_of(const Area& area);
+
+  Exchange exchange_;
+  const Loop& loop_;
+  int world_size_;
+  int rank_;
+  int64_t slot_bytes_;
+  bool streamed_;
+  int64_t room_ = 0;  // of a part in a piece
+  int64_t pieces_ = 1;
+  std::vector<const void*> sources_;
+};
+
+}  // namespace symm_cp

@@ -1,0 +1,48 @@
+"""One-shot all-reduce: every rank sums what all ranks give, in rank order, into ``"output"``.
+
+For sums of small tensors, where an exchange costs more than reading W times as much, and for two
+ranks, where TWO_SHOT_ALL_REDUCE reads no less. ALL_REDUCE runs in the calling thread,
+BACKGROUND_ALL_REDUCE in lane ``"copy"``.
+
+Options
+    ``in_place``  the inputs are symmetric tensors, which peers read where they lie
+
+Direct only, in pieces. Source: torch's ``one_shot_all_reduce``.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.steps import Compute
+
+# Rank 0 of 3, direct (lane "compute", or "copy" in the background). The kernel reads the slots of
+# all ranks.
+#
+#   copy>slot | signal 1, 2 | wait 1, 2 | reduce
+
+
+def _direct(draft: Draft, options: Options, lane: str) -> None:
+    source = draft.own("symmetric" if "in_place" in options else "input")
+    buffer = "slot" if draft.peers and source.buffer == "input" else source.buffer
+    parts = tuple(draft.of(owner, buffer) for owner in range(draft.world_size))
+    reduce = Compute("reduce", draft.rank, parts, (draft.own("output"),))
+    if draft.peers:
+        draft.publish_and_reduce(lane, source, reduce)
+    else:
+        draft.add(lane, reduce)
+
+
+def _in_caller(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "compute")
+
+
+def _in_background(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "copy")
+
+
+ALL_REDUCE = Pattern(
+    "ALL_REDUCE", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
+)
+BACKGROUND_ALL_REDUCE = Pattern(
+    "BACKGROUND_ALL_REDUCE", "async", direct=Form(_in_background, subsets("in_place"), looped=True)
+)

@@ -1,0 +1,41 @@
+"""All-to-all: chunk d of every rank's ``"input"`` comes to rank d, as chunk r of its ``"output"``.
+
+ALL_TO_ALL runs in the calling thread, BACKGROUND_ALL_TO_ALL in lane ``"copy"``, where the input is
+left alone after the signals.
+
+Direct only, in pieces. Source: torch's ``all_to_all_single``.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
+from symm_cp.schedule.steps import Copy
+
+# Rank 0 of 3, direct (lane "compute", or "copy" in the background).
+#
+#   copy own | copy chunks>slot | signal 1, 2 | wait 1 | copy 1 | wait 2 | copy 2
+
+
+def _direct(draft: Draft, options: Options, lane: str) -> None:
+    rank = draft.rank
+    draft.add(lane, Copy(draft.own("input", rank), draft.own("output", rank)))
+    for peer in draft.peers:
+        draft.add(lane, Copy(draft.own("input", peer), draft.own("slot", peer)))
+    draft.add(lane, *draft.signals("ready"))
+    for peer in draft.peers:
+        draft.add(lane, draft.wait(peer, "ready"))
+        draft.add(lane, Copy(draft.of(peer, "slot", rank), draft.own("output", peer)))
+
+
+def _in_caller(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "compute")
+
+
+def _in_background(draft: Draft, options: Options) -> None:
+    _direct(draft, options, "copy")
+
+
+ALL_TO_ALL = Pattern("ALL_TO_ALL", "sync", direct=Form(_in_caller, looped=True))
+BACKGROUND_ALL_TO_ALL = Pattern(
+    "BACKGROUND_ALL_TO_ALL", "async", direct=Form(_in_background, looped=True)
+)

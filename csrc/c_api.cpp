@@ -4,13 +4,16 @@
 #include <stdexcept>
 #include <string>
 
+#include "blocks.h"
 #include "channel.h"
+#include "copy.h"
 #include "error.h"
 #include "group.h"
 #include "groups.h"
 #include "mapping.h"
 #include "plan.h"
 #include "probe.h"
+#include "reduce.h"
 #include "streams.h"
 #include "trace.h"
 #include "wire.h"
@@ -251,8 +254,30 @@ void* symm_cp_slot(void* group) {
   return result;
 }
 
-void symm_cp_prefault(void* address, int64_t bytes) {
-  prefault(address, static_cast<size_t>(bytes));
+// How many bytes of freed results the process keeps; less than 0 for the default.
+void symm_cp_keep_results(int64_t bytes) { Blocks::instance().set_limit(bytes); }
+
+// Unmaps the memory of freed results; returns its size.
+int64_t symm_cp_empty_cache() { return static_cast<int64_t>(Blocks::instance().empty()); }
+
+void symm_cp_result_memory(BlockUsage* usage) { *usage = Blocks::instance().usage(); }
+
+// See reduce.h and copy.h.
+int64_t symm_cp_reduce(void* out, const void* const* sources, int count, int64_t elements,
+                       int dtype, int op, int streaming) {
+  return guarded([&]() -> int64_t {
+    reduce(out, sources, count, elements, static_cast<DType>(dtype), static_cast<ReduceOp>(op),
+           streaming != 0);
+    return 0;
+  });
+}
+
+int symm_cp_reducible(int dtype, int op) {
+  return reducible(static_cast<DType>(dtype), static_cast<ReduceOp>(op)) ? 1 : 0;
+}
+
+void symm_cp_copy(void* to, const void* from, int64_t bytes, int streaming) {
+  copy_bytes(to, from, bytes, streaming != 0);
 }
 
 // Whether the driver's library loads and has what streams need: 1, or 2 when it can also copy

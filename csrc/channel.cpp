@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 
+#include "copy.h"
 #include "error.h"
 #include "group.h"
 #include "probe.h"
@@ -237,7 +238,7 @@ void Channel::reduce_rows(const Command& command, const Reference* references,
   const auto dtype = static_cast<DType>(command.dtype);
   for (int64_t row = 0; row < command.rows; ++row) {
     reduce(to, sources.data(), command.sources, command.bytes / element_bytes(dtype), dtype,
-           command.mean != 0);
+           command.mean != 0 ? ReduceOp::kAvg : ReduceOp::kSum, false);
     to += command.to_pitch;
     for (auto& source : sources) source = static_cast<const char*>(source) + command.from_pitch;
   }

@@ -236,9 +236,9 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
 }
 
 TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
-  for (const char* name : {"two_shot_all_reduce_", "two_shot_all_reduce_out",
-                           "one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
-                           "reduce_scatter_out"})
+  for (const char* name :
+       {"two_shot_all_reduce_", "two_shot_all_reduce_out", "one_shot_all_reduce_out",
+        "one_shot_all_reduce_copy_out", "reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
 }
 

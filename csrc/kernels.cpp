@@ -2,7 +2,9 @@
 
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <numeric>
 
 #include "error.h"
 #include "groups.h"
@@ -17,6 +19,9 @@ namespace kernels {
 namespace {
 
 constexpr size_t kMaxCalls = 512;
+
+// Sizes as text that fits into the name of a call.
+constexpr size_t kLongSizes = 48;
 
 // False while tests have CPU tensors served by something else than this library's exchanges.
 std::atomic<bool> serving{true};
@@ -59,6 +64,20 @@ void tell_peers(Group& group, int channel, const char* error, const char* text) 
          std::string(error) + " on rank " + std::to_string(group.rank()) + ": " + text);
 }
 
+std::string joined(const std::vector<int64_t>& sizes, const char* between) {
+  std::string text;
+  for (const int64_t size : sizes) text += (text.empty() ? "" : between) + std::to_string(size);
+  return text;
+}
+
+void check_sizes(const char* op, const std::vector<int64_t>& sizes, int ranks) {
+  TORCH_CHECK_VALUE(sizes.size() == static_cast<size_t>(ranks), op, ": sizes=[",
+                    joined(sizes, ", "), "] has ", sizes.size(),
+                    " entries, must have one for each of the ", ranks, " ranks");
+  for (const int64_t size : sizes)
+    TORCH_CHECK_VALUE(size >= 0, op, ": sizes=[", joined(sizes, ", "), "] must not be negative");
+}
+
 std::shared_ptr<Group> look_up(const char* op, const std::string& name) {
   try {
     return group_of(name);
@@ -76,8 +95,8 @@ void CheckedCall::add_input(int64_t offset, int64_t bytes) {
   input_offsets.push_back(offset);
 }
 
-void CheckedCall::add_output(int64_t offset, int64_t bytes) {
-  exchange.output.push_back({nullptr, bytes});
+void CheckedCall::add_output(int64_t offset, int64_t bytes, int64_t row, int64_t pitch) {
+  exchange.output.push_back({nullptr, bytes, row, pitch});
   output_offsets.push_back(offset);
 }
 
@@ -105,13 +124,17 @@ void CheckedCalls::keep(const CallKey& key, const std::shared_ptr<CheckedCall>& 
   calls_[key] = call;
 }
 
-std::vector<int64_t> Arguments::numbers(size_t index) const {
+Sizes Arguments::sizes(size_t index, const Group& group) const {
+  if (count_ <= index || at(index).isNone() || at(index + 1).isNone()) return {};
+  const int64_t rank = number(index + 1);
+  TORCH_CHECK_VALUE(rank == group.rank(), "rank=", rank,
+                    " must be this rank's number in its group, ", group.rank());
   const c10::IValue& value = at(index);
   if (value.isIntList()) return value.toIntVector();
-  std::vector<int64_t> numbers;
-  for (const c10::SymInt& number : value.toSymIntVector())
-    numbers.push_back(number.guard_int(__FILE__, __LINE__));
-  return numbers;
+  std::vector<int64_t> sizes;
+  for (const c10::SymInt& size : value.toSymIntVector())
+    sizes.push_back(size.guard_int(__FILE__, __LINE__));
+  return sizes;
 }
 
 void add_tensor(CallKey& key, const at::Tensor& tensor) {
@@ -145,8 +168,7 @@ void check_out(const char* op, const char* name, const at::Tensor& out, at::IntA
 }
 
 void check_has_dims(const char* op, const char* name, const at::Tensor& tensor) {
-  TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", name,
-                    " must have at least 1 dimension, has none");
+  TORCH_CHECK_VALUE(tensor.dim() > 0, op, ": ", name, " must have at least 1 dimension, has none");
 }
 
 ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
@@ -163,6 +185,46 @@ ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
   return mean ? ReduceOp::kAvg : ReduceOp::kSum;
 }
 
+int64_t total(const std::vector<int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), int64_t{0});
+}
+
+std::string name_sizes(const std::vector<int64_t>& sizes) {
+  if (std::adjacent_find(sizes.begin(), sizes.end(), std::not_equal_to<>()) == sizes.end())
+    return "";
+  std::string text = joined(sizes, "+");
+  if (text.size() > kLongSizes)
+    text = "#" + std::to_string(std::hash<std::string>{}(text) & 0xffffffff);
+  return "sizes=" + text;
+}
+
+std::vector<int64_t> check_gather(const char* op, const char* argument, int64_t dim,
+                                  const at::Tensor& shard, const Sizes& sizes, const Group& group) {
+  const int64_t length = shard.size(dim);
+  if (!sizes) return std::vector<int64_t>(group.world_size(), length);
+  check_sizes(op, *sizes, group.world_size());
+  const int64_t own = (*sizes)[group.rank()];
+  TORCH_CHECK_VALUE(own == length, op, ": sizes=[", joined(*sizes, ", "), "] give rank ",
+                    group.rank(), " a shard of length ", own, ", but dimension ", argument, "=",
+                    dim, " of its shard has length ", length);
+  return *sizes;
+}
+
+std::vector<int64_t> check_scatter(const char* op, const at::Tensor& whole, const Sizes& sizes,
+                                   int ranks) {
+  const int64_t length = whole.size(0);
+  if (!sizes) {
+    TORCH_CHECK_VALUE(length % ranks == 0, op, ": dimension dim=0 has length ", length,
+                      ", which is not divisible by world size ", ranks,
+                      ": give sizes, the length of each rank's part");
+    return std::vector<int64_t>(ranks, length / ranks);
+  }
+  check_sizes(op, *sizes, ranks);
+  TORCH_CHECK_VALUE(total(*sizes) == length, op, ": sizes=[", joined(*sizes, ", "), "] add up to ",
+                    total(*sizes), ", but dimension dim=0 has length ", length);
+  return *sizes;
+}
+
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op) {
   exchange.dtype = static_cast<DType>(real(dtype));
   exchange.reduce_op = reduce_op;
@@ -172,8 +234,8 @@ bool is_symmetric(const Group& group, const at::Tensor& tensor) {
   if (tensor.numel() == 0) return false;  // it has no address
   const auto peers = group.known_peers();
   const void* address = tensor.const_data_ptr();
-  return (peers != nullptr ? find_mapping(address, *peers)
-                           : find_mapping(address, group.name())) != nullptr;
+  return (peers != nullptr ? find_mapping(address, *peers) : find_mapping(address, group.name())) !=
+         nullptr;
 }
 
 bool overlap(const at::Tensor& one, const at::Tensor& other) {

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
-#include <ATen/ops/empty.h>
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 
@@ -17,10 +16,14 @@
 
 #include "exchange.h"
 #include "group.h"
+#include "pool.h"
 
 namespace symm_cp::kernels {
 
 using torch::jit::Stack;
+
+// The lengths of all ranks' parts of a dimension, where the caller gives them.
+using Sizes = std::optional<std::vector<int64_t>>;
 
 // What tells the calls of this process apart: op, world size, dtype, sizes and so on.
 using CallKey = c10::SmallVector<int64_t, 16>;
@@ -35,8 +38,9 @@ struct CheckedCall {
   bool in_place_possible = true;  // an input in symmetric memory is read where it lies
   bool background = false;        // large enough to wake the copy engine for it
 
+  // `row` and `pitch`: see Extent.
   void add_input(int64_t offset, int64_t bytes);
-  void add_output(int64_t offset, int64_t bytes);
+  void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
   void bind(const void* input, void* output);
 };
 
@@ -76,11 +80,13 @@ class Arguments {
   const std::string& text(size_t index) const { return at(index).toStringRef(); }
   bool flag(size_t index) const { return at(index).toBool(); }
   int64_t number(size_t index) const { return at(index).toInt(); }
-  std::vector<int64_t> numbers(size_t index) const;
-  size_t count() const { return count_; }
-  void end(at::Tensor result) {
+  // The arguments for uneven parts, the lengths of all and the rank, which begin at `index`. Raises
+  // ValueError for another rank than that of this process.
+  Sizes sizes(size_t index, const Group& group) const;
+  template <class... Results>
+  void end(Results... results) {
     torch::jit::drop(*stack_, count_);
-    stack_->emplace_back(std::move(result));
+    torch::jit::push(*stack_, std::move(results)...);
   }
 
  private:
@@ -97,7 +103,7 @@ constexpr int64_t whole_parts(int64_t bytes) {
 
 // Returns an empty tensor for a result.
 inline at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes) {
-  return at::empty(sizes, like.options());
+  return pooled_empty(sizes, like.options());
 }
 
 // Appends what a key has of a tensor.
@@ -116,6 +122,16 @@ void check_out(const char* op, const char* name, const at::Tensor& out, at::IntA
 void check_has_dims(const char* op, const char* name, const at::Tensor& tensor);
 ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
                          std::string_view reduce_op);
+
+// Returns the length of every rank's shard of a gathered dimension; `argument` names the dimension.
+std::vector<int64_t> check_gather(const char* op, const char* argument, int64_t dim,
+                                  const at::Tensor& shard, const Sizes& sizes, const Group& group);
+// Returns the length of every rank's part of a scattered dimension 0.
+std::vector<int64_t> check_scatter(const char* op, const at::Tensor& whole, const Sizes& sizes,
+                                   int ranks);
+int64_t total(const std::vector<int64_t>& sizes);
+// "sizes=3+2", or a checksum where that would be long; nothing for equal parts.
+std::string name_sizes(const std::vector<int64_t>& sizes);
 
 // Sets how an exchange reduces elements: complex ones as pairs of real ones.
 void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);

@@ -1,7 +1,7 @@
 // The low-contention collectives: they return at once, and the copy engine moves the bytes. Their
 // gradients are in gradients.cpp.
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/library.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include "kernels.h"
 #include "python.h"
@@ -12,18 +12,14 @@ namespace {
 
 using namespace kernels;
 using torch::jit::Stack;
-using Sizes = std::optional<std::vector<int64_t>>;  // of uneven parts
 
 constexpr const char* kGather = "_low_contention_all_gather";
 constexpr const char* kScatter = "_low_contention_reduce_scatter";
 
 // Below this many bytes waking the engine costs more than the transfer, which then waits for
-// `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is not
-// in place, where others wait until this rank has read.
+// `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is
+// not in place, where others wait until this rank has read.
 constexpr int64_t kWakeBytes = int64_t{64} << 10;
-
-// Sizes as text that fits into the name of a call.
-constexpr size_t kLongSizes = 48;
 
 // Holds what the transfer reads and writes until it has been waited for. The output's storage, not
 // the tensor: the work is registered under the tensor.
@@ -54,64 +50,6 @@ class Transfer : public c10d::Work {
   c10::Storage output_;
 };
 
-int64_t total(const std::vector<int64_t>& sizes) {
-  int64_t sum = 0;
-  for (const int64_t size : sizes) sum += size;
-  return sum;
-}
-
-std::string joined(const std::vector<int64_t>& sizes, const char* between) {
-  std::string text;
-  for (const int64_t size : sizes)
-    text += (text.empty() ? "" : between) + std::to_string(size);
-  return text;
-}
-
-// " sizes=3+2", or a checksum where that would be long; nothing for equal parts.
-std::string name_sizes(const std::vector<int64_t>& sizes) {
-  if (std::adjacent_find(sizes.begin(), sizes.end(), std::not_equal_to<>()) == sizes.end())
-    return "";
-  std::string text = joined(sizes, "+");
-  if (text.size() > kLongSizes) text = "#" + std::to_string(std::hash<std::string>{}(text) & 0xffffffff);
-  return " sizes=" + text;
-}
-
-void check_sizes(const char* op, const std::vector<int64_t>& sizes, int ranks) {
-  TORCH_CHECK_VALUE(sizes.size() == static_cast<size_t>(ranks), op, ": sizes=[",
-                    joined(sizes, ", "), "] has ", sizes.size(),
-                    " entries, must have one for each of the ", ranks, " ranks");
-  for (const int64_t size : sizes)
-    TORCH_CHECK_VALUE(size >= 0, op, ": sizes=[", joined(sizes, ", "), "] must not be negative");
-}
-
-// Returns the length of every rank's shard of the gathered tensor.
-std::vector<int64_t> check_gather(const at::Tensor& shard, const Sizes& sizes, const Group& group) {
-  check_has_dims(kGather, "tensor", shard);
-  if (!sizes) return std::vector<int64_t>(group.world_size(), shard.size(0));
-  check_sizes(kGather, *sizes, group.world_size());
-  const int64_t own = (*sizes)[group.rank()];
-  TORCH_CHECK_VALUE(own == shard.size(0), kGather, ": sizes=[", joined(*sizes, ", "),
-                    "] give rank ", group.rank(), " a shard of length ", own,
-                    ", but dimension dim=0 of its shard has length ", shard.size(0));
-  return *sizes;
-}
-
-// Returns the length of every rank's part of the scattered tensor.
-std::vector<int64_t> check_scatter(const at::Tensor& whole, const Sizes& sizes, int ranks) {
-  check_has_dims(kScatter, "tensor", whole);
-  const int64_t length = whole.size(0);
-  if (!sizes) {
-    TORCH_CHECK_VALUE(length % ranks == 0, kScatter, ": dimension dim=0 has length ", length,
-                      ", which is not divisible by world size ", ranks,
-                      ": give sizes, the length of each rank's part");
-    return std::vector<int64_t>(ranks, length / ranks);
-  }
-  check_sizes(kScatter, *sizes, ranks);
-  TORCH_CHECK_VALUE(total(*sizes) == length, kScatter, ": sizes=[", joined(*sizes, ", "),
-                    "] add up to ", total(*sizes), ", but dimension dim=0 has length ", length);
-  return *sizes;
-}
-
 int64_t row_bytes(const at::Tensor& tensor) {
   int64_t bytes = static_cast<int64_t>(tensor.element_size());
   for (int64_t dim = 1; dim < tensor.dim(); ++dim) bytes *= tensor.size(dim);
@@ -131,7 +69,8 @@ void set_piece(CheckedCall& call, int64_t bytes) {
 
 void prepare_gather(CheckedCall& call, const at::Tensor& shard, const Sizes& given,
                     const Group& group) {
-  const std::vector<int64_t> sizes = check_gather(shard, given, group);
+  check_has_dims(kGather, "tensor", shard);
+  const std::vector<int64_t> sizes = check_gather(kGather, "dim", 0, shard, given, group);
   const int64_t row = row_bytes(shard), length = total(sizes);
   const int64_t largest = *std::max_element(sizes.begin(), sizes.end()) * row;
   const std::string uneven = name_sizes(sizes);
@@ -149,19 +88,20 @@ void prepare_gather(CheckedCall& call, const at::Tensor& shard, const Sizes& giv
   set_piece(call, whole_parts(largest));
   call.background = largest > kWakeBytes;
   // An empty tensor has no address: ranks could not agree on whether theirs are symmetric.
-  call.in_place_possible =
-      call.background && *std::min_element(sizes.begin(), sizes.end()) > 0;
+  call.in_place_possible = call.background && *std::min_element(sizes.begin(), sizes.end()) > 0;
 }
 
 void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::string& reduce_by,
                      ReduceOp reduce_op, const Sizes& given, const Group& group) {
-  const std::vector<int64_t> sizes = check_scatter(whole, given, group.world_size());
+  check_has_dims(kScatter, "tensor", whole);
+  const std::vector<int64_t> sizes = check_scatter(kScatter, whole, given, group.world_size());
   const int64_t row = row_bytes(whole);
   const int64_t largest = *std::max_element(sizes.begin(), sizes.end()) * row;
   call.output_shape = with_length(whole, sizes[group.rank()]);
+  const std::string uneven = name_sizes(sizes);
   call.exchange.kind = ExchangeKind::kReduceScatter;
-  call.exchange.call_name =
-      name_call(kScatter, whole.scalar_type(), whole.sizes(), reduce_by + name_sizes(sizes));
+  call.exchange.call_name = name_call(kScatter, whole.scalar_type(), whole.sizes(),
+                                      reduce_by + (uneven.empty() ? "" : " ") + uneven);
   set_reduction(call.exchange, whole.scalar_type(), reduce_op);
   int64_t at = 0;
   for (const int64_t size : sizes) {
@@ -198,19 +138,14 @@ at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call
   return output;
 }
 
-// The arguments for uneven parts, which begin at `index`.
-Sizes sizes_at(const Arguments& arguments, size_t index, const Group& group) {
-  if (arguments.count() <= index) return {};
-  const int64_t rank = arguments.number(index + 1);
-  TORCH_CHECK_VALUE(rank == group.rank(), "rank=", rank,
-                    " must be this rank's number in its group, ", group.rank());
-  return arguments.numbers(index);
-}
-
 CallKey key_of(const char* op, const Group& group, const at::Tensor& tensor, int64_t reduce_op,
                const Sizes& sizes) {
-  CallKey key{reinterpret_cast<intptr_t>(op), group.world_size(), group.rank(), reduce_op,
-              sizes.has_value(), tensor.dim()};
+  CallKey key{reinterpret_cast<intptr_t>(op),
+              group.world_size(),
+              group.rank(),
+              reduce_op,
+              sizes.has_value(),
+              tensor.dim()};
   add_tensor(key, tensor);
   if (sizes) key.append(sizes->begin(), sizes->end());
   return key;
@@ -222,7 +157,7 @@ void background_all_gather(const c10::OperatorHandle& op, Stack* stack) {
   at::Tensor output;
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& shard = arguments.tensor(0);
-    const Sizes sizes = sizes_at(arguments, 2, *group);
+    const Sizes sizes = arguments.sizes(2, *group);
     const auto call = CheckedCalls::of_this_thread().take(
         key_of(kGather, *group, shard, 0, sizes),
         [&](CheckedCall& call) { prepare_gather(call, shard, sizes, *group); });
@@ -239,7 +174,7 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
   at::Tensor output;
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& whole = arguments.tensor(0);
-    const Sizes sizes = sizes_at(arguments, 3, *group);
+    const Sizes sizes = arguments.sizes(3, *group);
     const ReduceOp reduce_op =
         check_reduce_op(kScatter, "tensor", whole.scalar_type(), arguments.text(1));
     const auto call = CheckedCalls::of_this_thread().take(

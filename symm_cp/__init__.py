@@ -33,6 +33,7 @@ from symm_cp.ops.low_contention import low_contention_all_gather, low_contention
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.override import override_cuda_ops
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
+from symm_cp.results import empty_cache
 from symm_cp.runtime import known_groups as _known_groups
 from symm_cp.runtime.recorder import Recording, trace
 
@@ -52,6 +53,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "empty_cache",
     "get_workspace",
     "inductor",
     "low_contention_all_gather",

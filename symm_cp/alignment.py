@@ -20,6 +20,7 @@ from collections.abc import Sequence
 import torch
 
 from symm_cp import env
+from symm_cp.results import new_result
 
 #: The alignment of buffers in bytes: a cache line, and that of torch's allocations on CPU.
 ALIGN = 64
@@ -56,7 +57,7 @@ def scratch(like: torch.Tensor, nbytes: int) -> torch.Tensor:
     offset = 0
     if env.debug_offsets() is not None:
         offset = debug_offset("scratch", next(_scratches))
-    return like.new_empty(offset + nbytes, dtype=torch.uint8)[offset:]
+    return new_result(like, (offset + nbytes,), torch.uint8)[offset:]
 
 
 def scratch_rows(like: torch.Tensor, count: int) -> torch.Tensor:

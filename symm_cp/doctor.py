@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,9 @@ import torch.distributed._symmetric_memory as symm_mem
 from symm_cp import __version__, accelerators, devices, env, native, trusted
 from symm_cp.devices import Device, nvshmem
 from symm_cp.devices.cuda import CudaDevice
+from symm_cp.results import result_memory
 
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
 
 
@@ -96,6 +99,32 @@ def _cpu() -> Finding:
         advice = "run symm-cp build, then symm-cp doctor again; report the error if it persists"
         return Finding("backends", "CPU", "missing", str(error).splitlines()[0], advice)
     return Finding("backends", "CPU", "ok", "symmetric memory in anonymous shared memory")
+
+
+def _results() -> list[Finding]:
+    """The memory of large results (`symm_cp.empty_cache`), in this process."""
+    with suppress(native.BuildError):
+        in_use, kept, limit = (nbytes / (1 << 20) for nbytes in result_memory())
+        bound = f"keeps up to {limit:.0f} MiB in a process"
+        if limit == 0:
+            bound = "keeps none, by SYMM_CP_KEEP_MIB"
+        detail = f"{bound}; here {in_use:.0f} MiB in use, {kept:.0f} MiB kept"
+        return [Finding("memory of results", "freed blocks", "ok", detail), huge_pages()]
+    return []
+
+
+def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
+    """Checks whether the system gives huge pages to memory that asks for them."""
+    section, name = "memory of results", "huge pages"
+    try:
+        text = setting.read_text()
+        chosen = text[text.index("[") + 1 : text.index("]")]
+    except (OSError, ValueError):
+        return Finding(section, name, "info", f"not known: {setting} cannot be read")
+    if chosen == "never":
+        advice = f"as root: echo madvise > {setting}; the first use of memory is then faster"
+        return Finding(section, name, "missing", "transparent huge pages are off", advice)
+    return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 
 
 def _driver(kind: type[Device], name: str) -> Finding:
@@ -237,6 +266,7 @@ def examine() -> list[Finding]:
         _compiler(),
         _library(),
         *measured(),
+        *_results(),
         _cpu(),
         *itertools.chain.from_iterable(map(_devices, devices.known())),
         _nvshmem(),

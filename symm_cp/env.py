@@ -9,8 +9,12 @@
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
+| `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
+
+`SYMM_CP_KEEP_MIB` is 1/32 of the memory of the machine or container unless set, 1024 at most. With
+0, large results come from torch's allocator, like all others.
 """
 
 from __future__ import annotations
@@ -89,6 +93,14 @@ def debug_offsets() -> int | None:
     if text is not None and not text.isdigit():
         raise ValueError(f"SYMM_CP_DEBUG_OFFSETS={text!r} must be a number, the same on all ranks")
     return None if text is None else int(text)
+
+
+def kept_bytes() -> int:
+    """Returns how much memory of freed results a process keeps; -1 stands for the default."""
+    text = os.environ.get("SYMM_CP_KEEP_MIB") or None
+    if text is not None and not text.isdigit():
+        raise ValueError(f"SYMM_CP_KEEP_MIB={text!r} must be a number of MiB, 0 to keep none")
+    return -1 if text is None else int(text) << 20
 
 
 def host() -> str | None:

@@ -35,15 +35,18 @@ from . import env, trusted, wire
 TORCH_SOURCES = (
     "attention.cpp",
     "collectives.cpp",
+    "gather_kv.cpp",
     "gradients.cpp",
     "groups.cpp",
     "kernels.cpp",
     "low_contention.cpp",
+    "pool.cpp",
     "symmetric_memory.cpp",
 )
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
+    "copy.cpp": "-O3",
     "exchange.cpp": "-O3",
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
@@ -302,8 +305,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
+    "symm_cp_gather_runs": (_LONG, []),
     "symm_cp_serve_cpu": (None, [_INT]),
-    "symm_cp_prefault": (None, [_VOID, _LONG]),
+    "symm_cp_keep_results": (None, [_LONG]),
+    "symm_cp_empty_cache": (_LONG, []),
+    "symm_cp_result_memory": (None, [ctypes.POINTER(_LONG)]),
+    "symm_cp_reduce": (_LONG, [_VOID, _VOID, _INT, _LONG, _INT, _INT, _INT]),
+    "symm_cp_reducible": (_INT, [_INT, _INT]),
+    "symm_cp_copy": (None, [_VOID, _VOID, _LONG, _INT]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),
     "symm_cp_recorded": (ctypes.POINTER(wire.TraceEvent), [ctypes.POINTER(_LONG)]),
@@ -365,6 +374,10 @@ def load() -> ctypes.CDLL:
         function.restype = result
         function.argtypes = arguments
     _compare(library.symm_cp_wire().decode())
+    try:
+        library.symm_cp_keep_results(env.kept_bytes())
+    except ValueError as error:  # an import never fails
+        say(f"{error}; keeping as much as by default")
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     return library

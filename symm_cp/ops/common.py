@@ -20,6 +20,7 @@ from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
+from symm_cp.results import new_result
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
 from symm_cp.shards import Split
@@ -31,7 +32,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_PREFAULT_BYTES = 1 << 20  # csrc/segment.cpp: smaller ones are left alone
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
@@ -92,6 +92,11 @@ def refuse(group: GroupLike, channel: str, error: Exception) -> None:
 
 class _Runs(threading.local):
     count = 0
+
+    def total(self) -> int:
+        """Returns the number of runs, native ones included."""
+        native_runs: int = native.load().symm_cp_gather_runs()
+        return self.count + native_runs
 
 
 #: How often this thread has run an op that attends to the keys of all ranks, or gathers them:
@@ -192,17 +197,6 @@ def sizes_text(split: Split) -> str:
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Returns the bytes that the elements of a tensor take."""
     return tensor.numel() * tensor.element_size()
-
-
-def new_result(
-    like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
-) -> torch.Tensor:
-    """Returns an empty tensor whose memory is there already, where it is large."""
-    result = like.new_empty(tuple(shape), dtype=dtype or like.dtype)
-    nbytes = nbytes_of(result)
-    if nbytes >= _PREFAULT_BYTES and result.device.type == "cpu":
-        native.load().symm_cp_prefault(result.data_ptr(), nbytes)
-    return result
 
 
 def in_test_mode() -> bool:
@@ -451,8 +445,8 @@ class Sum:
     def __init__(self, out: torch.Tensor, terms: int) -> None:
         self._out = out
         wide = terms <= 1 or out.dtype not in (torch.bfloat16, torch.float16)
-        self._total = out if wide else torch.empty_like(out, dtype=torch.float32)
-        self._part = None if wide else torch.empty_like(out)
+        self._total = out if wide else new_result(out, out.shape, torch.float32)
+        self._part = None if wide else new_result(out, out.shape)
         self._empty = True
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:

@@ -160,7 +160,8 @@ _KERNELS: dict[str, Op] = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
 def register() -> None:
     """Adds kernels, and fake kernels (torch's average, which integers lack, and check less).
 
-    The kernels for CPU tensors are in csrc/low_contention.cpp. The gradients of torch's ops are registered by csrc/gradients.cpp.
+    The kernels for CPU tensors are in csrc/low_contention.cpp, the gradients of torch's ops in
+    csrc/gradients.cpp.
     """
     for name, kernel in with_sizes(_KERNELS).items():
         register_in_python(name, kernel)

@@ -22,11 +22,11 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     in_test_mode,
-    new_result,
     unfused_all_gather,
     what_is,
     world_size_of,
 )
+from symm_cp.results import new_result
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
 
@@ -183,9 +183,11 @@ def _multiply_blocks(
     at_a_time = _BLOCK_ROWS if x_columns.device.type == "cpu" else max(1, count)
 
     def combine(shards: list[torch.Tensor]) -> None:
+        memory = new_result(x_columns, (min(count, at_a_time), columns.length))
         for begin in range(0, count, at_a_time):
             rows = slice(begin, begin + at_a_time)
-            block = torch.cat([shard[rows] for shard in shards], 1)
+            block = memory[: count - begin]
+            torch.cat([shard[rows] for shard in shards], 1, out=block)
             if gathered is not None:
                 gathered[rows] = block
             for out, weight in zip(outs, weights, strict=True):

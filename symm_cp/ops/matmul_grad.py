@@ -20,11 +20,11 @@ from symm_cp.ops.common import (
     group_of,
     lib,
     nbytes_of,
-    new_result,
     register_kernel,
     what_is,
     world_size_of,
 )
+from symm_cp.results import contiguous, new_result
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
 
@@ -173,7 +173,7 @@ def _backward_kernel(
         if grad is not None and reduce_op == "avg":
             grad.div_(group.world_size)
     if grad_a is not None and not by_columns:
-        grad_a = grad_a.movedim(0, scatter_dim).contiguous()
+        grad_a = contiguous(grad_a.movedim(0, scatter_dim))
     return (
         a.new_empty(0, 0) if grad_a is None else grad_a,
         weight.new_empty(0, 0) if grad_weight is None else grad_weight,

@@ -18,13 +18,13 @@ from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
     in_test_mode,
-    new_result,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
     what_is,
     world_size_of,
 )
+from symm_cp.results import contiguous, new_result
 from symm_cp.runtime.sums import real
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose
@@ -125,7 +125,7 @@ def _multiply_and_reduce_scatter(
             return
         if not summed:
             # Here rather than before: a failure is then told to the peers.
-            summed.append(like.new_empty(terms.shape))
+            summed.append(new_result(like, terms.shape))
             terms.add_up(summed[0])
         partial.copy_(terms.part(rank, summed[0]))
 
@@ -138,7 +138,7 @@ def _multiply_and_reduce_scatter(
     runtime.of(out, group).produce_and_reduce_scatter(
         group, produce, numbers, name, shapes=shapes, mean=mean
     )
-    return out if terms.by_columns else out.movedim(0, split.dim).contiguous()
+    return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
 
 
 def matmul_reduce_scatter_kernel(

@@ -20,7 +20,6 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     in_test_mode,
-    new_result,
     unfused_all_gather,
     what_is,
     world_size_of,
@@ -32,6 +31,7 @@ from symm_cp.ops.scaled_operands import (
     check_weight_scale,
     dtype_of,
 )
+from symm_cp.results import new_result
 from symm_cp.shards import Split
 
 GATHER = "fused_all_gather_scaled_matmul"
@@ -207,7 +207,7 @@ def _gathered_then_scaled(
         gathered = gathered.view(*x_shard.shape[:-1], split.length)
     scale = x_scale if mode == "tensor" else x_scale.flatten(0, -2).contiguous()
     lead = gathered.shape[:-1]
-    outs = [x_shard.new_empty([*lead, w.matrix.shape[1]], dtype=w.dtype) for w in weights]
+    outs = [new_result(x_shard, [*lead, w.matrix.shape[1]], w.dtype) for w in weights]
     for out, weight in zip(outs, weights, strict=True):
         weight.multiply(gathered.flatten(0, -2), scale, out.flatten(0, -2))
     return gathered, outs

@@ -16,7 +16,6 @@ from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
     in_test_mode,
-    new_result,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
@@ -30,6 +29,7 @@ from symm_cp.ops.scaled_operands import (
     check_weight_scale,
     dtype_of,
 )
+from symm_cp.results import contiguous, new_result
 from symm_cp.shards import Split
 
 SCATTER = "fused_scaled_matmul_reduce_scatter"
@@ -64,7 +64,7 @@ class _Product:
         scale = self.a_scale
         if scale.numel() != 1:
             scale = self._rows(rank, scale).contiguous()
-        rows, out = self._rows(rank, self.a).contiguous(), part.flatten(0, -2)
+        rows, out = contiguous(self._rows(rank, self.a)), part.flatten(0, -2)
         scaled_mm_out(rows, weight, scale, weight_scale, out, fast=self.fast)
 
     def _rows(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -160,7 +160,7 @@ def scaled_matmul_reduce_scatter_kernel(
         bias = split.along(bias.dim() - 1).of(group.rank, bias)
     # The bias is added to the sum: once, not once a rank.
     total = total.movedim(front.dim, split.dim)
-    return finish(total, bias, result_scale, dtype).contiguous()
+    return contiguous(finish(total, bias, result_scale, dtype))
 
 
 def scaled_matmul_reduce_scatter_fake(

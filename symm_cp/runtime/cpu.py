@@ -10,6 +10,7 @@ import torch
 
 from symm_cp.alignment import part_offsets
 from symm_cp.memory import Group, is_symmetric
+from symm_cp.results import contiguous
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.api import (
     REDUCIBLE,
@@ -136,7 +137,7 @@ class CpuRuntime:
                 elif strided and group.world_size > 1:
                     consume(shards.views(rank, workspace.view, workspace.slot()), rank)
                 else:
-                    consume([t.contiguous() for t in shard], rank)
+                    consume([contiguous(t) for t in shard], rank)
 
             operands = [t.data_ptr() for t in shard]
             if gathered is not None:

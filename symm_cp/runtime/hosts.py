@@ -24,6 +24,7 @@ from symm_cp.alignment import scratch
 from symm_cp.devices import give_up
 from symm_cp.hosts import Hosts, hosts_of
 from symm_cp.memory import Group
+from symm_cp.results import copied, new_result
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import (
     Collective,
@@ -184,7 +185,7 @@ class HostsRuntime:
         kept: dict[int, torch.Tensor] = {}
 
         def keep(parts: list[torch.Tensor], rank: int) -> None:
-            kept[rank] = parts[0].clone()
+            kept[rank] = copied(parts[0])
 
         all_shapes = None if shapes is None else [(shape,) for shape in shapes]
         self.all_gather_and_consume(group, [shard], keep, call_name, shapes=all_shapes)
@@ -221,7 +222,7 @@ class HostsRuntime:
                 if total_dtype == out.dtype:
                     produce(ranks[index], partial)
                     return
-                narrow = torch.empty_like(partial, dtype=out.dtype)
+                narrow = new_result(partial, partial.shape, out.dtype)
                 produce(ranks[index], narrow)
                 partial.copy_(narrow)
 
@@ -233,7 +234,7 @@ class HostsRuntime:
             for turn in range(1, ring.count + 1):
                 ranks = ring.host(turn)  # after the last turn one is back at home
                 own = partials[ring.counterpart(turn)]
-                total = out.new_empty(tuple(own), dtype=total_dtype)
+                total = new_result(out, own, total_dtype)
                 self._inner.produce_and_reduce_scatter(
                     ring.hosts.local,
                     produce_for(ranks),
@@ -246,8 +247,8 @@ class HostsRuntime:
                     total.add_(received)
                 if turn < ring.count:
                     # What is for a rank of the next turn's host.
-                    shape = tuple(partials[ring.counterpart(turn + 1)])
-                    received = out.new_empty(shape, dtype=total_dtype)
+                    shape = partials[ring.counterpart(turn + 1)]
+                    received = new_result(out, shape, total_dtype)
                     works = ring.pass_on(total, received, _SUM)
             out.copy_(total.div_(group.world_size) if mean else total)
 
@@ -285,7 +286,7 @@ class HostsRuntime:
                 ranks, works, following = around.host(turn), [], messages.empty()
                 if turn + 1 < around.count:
                     works = around.pass_on(current, following, _SHARD)
-                total = out.new_empty(tuple(partials[around.counterpart(turn)]))
+                total = new_result(out, partials[around.counterpart(turn)])
                 self._inner.consume_and_reduce_scatter(
                     around.hosts.local,
                     parts,
@@ -301,7 +302,7 @@ class HostsRuntime:
                 if received is not None:
                     total.add_(received)
                 # What follows a shard goes on to where the shard goes, in the end to its owner.
-                received = out.new_empty(tuple(partials[around.counterpart(turn + 1)]))
+                received = new_result(out, partials[around.counterpart(turn + 1)])
                 sums = around.pass_on(total, received, _SUM)
                 current = following
                 parts = messages.parts(current, around.counterpart(turn + 1))

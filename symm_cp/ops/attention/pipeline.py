@@ -13,8 +13,8 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.tiles import dense_features, wide
-from symm_cp.ops.common import new_result
+from symm_cp.ops.attention.tiles import as_dtype, dense_features, rows_first, wide
+from symm_cp.results import new_result
 
 #: What a backward pass saved, and a gradient that it is given or returns.
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
@@ -71,7 +71,7 @@ def reduce_gradients(
         partials=partials,
         ring=spec.method == "alltoall",
     )
-    grad_key, grad_value = (t.transpose(1, 2).to(key.dtype) for t in total)
+    grad_key, grad_value = (as_dtype(t.transpose(1, 2), key.dtype) for t in total)
     return grad_key, grad_value
 
 
@@ -80,10 +80,10 @@ def heads_in_rows(tensor: torch.Tensor, *, own_memory: bool = False) -> torch.Te
 
     With `own_memory` it shares none, as the results of an op must not.
     """
-    rows = tensor.transpose(1, 2)
-    if own_memory and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size():
-        rows = rows.clone()
-    return rows.contiguous().transpose(1, 2)
+    shared = tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+    if tensor.transpose(1, 2).is_contiguous() and not (own_memory and shared):
+        return tensor
+    return rows_first(tensor, tensor.shape, tensor.dtype).copy_(tensor)
 
 
 def fake_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.attention import kernels
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.common import new_result
+from symm_cp.results import new_result
 from symm_cp.schedule.tiles import Tile, squares
 
 
@@ -27,6 +27,17 @@ def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tor
     """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as kernels do."""
     B, H, S, E = shape
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
+
+
+def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns (B, H, S, E) in another dtype; a copy has the tensor's order of dimensions."""
+    if tensor.dtype == dtype:
+        return tensor
+    if tensor.is_contiguous():
+        return new_result(tensor, tensor.shape, dtype).copy_(tensor)
+    if tensor.transpose(1, 2).is_contiguous():
+        return rows_first(tensor, tensor.shape, dtype).copy_(tensor)
+    return tensor.to(dtype)
 
 
 def dense_features(tensor: torch.Tensor) -> torch.Tensor:
@@ -132,7 +143,7 @@ class Forward:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
         out, lse = self._merged or self._nothing()
-        return out.to(self._query.dtype), lse.contiguous()
+        return as_dtype(out, self._query.dtype), lse.contiguous()
 
 
 class Total:
@@ -227,4 +238,4 @@ class Backward:
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""
         self._grad_query.finish()
-        return self._grad_query.total.to(self._query.dtype)
+        return as_dtype(self._grad_query.total, self._query.dtype)

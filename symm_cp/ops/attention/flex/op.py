@@ -34,7 +34,7 @@ from symm_cp.ops.attention.pipeline import (
     reduce_gradients,
 )
 from symm_cp.ops.attention.spec import AttentionSpec, check_tensors, rotate_method
-from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, dense_features
+from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, as_dtype, dense_features
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
@@ -228,7 +228,7 @@ class FlexAttention:
             grad.to(tensor.dtype)
             for grad, tensor in zip(gradients.grad_captured, captured, strict=True)
         )
-        return gradients.grad_query.total.to(query.dtype), *of_keys, *of_captured
+        return as_dtype(gradients.grad_query.total, query.dtype), *of_keys, *of_captured
 
     def _indices(self, owner: int) -> Indices:
         """Gives the positions of the queries and of a rank's keys in a tile."""

@@ -39,9 +39,12 @@ TORCH_SOURCES = (
     "backend_tensors.cpp",
     "backend_work.cpp",
     "collectives.cpp",
+    "gather_kv.cpp",
     "gradients.cpp",
-    "pool.cpp",
     "groups.cpp",
+    "kernels.cpp",
+    "low_contention.cpp",
+    "pool.cpp",
     "symmetric_memory.cpp",
 )
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
@@ -376,6 +379,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
+    "symm_cp_gather_runs": (_LONG, []),
+    "symm_cp_serve_cpu": (None, [_INT]),
     "symm_cp_keep_results": (None, [_LONG]),
     "symm_cp_empty_cache": (_LONG, []),
     "symm_cp_result_memory": (None, [ctypes.POINTER(_LONG)]),

@@ -6,7 +6,8 @@
  * Checked: frames arrive whole, once and in order; every rank gets all its messages, and never
  * sleeps for ever. A rank whose peer has died takes what the peer had sent, and ends.
  *
- *   MESSAGES     from each rank to the other
+ *   MESSAGES     from rank 0 to rank 1
+ *   ANSWERS      from rank 1 to rank 0
  *   PLACES       frames that a ring holds
  *   DEATHS       ranks may die
  *   EARLY_TAIL   a frame is published before it is written: must fail
@@ -17,6 +18,9 @@
  */
 #ifndef MESSAGES
 #define MESSAGES 2
+#endif
+#ifndef ANSWERS
+#define ANSWERS 1
 #endif
 #ifndef PLACES
 #define PLACES 2
@@ -42,7 +46,9 @@ bool sleepers[2], asleep[2], gone[2];
 #define CELL(of, at) cells[(of) * PLACES + (at) % PLACES]
 #define ROOM (tail[me] - head[me] < PLACES)
 #define FILLED (head[PEER] != tail[PEER])
-#define BACKLOG (due != 0 || left != 0 || (sent < MESSAGES && offered == 0))
+#define TO_SEND (me == 0 -> MESSAGES : ANSWERS)
+#define TO_RECEIVE (me == 0 -> ANSWERS : MESSAGES)
+#define BACKLOG (due != 0 || left != 0 || (sent < TO_SEND && offered == 0))
 
 #ifdef DEATHS
 #define MAY_DIE if :: true :: goto died fi
@@ -91,8 +97,10 @@ inline take() {
 			if :: missing == 0 -> received++ :: else fi
 		fi
 	};
-#ifndef EARLY_HEAD
-	head[PEER]++;
+#ifdef EARLY_HEAD
+	frame = 0; place = 0;
+#else
+	d_step { CELL(PEER, place) = 0; frame = 0; place = 0; head[PEER]++ };  /* nobody reads it again */
 #endif
 	MAY_DIE;
 #ifndef SILENT
@@ -133,16 +141,15 @@ inline sleep_a_while() {
 active [2] proctype Rank() {
 	byte me = _pid, sent, seen, received, offered, left, due, missing, frame, place;
 	do
-	:: sent == MESSAGES && received == MESSAGES && offered == 0 && due == 0 -> goto finished
+	:: sent == TO_SEND && received == TO_RECEIVE && offered == 0 && due == 0 -> goto finished
 	:: gone[PEER] && !FILLED -> goto finished
 	:: else ->
 		if
 		:: due != 0 && ROOM -> push(FRAME(ACCEPT, due)); due = 0
 		:: left != 0 && ROOM ->
 			push(FRAME(PIECE, offered));
-			left--;
-			if :: left == 0 -> offered = 0 :: else fi
-		:: sent < MESSAGES && offered == 0 && ROOM ->
+			d_step { left--; if :: left == 0 -> offered = 0 :: else fi }
+		:: sent < TO_SEND && offered == 0 && ROOM ->
 			sent++;
 			if
 			:: push(FRAME(EAGER, sent))

@@ -56,6 +56,8 @@ _LEVELS = {
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
     "merge.cpp": "-O3",
+    "message_engine.cpp": "-O2",
+    "messages.cpp": "-O2",
     "reduce.cpp": "-O3",
 }
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")

@@ -41,16 +41,6 @@ const char* dtype_name(at::ScalarType dtype) {
   }
 }
 
-// Until csrc/reduce.cpp knows more.
-bool can_reduce(DType dtype, ReduceOp op) {
-  if (dtype == DType::kComplex64 || dtype == DType::kComplex128 || dtype == DType::kBool)
-    return false;
-  const bool floating = dtype == DType::kFloat16 || dtype == DType::kFloat32 ||
-                        dtype == DType::kFloat64 || dtype == DType::kBfloat16;
-  const bool integer = dtype >= DType::kUint8 && dtype <= DType::kInt64;
-  return (op == ReduceOp::kSum && (floating || integer)) || (op == ReduceOp::kAvg && floating);
-}
-
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
@@ -103,7 +93,7 @@ DType dtype_of(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& r
   const auto dtype = static_cast<DType>(tensor.scalar_type());
   static_assert(static_cast<int>(at::kBFloat16) == static_cast<int>(DType::kBfloat16) &&
                 static_cast<int>(at::kBool) == static_cast<int>(DType::kBool));
-  TORCH_CHECK_NOT_IMPLEMENTED(can_reduce(dtype, operation), op, ": ", name_of(operation), " of ",
+  TORCH_CHECK_NOT_IMPLEMENTED(reducible(dtype, operation), op, ": ", name_of(operation), " of ",
                               dtype_name(tensor.scalar_type()), " tensors is not supported");
   return dtype;
 }

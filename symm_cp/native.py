@@ -45,7 +45,13 @@ TORCH_UNITS = (
         "pool.cpp",
         "symmetric_memory.cpp",
     ),
-    ("backend.cpp", "backend_collectives.cpp", "backend_tensors.cpp", "backend_work.cpp"),
+    (
+        "backend.cpp",
+        "backend_collectives.cpp",
+        "backend_messages.cpp",
+        "backend_tensors.cpp",
+        "backend_work.cpp",
+    ),
 )
 TORCH_SOURCES = tuple(name for unit in TORCH_UNITS for name in unit)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.

@@ -109,6 +109,12 @@ def take_rank_from_mpi() -> None:
         os.environ.setdefault("WORLD_SIZE", os.environ["PMI_SIZE"])
 
 
+def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.ProcessGroup]:
+    """Returns a group of all ranks over each of these backends that is registered. Collective."""
+    known = dist.Backend.backend_list
+    return {name: dist.new_group(backend=name) for name in backends if name in known}
+
+
 class Rival:
     """Collectives of another implementation, as calls without arguments on these tensors.
 

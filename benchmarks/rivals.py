@@ -115,6 +115,12 @@ def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.Proc
     return {name: dist.new_group(backend=name) for name in backends if name in known}
 
 
+def unfused_groups(group: dist.ProcessGroup) -> dict[str, str]:
+    """Returns the names of groups for unfused variants, over this backend and gloo. Collective."""
+    over = {**groups_over(group, "symm_cp"), "gloo": group}
+    return {f"unfused ({backend})": of.group_name for backend, of in over.items()}
+
+
 class Rival:
     """Collectives of another implementation, as calls without arguments on these tensors.
 

@@ -232,7 +232,11 @@ void Group::failed(int index, int64_t number, const std::exception& error) {
 }
 
 void Group::throw_if_closing() const {
-  if (closing_.load()) throw PeerError("group '" + name_ + "' was closed with work in flight");
+  if (closing_.load()) throw PeerError(closed_text());
+}
+
+std::string Group::closed_text() const {
+  return "group '" + name_ + "' was closed with work in flight";
 }
 
 void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {

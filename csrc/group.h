@@ -82,7 +82,8 @@ class Group {
   int world_size() const { return world_size_; }
   int64_t offset() const { return offset_; }
   void set_offset(int64_t offset) { offset_ = offset; }
-  WaitBudget budget() const { return WaitBudget(timeout_); }
+  WaitBudget budget() const { return WaitBudget(timeout_.load()); }
+  void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   Workspace& workspace(int index) { return workspaces_[index]; }
   Lane& lane() { return lane_; }
 
@@ -115,8 +116,11 @@ class Group {
   // never make, and `OutOfStep` when the peer has left this rank's call behind.
   // `on_memory`: the call waits in the memory of its channel, not for new memory.
   void check_agreement(const CallSite& call, int peer, bool on_memory);
-  // Throws when this object is being destroyed.
+  // Throws when this object is being destroyed, or was aborted.
   void throw_if_closing() const;
+  std::string closed_text() const;
+  // Fails the calls that wait, within a moment, and later ones that have to wait.
+  void abort() { closing_ = true; }
 
   // Marks the calling thread as blocked in a call, until `unblock`.
   void block(const CallSite& call);
@@ -146,7 +150,7 @@ class Group {
   std::string name_;
   int rank_;
   int world_size_;
-  std::chrono::milliseconds timeout_;
+  std::atomic<std::chrono::milliseconds> timeout_;
   int64_t offset_;
   int forks_;
   std::mutex mutex_;  // numbers, and making the peers

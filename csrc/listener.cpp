@@ -134,9 +134,14 @@ std::vector<std::pair<int, Descriptor>> Listener::accept_ranks() {
   return accepted;
 }
 
-void Listener::wait(std::chrono::milliseconds limit) const {
-  std::vector<pollfd> entries{{listener_.get(), POLLIN, 0}};
+void Listener::add_to(std::vector<pollfd>& entries) const {
+  entries.push_back({listener_.get(), POLLIN, 0});
   for (const Descriptor& fd : pending_) entries.push_back({fd.get(), POLLIN, 0});
+}
+
+void Listener::wait(std::chrono::milliseconds limit) const {
+  std::vector<pollfd> entries;
+  add_to(entries);
   poll(entries.data(), entries.size(), static_cast<int>(limit.count()));
 }
 

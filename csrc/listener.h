@@ -1,6 +1,7 @@
 // Accepts connections of the other ranks of a group on a Unix socket, while the mesh is made.
 #pragma once
 
+#include <poll.h>
 #include <sys/socket.h>
 
 #include <chrono>
@@ -25,6 +26,8 @@ class Listener {
   std::vector<std::pair<int, Descriptor>> accept_ranks();
   // Returns at a connection or a handshake, or after `limit`.
   void wait(std::chrono::milliseconds limit) const;
+  // Adds what `wait` waits for.
+  void add_to(std::vector<pollfd>& entries) const;
 
   // Connects to a peer by its entry; returns an invalid descriptor when it is not listening.
   static Descriptor connect(const std::string& entry, int rank, int world_size);

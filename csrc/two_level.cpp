@@ -269,38 +269,38 @@ void TwoLevelBackend::all_to_all(Stages& stages, const Exchange& exchange) {
   }
 }
 
-Stages TwoLevelBackend::stages(const Pattern& pattern, const Exchange& exchange,
+Stages TwoLevelBackend::stages(const Routing& routing, const Exchange& exchange,
                                milliseconds timeout) {
   Stages made;
   made.call_name = exchange.call_name;
-  switch (action_of(pattern.type)) {
+  switch (action_of(routing.type)) {
     case Action::kAllReduce: all_reduce(made, exchange, timeout); break;
-    case Action::kReduce: reduce_to(made, exchange, pattern.root); break;
+    case Action::kReduce: reduce_to(made, exchange, routing.root); break;
     case Action::kReduceScatter: reduce_scatter(made, exchange); break;
     case Action::kAllGather: all_gather(made, exchange); break;
-    case Action::kBroadcast: broadcast(made, exchange, pattern.root); break;
-    case Action::kGather: gather(made, exchange, pattern.root); break;
-    case Action::kScatter: scatter(made, exchange, pattern.root); break;
+    case Action::kBroadcast: broadcast(made, exchange, routing.root); break;
+    case Action::kGather: gather(made, exchange, routing.root); break;
+    case Action::kScatter: scatter(made, exchange, routing.root); break;
     case Action::kAllToAll: all_to_all(made, exchange); break;
   }
   return made;
 }
 
 // The same ranks meet as in the exchange that was not made, and hear why.
-Stages TwoLevelBackend::refused(const Pattern& pattern, const std::string& call_name) const {
+Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_name) const {
   Stages made;
   made.call_name = call_name;
-  const Action action = action_of(pattern.type);
-  const bool rooted = pattern.root >= 0 && pattern.root < size_;
+  const Action action = action_of(routing.type);
+  const bool rooted = routing.root >= 0 && routing.root < size_;
   if (action == Action::kBroadcast) made.last.resize(1);
-  if (pattern.root >= 0 && !rooted) return made;  // who the others meet is not known
-  const auto [home, place] = rooted ? seat(pattern.root) : std::pair{-1, -1};
+  if (routing.root >= 0 && !rooted) return made;  // who the others meet is not known
+  const auto [home, place] = rooted ? seat(routing.root) : std::pair{-1, -1};
   const bool is_home = home == spread_.host;
-  const bool is_root = pattern.root == rank_;
+  const bool is_root = routing.root == rank_;
   const auto meet = [](const std::vector<int>& ranks, std::vector<Parcel>& parcels) {
     for (const int peer : ranks) parcels.push_back({peer, {}});
   };
-  const std::vector<int> root_alone{pattern.root};
+  const std::vector<int> root_alone{routing.root};
   switch (action) {
     case Action::kAllReduce:
     case Action::kReduceScatter:
@@ -422,12 +422,12 @@ c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
       manner.timeout == kUnsetTimeout ? timeout_.load() : manner.timeout;
   auto exchanges = std::make_shared<std::vector<Exchange>>(std::move(collective.exchanges));
   auto ending = std::make_shared<Ending>(std::move(collective), 1);
-  const Pattern pattern{manner.type, manner.root};
+  const Routing routing{manner.type, manner.root};
   enqueue([=, this] {
     std::string failure;
     try {
       for (const Exchange& exchange : *exchanges)
-        run_stages(stages(pattern, exchange, timeout), "", timeout);
+        run_stages(stages(routing, exchange, timeout), "", timeout);
     } catch (const std::exception& error) {
       failure = error.what();
     }
@@ -443,11 +443,11 @@ c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
 void TwoLevelBackend::refuse_call(const Manner& manner, const std::string& reason) {
   const milliseconds timeout =
       manner.timeout == kUnsetTimeout ? timeout_.load() : manner.timeout;
-  const Pattern pattern{manner.type, manner.root};
+  const Routing routing{manner.type, manner.root};
   const std::string call_name = manner.op;
   enqueue([=, this] {
     try {
-      run_stages(refused(pattern, call_name), reason, timeout);
+      run_stages(refused(routing, call_name), reason, timeout);
     } catch (const std::exception&) {  // the caller has it already
     }
   });
@@ -505,8 +505,8 @@ void TwoLevelBackend::shutdown() {
 namespace {
 
 void check_tag(const char* op, int tag) {
-  TORCH_CHECK_VALUE(tag >= 0 && tag < Links::kFirstTag, op, ": tag ", tag, " must be in 0 to ",
-                    Links::kFirstTag - 1, " in a group that spans hosts");
+  TORCH_CHECK_VALUE(tag >= 0 && tag < HostLinks::kFirstTag, op, ": tag ", tag, " must be in 0 to ",
+                    HostLinks::kFirstTag - 1, " in a group that spans hosts");
 }
 
 }  // namespace

@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "backend.h"
-#include "links.h"
+#include "host_links.h"
 
 namespace symm_cp {
 
@@ -41,7 +41,7 @@ struct Stages {
 };
 
 // What is known of a collective before its tensors are: which ranks take part in what.
-struct Pattern {
+struct Routing {
   c10d::OpType type;
   int root;  // -1: none
 };
@@ -81,9 +81,9 @@ class TwoLevelBackend : public Backend {
   // The host and the place of a rank.
   std::pair<int, int> seat(int rank) const;
 
-  Stages stages(const Pattern& pattern, const Exchange& exchange,
+  Stages stages(const Routing& routing, const Exchange& exchange,
                 std::chrono::milliseconds timeout);
-  Stages refused(const Pattern& pattern, const std::string& call_name) const;
+  Stages refused(const Routing& routing, const std::string& call_name) const;
   void all_reduce(Stages& stages, const Exchange& exchange, std::chrono::milliseconds timeout);
   void reduce_to(Stages& stages, const Exchange& exchange, int root);
   void reduce_scatter(Stages& stages, const Exchange& exchange);
@@ -107,7 +107,7 @@ class TwoLevelBackend : public Backend {
 
   Spread spread_;
   c10::intrusive_ptr<c10d::ProcessGroup> local_;
-  Links links_;
+  HostLinks links_;
   std::shared_ptr<Group> local_group_;
   int forks_;
 

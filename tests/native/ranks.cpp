@@ -5,6 +5,7 @@
 //
 //   ranks calls FILE [FLAG]   carries out what plans.py wrote, without the waits for that flag
 //   ranks faults              ranks that give up, with work in flight, and strangers
+//   ranks messages SEED       see send_receive.cpp
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -27,6 +28,7 @@
 #include "../../csrc/group.h"
 #include "../../csrc/plan.h"
 #include "../../csrc/segment.h"
+#include "helpers.h"
 
 extern "C" {
 void* __real_mmap(void*, size_t, int, int, int, off_t);
@@ -36,12 +38,7 @@ int __real_munmap(void*, size_t);
 namespace {
 
 using namespace symm_cp;
-
-void expect(bool holds, const std::string& what) {
-  if (holds) return;
-  std::fprintf(stderr, "ranks: %s\n", what.c_str());
-  std::abort();
-}
+using namespace native_test;
 
 // --- one address for each segment ----------------------------------------------------------------
 
@@ -63,24 +60,6 @@ struct Known {
 };
 std::mutex known_mutex;
 std::map<const Peers*, std::vector<Known>> known;
-
-// The store of a group.
-class Notes : public Bootstrap {
- public:
-  void set(const std::string& key, const std::string& value) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    values_[key] = value;
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    std::lock_guard<std::mutex> lock(mutex_);
-    const auto it = values_.find(key);
-    return it == values_.end() ? std::nullopt : std::optional(it->second);
-  }
-
- private:
-  std::mutex mutex_;
-  std::map<std::string, std::string> values_;
-};
 
 // What torch knows of a group, by a name that each rank has for itself.
 struct GroupPeers {
@@ -336,20 +315,6 @@ void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
 
 // --- faults --------------------------------------------------------------------------------------
 
-std::string failure_of(const std::function<void()>& body) {
-  try {
-    body();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
-  return "";
-}
-
-void expect_failure(const std::function<void()>& body, const std::string& part) {
-  const std::string message = failure_of(body);
-  expect(message.find(part) != std::string::npos, "'" + part + "' is not in '" + message + "'");
-}
-
 Command step_of(Kind kind, int peer, int flag = 0) {
   Command command{};
   command.kind = kind;
@@ -587,6 +552,9 @@ std::chrono::milliseconds timeout_of(const std::string&) { return std::chrono::s
 int main(int argc, char** argv) {
   if (argc == 2 && std::string(argv[1]) == "faults") {
     faults();
+  } else if (argc == 3 && std::string(argv[1]) == "messages") {
+    check_messages(static_cast<unsigned>(std::atoi(argv[2])));
+    expect(places.empty(), "segments are still mapped");
   } else {
     expect(argc >= 3, "see the head of ranks.cpp");
     int64_t world_size = 0;

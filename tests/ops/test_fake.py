@@ -100,8 +100,16 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
         (OPS._fused_matmuls_reduce_scatter, ([A], [B], None, "sum", 0, name)),
         (OPS._fused_all_gather_weight_grad, (A, [torch.randn(4 * W * W, 3)], 0, name)),
         (
+            OPS._fused_all_gather_weight_grad,
+            (A, [torch.randn(4 * W * W, 3)], 0, name, None, None, True),
+        ),
+        (
             OPS._fused_matmul_reduce_scatter_backward,
             (torch.randn(4, 6), A, B, "sum", 0, name, True, True),
+        ),
+        (
+            OPS._fused_matmul_reduce_scatter_backward,
+            (torch.randn(4, 6), A, B.mT.contiguous().mT, "sum", 0, name, True, True),
         ),
         (OPS.two_shot_all_reduce_, (A.clone(), "sum", name)),
         (OPS.one_shot_all_reduce_out, (A, "sum", name, torch.empty_like(A))),

@@ -1,0 +1,220 @@
+#include "backend.h"
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <thread>
+
+#include "backend_call.h"
+#include "error.h"
+#include "group.h"
+#include "groups.h"
+#include "python.h"
+
+namespace symm_cp {
+
+namespace {
+
+using std::chrono::milliseconds;
+
+// How long the end of a process group waits for works that nobody has waited for.
+constexpr std::chrono::seconds kShutdownGrace{10};
+
+class BackendStore : public Bootstrap {
+ public:
+  explicit BackendStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  void set(const std::string& key, const std::string& value) override {
+    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  }
+  std::optional<std::string> get(const std::string& key) override {
+    if (!store_->check({key})) return std::nullopt;
+    const auto value = store_->get(key);
+    return std::string(value.begin(), value.end());
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Store> store_;
+};
+
+// The peers of the backends of this process by the names of their groups.
+struct Backends {
+  std::mutex mutex;
+  std::map<std::string, std::weak_ptr<Peers>> peers;
+};
+
+// Never destroyed: backends may be freed after static destructors have run.
+Backends& backends() {
+  static Backends* instance = new Backends;
+  return *instance;
+}
+
+}  // namespace
+
+std::shared_ptr<Peers> peers_of_backend(const std::string& name) {
+  std::lock_guard<std::mutex> lock(backends().mutex);
+  const auto it = backends().peers.find(name);
+  return it == backends().peers.end() ? nullptr : it->second.lock();
+}
+
+Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
+                 milliseconds timeout)
+    : c10d::Backend(rank, size),
+      store_(std::move(store)),
+      name_(std::move(name)),
+      timeout_(timeout) {
+  setGroupUid(name_);
+  translated([this] { find_peers(); });
+}
+
+void Backend::find_peers() {
+  const WithoutGil without_gil;
+  BackendStore store(store_);
+  WaitBudget budget(timeout_.load());
+  const std::string call_name = "making group '" + name_ + "'";
+  peers_ = std::make_shared<Peers>(store, name_, rank_, size_, timeout_.load(),
+                                   Rendezvous{"backend/0", call_name, budget});
+  std::lock_guard<std::mutex> lock(backends().mutex);
+  backends().peers[name_] = peers_;
+}
+
+Backend::~Backend() {
+  try {
+    const WithoutGil without_gil;  // the engine may be about to take Python's lock
+    {
+      std::lock_guard<std::mutex> lock(backends().mutex);
+      const auto it = backends().peers.find(name_);
+      if (it != backends().peers.end() && it->second.lock() == peers_) backends().peers.erase(it);
+    }
+    known_group_ = nullptr;
+    group_.reset();
+    peers_.reset();
+  } catch (...) {  // the interpreter is ending
+  }
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
+  auto options = c10::make_intrusive<Options>(getBackendName(), timeout_.load());
+  options->group_name = name_;
+  return options;
+}
+
+void Backend::setTimeout(milliseconds timeout) {
+  timeout_ = timeout;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (group_ != nullptr) group_->set_timeout(timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const std::vector<int>& ranks,
+                                                 const c10::intrusive_ptr<Options>& opts) {
+  const auto own = std::find(ranks.begin(), ranks.end(), rank_);
+  if (own == ranks.end()) return {};
+  return c10::make_intrusive<Backend>(store->clone(), opts->group_name,
+                                      static_cast<int>(own - ranks.begin()),
+                                      static_cast<int>(ranks.size()), opts->timeout);
+}
+
+c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
+                                                 const c10::intrusive_ptr<Options>& opts,
+                                                 const int& rank, const int& size) {
+  return c10::make_intrusive<Backend>(store->clone(), opts->group_name, rank, size, opts->timeout);
+}
+
+Group& Backend::group(const char* op) {
+  if (aborted_)
+    C10_THROW_ERROR(DistBackendError,
+                    std::string(op) + ": group '" + name_ + "' was aborted: make a new one");
+  if (Group* known = known_group_.load(std::memory_order_acquire)) return *known;
+  // Without the lock: this runs Python.
+  auto resolved = group_of(name_);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (group_ == nullptr) {
+    group_ = std::move(resolved);
+    known_group_.store(group_.get(), std::memory_order_release);
+  }
+  return *group_;
+}
+
+void Backend::abort() {
+  aborted_ = true;
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (group_ != nullptr) group_->abort();
+}
+
+void Backend::shutdown() {
+  std::shared_ptr<Group> group;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    group = group_;
+  }
+  if (group == nullptr || !group->owned()) return;
+  const WithoutGil without_gil;
+  group->lane().wake();
+  const auto until = Clock::now() + kShutdownGrace;
+  while (!group->lane().idle() && Clock::now() < until)
+    std::this_thread::sleep_for(milliseconds(1));
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::carry_out(Group* group, const Manner& manner,
+                                                  Collective collective) {
+  if (group == nullptr) {
+    for (const Exchange& exchange : collective.exchanges) run_alone(exchange);
+    collective.exchanges.clear();
+    collective.deliver();
+  } else if (manner.async) {
+    return start_all(*group, manner, std::move(collective));
+  } else {
+    for (Exchange& exchange : collective.exchanges) run(*group, std::move(exchange));
+    collective.deliver();
+  }
+  if (!manner.async) return {};
+  return c10::make_intrusive<CollectiveWork>(manner.type, nullptr,
+                                             std::make_shared<Ending>(std::move(collective)), 0,
+                                             sequence_number_.load());
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& manner,
+                                                  Collective collective) {
+  std::vector<Exchange> exchanges = std::move(collective.exchanges);
+  auto ending = std::make_shared<Ending>(std::move(collective), exchanges.size());
+  int64_t last = 0;
+  for (size_t i = 0; i < exchanges.size(); ++i) {
+    const bool background = wants_engine(exchanges[i]);
+    try {
+      last =
+          start(group, std::move(exchanges[i]), background, [ending](const std::string& failure) {
+            ending->exchange_ended(failure);
+          }).number;
+    } catch (const std::exception& error) {
+      // The peers were told of this exchange; those after it are numbered, too.
+      for (size_t rest = i + 1; rest < exchanges.size(); ++rest)
+        refuse(group, kAsync, cause_of(error, rank_));
+      throw;
+    }
+  }
+  return c10::make_intrusive<CollectiveWork>(manner.type, group_, std::move(ending), last,
+                                             sequence_number_.load());
+}
+
+}  // namespace symm_cp
+
+extern "C" {
+
+// A backend of torch's, of which the caller owns a reference; null on failure, whose text is
+// written to `error`. `store` is borrowed. For the glue, which knows Python's objects.
+void* symm_cp_backend_open(void* store, const char* name, int rank, int size, int64_t timeout_ms,
+                           std::string* error) {
+  try {
+    auto borrowed = c10::intrusive_ptr<c10d::Store>::reclaim_copy(static_cast<c10d::Store*>(store));
+    c10::intrusive_ptr<c10d::Backend> backend = c10::make_intrusive<symm_cp::Backend>(
+        std::move(borrowed), name, rank, size, std::chrono::milliseconds(timeout_ms));
+    return backend.release();
+  } catch (const c10::Error& failure) {
+    *error = failure.what_without_backtrace();
+  } catch (const std::exception& failure) {
+    *error = failure.what();
+  }
+  return nullptr;
+}
+
+}  // extern "C"

@@ -84,15 +84,15 @@ template <class Describe>
 WorkPtr Backend::call(const Manner& manner, Describe describe) {
   sequence_number_.fetch_add(1, std::memory_order_relaxed);
   return translated([&]() -> WorkPtr {
-    Group* all = size_ == 1 ? nullptr : &group(manner.op);
+    prepare(manner.op);
     Collective collective;
     try {
       describe(collective);
     } catch (const std::exception& error) {
-      if (all != nullptr) refuse(*all, manner.async ? kAsync : kSync, refusal_of(error, rank_));
+      refuse_call(manner, refusal_of(error, rank_));
       throw;
     }
-    return carry_out(all, manner, std::move(collective));
+    return carry_out(manner, std::move(collective));
   });
 }
 

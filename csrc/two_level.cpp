@@ -20,6 +20,9 @@ using std::chrono::milliseconds;
 // From this size on, what a column sums is split: each of its ranks sums a part.
 constexpr int64_t kSplitBytes = int64_t{64} << 10;
 
+// How long the end of a process group waits for calls that nobody has waited for.
+constexpr std::chrono::seconds kLastCallsGrace{10};
+
 // What a collective does, whatever it is called.
 enum class Action { kAllReduce, kReduce, kReduceScatter, kAllGather, kBroadcast, kGather, kScatter,
                     kAllToAll };
@@ -71,6 +74,18 @@ void reduce_into(const Exchange& exchange, const Extent& out, const std::vector<
 }
 
 }  // namespace
+
+Spread::Spread(int rank, int size, const int32_t* by_host, int hosts) {
+  const int places = size / hosts;
+  for (int i = 0; i < size; ++i) {
+    if (i % places == 0) ranks.emplace_back();
+    ranks.back().push_back(by_host[i]);
+    if (by_host[i] == rank) {
+      host = i / places;
+      place = i % places;
+    }
+  }
+}
 
 // --- The steps of each collective ----------------------------------------------------------------
 
@@ -414,15 +429,19 @@ void TwoLevelBackend::run_stages(Stages stages, std::string failure, millisecond
   if (!failure.empty()) throw PeerError(failure);
 }
 
+void TwoLevelBackend::prepare(const char* op) {
+  const char* reason = aborted_ ? "' was aborted" : "' was made before this process was forked";
+  if (aborted_ || forks_ != fork_count())
+    throw PeerError(std::string(op) + ": group '" + name_ + reason + ": make a new one");
+}
+
 c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
                                                           Collective collective) {
-  TORCH_CHECK(forks_ == fork_count(), manner.op, ": group '", name_,
-              "' was made before this process was forked: make a new one");
   const milliseconds timeout =
       manner.timeout == kUnsetTimeout ? timeout_.load() : manner.timeout;
   auto exchanges = std::make_shared<std::vector<Exchange>>(std::move(collective.exchanges));
   auto ending = std::make_shared<Ending>(std::move(collective), 1);
-  const Routing routing{manner.type, manner.root};
+  const Routing routing{manner.type, static_cast<int>(manner.root)};
   enqueue([=, this] {
     std::string failure;
     try {
@@ -443,7 +462,7 @@ c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
 void TwoLevelBackend::refuse_call(const Manner& manner, const std::string& reason) {
   const milliseconds timeout =
       manner.timeout == kUnsetTimeout ? timeout_.load() : manner.timeout;
-  const Routing routing{manner.type, manner.root};
+  const Routing routing{manner.type, static_cast<int>(manner.root)};
   const std::string call_name = manner.op;
   enqueue([=, this] {
     try {
@@ -495,7 +514,7 @@ void TwoLevelBackend::shutdown() {
   const WithoutGil without_gil;
   {
     std::unique_lock<std::mutex> lock(queue_mutex_);
-    queue_changed_.wait_for(lock, kShutdownGrace, [this] { return queue_.empty() && !busy_; });
+    queue_changed_.wait_for(lock, kLastCallsGrace, [this] { return queue_.empty() && !busy_; });
   }
   links_.transport()->shutdown();
 }

@@ -18,6 +18,8 @@
 #include <thread>
 #include <vector>
 
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
 #include "backend.h"
 #include "host_links.h"
 
@@ -25,9 +27,12 @@ namespace symm_cp {
 
 // Where the ranks of a group are; every host holds equally many.
 struct Spread {
+  // `by_host`: the ranks of the first host, of the second, and so on.
+  Spread(int rank, int size, const int32_t* by_host, int hosts);
+
   std::vector<std::vector<int>> ranks;  // by host and number on the host
-  int host;                             // of this rank
-  int place;                            // its number on the host
+  int host = 0;                         // of this rank
+  int place = 0;                        // its number on the host
 };
 
 // The steps of one exchange.
@@ -68,6 +73,7 @@ class TwoLevelBackend : public Backend {
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
  protected:
+  void prepare(const char* op) override;
   c10::intrusive_ptr<c10d::Work> carry_out(const Manner& manner, Collective collective) override;
   void refuse_call(const Manner& manner, const std::string& reason) override;
 

@@ -42,10 +42,12 @@ TORCH_SOURCES = (
     "gather_kv.cpp",
     "gradients.cpp",
     "groups.cpp",
+    "host_links.cpp",
     "kernels.cpp",
     "low_contention.cpp",
     "pool.cpp",
     "symmetric_memory.cpp",
+    "two_level.cpp",
 )
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
@@ -467,7 +469,8 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG]
+    of_hosts = [ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT]
+    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG, *of_hosts]
     return glue
 
 

@@ -17,7 +17,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
 // From this size on, an all-reduce among several ranks is split: each rank reduces a part.
-constexpr int64_t kTwoShotBytes = int64_t{32} << 10;
+constexpr int64_t kTwoShotFrom = int64_t{32} << 10;
 
 bool same_sizes(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
@@ -131,7 +131,7 @@ void Backend::add_all_reduce(Collective& collective, CallName name, const at::Te
   const DType dtype = dtype_of("all_reduce", tensor, reduce_op);
   const Extent all =
       takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
-  const bool two_shot = takes && size_ > 2 && all.bytes > kTwoShotBytes;
+  const bool two_shot = takes && size_ > 2 && all.bytes > kTwoShotFrom;
   Exchange exchange = exchange_of(
       two_shot ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;
@@ -457,18 +457,32 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 // --- barriers ------------------------------------------------------------------------------------
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
-  return call(manner("barrier", OpType::BARRIER, opts), [&](Collective& collective) {
-    Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName("barrier"));
+  return meet(manner("barrier", OpType::BARRIER, opts));
+}
+
+WorkPtr Backend::meet(const Manner& manner) {
+  return call(manner, [&](Collective& collective) {
+    Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName(manner.op));
     exchange.input.resize(1);
     exchange.output.resize(static_cast<size_t>(size_));
     collective.exchanges.push_back(std::move(exchange));
   });
 }
 
+// `wait_all_ranks`: all that are late are named in any case.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
-  c10d::BarrierOptions barrier_opts = opts;
-  barrier_opts.asyncOp = false;
-  barrier(barrier_opts);
+  try {
+    meet({"monitored_barrier", OpType::BARRIER, false, of_call(opts.timeout)});
+  } catch (const c10::DistBackendError& error) {
+    const int64_t own = group("monitored_barrier").made(kSync);
+    std::string late;
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != rank_ && peers_->board(peer).entered(kSync) < own)
+        late += (late.empty() ? "rank " : ", rank ") + std::to_string(peer);
+    if (late.empty()) throw;
+    C10_THROW_ERROR(DistBackendError, "monitored_barrier: not reached by " + late + ": " +
+                                          error.what_without_backtrace());
+  }
 }
 
 }  // namespace symm_cp

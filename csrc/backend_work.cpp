@@ -23,6 +23,7 @@ void Collective::deliver() {
 Ending::Ending(Collective collective, size_t exchanges)
     : collective_(std::move(collective)),
       outputs_(collective_.outputs),
+      delivers_(!collective_.results.empty()),
       remaining_(exchanges),
       ended_(exchanges == 0) {}
 

@@ -369,7 +369,6 @@ TwoLevelBackend::TwoLevelBackend(c10::intrusive_ptr<c10d::Store> store, std::str
       spread_(std::move(spread)),
       local_(std::move(local)),
       links_(std::move(transport), rank),
-      forks_(fork_count()),
       thread_([this] { carry_out_all(); }) {}
 
 TwoLevelBackend::~TwoLevelBackend() {
@@ -414,6 +413,7 @@ void TwoLevelBackend::run_stages(Stages stages, std::string failure, millisecond
   };
   const auto run_all = [&](std::vector<Exchange>& exchanges) {
     for (Exchange& exchange : exchanges) {
+      exchange.timeout = timeout * 3 / 2;  // a rank that loses a link tells those on this host
       if (failure.empty())
         attempt([&] { run_here(std::move(exchange)); });
       else
@@ -438,7 +438,7 @@ void TwoLevelBackend::prepare(const char* op) {
 c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
                                                           Collective collective) {
   const milliseconds timeout =
-      manner.timeout == kUnsetTimeout ? timeout_.load() : manner.timeout;
+      manner.timeout == kGroupTimeout ? timeout_.load() : manner.timeout;
   auto exchanges = std::make_shared<std::vector<Exchange>>(std::move(collective.exchanges));
   auto ending = std::make_shared<Ending>(std::move(collective), 1);
   const Routing routing{manner.type, static_cast<int>(manner.root)};
@@ -461,7 +461,7 @@ c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
 
 void TwoLevelBackend::refuse_call(const Manner& manner, const std::string& reason) {
   const milliseconds timeout =
-      manner.timeout == kUnsetTimeout ? timeout_.load() : manner.timeout;
+      manner.timeout == kGroupTimeout ? timeout_.load() : manner.timeout;
   const Routing routing{manner.type, static_cast<int>(manner.root)};
   const std::string call_name = manner.op;
   enqueue([=, this] {

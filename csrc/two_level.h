@@ -115,7 +115,6 @@ class TwoLevelBackend : public Backend {
   c10::intrusive_ptr<c10d::ProcessGroup> local_;
   HostLinks links_;
   std::shared_ptr<Group> local_group_;
-  int forks_;
 
   std::mutex queue_mutex_;
   std::condition_variable queue_changed_;

@@ -36,6 +36,7 @@ TORCH_SOURCES = (
     "attention.cpp",
     "backend.cpp",
     "backend_collectives.cpp",
+    "backend_messages.cpp",
     "backend_tensors.cpp",
     "backend_work.cpp",
     "collectives.cpp",

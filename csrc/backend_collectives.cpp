@@ -17,7 +17,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
 // From this size on, an all-reduce among several ranks is split: each rank reduces a part.
-constexpr int64_t kTwoShotBytes = int64_t{32} << 10;
+constexpr int64_t kTwoShotFrom = int64_t{32} << 10;
 
 bool same_sizes(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
@@ -84,15 +84,15 @@ template <class Describe>
 WorkPtr Backend::call(const Manner& manner, Describe describe) {
   sequence_number_.fetch_add(1, std::memory_order_relaxed);
   return translated([&]() -> WorkPtr {
-    Group* all = size_ == 1 ? nullptr : &group(manner.op);
+    prepare(manner.op);
     Collective collective;
     try {
       describe(collective);
     } catch (const std::exception& error) {
-      if (all != nullptr) refuse(*all, manner.async ? kAsync : kSync, refusal_of(error, rank_));
+      refuse_call(manner, refusal_of(error, rank_));
       throw;
     }
-    return carry_out(all, manner, std::move(collective));
+    return carry_out(manner, std::move(collective));
   });
 }
 
@@ -133,7 +133,7 @@ void Backend::add_all_reduce(Collective& collective, CallName name, const at::Te
   const Extent all =
       takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
   // With a root the other ranks take nothing, so that there is nothing to gather.
-  const bool two_shot = !root && size_ > 2 && all.bytes > kTwoShotBytes;
+  const bool two_shot = !root && size_ > 2 && all.bytes > kTwoShotFrom;
   Exchange exchange = exchange_of(
       two_shot ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;

@@ -51,6 +51,8 @@ TORCH_UNITS = (
         "backend_messages.cpp",
         "backend_tensors.cpp",
         "backend_work.cpp",
+        "host_links.cpp",
+        "two_level.cpp",
     ),
 )
 TORCH_SOURCES = tuple(name for unit in TORCH_UNITS for name in unit)
@@ -479,7 +481,8 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG]
+    of_hosts = [ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT]
+    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG, *of_hosts]
     return glue
 
 

@@ -481,8 +481,10 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    of_hosts = [ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT]
-    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG, *of_hosts]
+    make.argtypes = [
+        *(_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG),
+        *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT),
+    ]
     return glue
 
 

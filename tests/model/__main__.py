@@ -39,6 +39,9 @@ CASES = [
     Case("failures", "-DRANKS=2 -DNO_MARK", right=False),
     Case("failures", "-DRANKS=2 -DNO_DEBT", right=False),
     Case("failures", "-DRANKS=2 -DNO_VERIFY", right=False),
+    Case("sleep", "-DRANKS=3"),
+    Case("sleep", "-DEARLY", right=False),
+    Case("sleep", "-DLATE", right=False),
     Case("messages"),
     Case("messages", "-DDEATHS"),
     Case("messages", "-DEARLY_TAIL", right=False),
@@ -46,9 +49,6 @@ CASES = [
     Case("messages", "-DSILENT", right=False),
     Case("messages", "-DNO_LOOK", right=False),
     Case("messages", "-DLATE", right=False),
-    Case("sleep", "-DRANKS=3"),
-    Case("sleep", "-DEARLY", right=False),
-    Case("sleep", "-DLATE", right=False),
 ]
 MORE = [
     Case("protocol", "-DRANKS=2 -DCALLS=9"),

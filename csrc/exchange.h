@@ -6,6 +6,7 @@
 // and addresses come with the call.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -18,10 +19,16 @@ namespace symm_cp {
 
 class Group;
 
-// Contiguous bytes; none where `bytes` is 0.
+// Stands for the time-out of the group.
+inline constexpr std::chrono::milliseconds kGroupTimeout{0};
+
+// Bytes in memory; none where `bytes` is 0. They are contiguous, or (of kAllGather and kAllToAll
+// only) in rows of `row` bytes that begin `pitch` bytes apart.
 struct Extent {
   void* data = nullptr;
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // of all rows
+  int64_t row = 0;    // 0: contiguous
+  int64_t pitch = 0;
 };
 
 // The steps of one piece.
@@ -55,6 +62,8 @@ struct Exchange {
   // piece: a caller that wants all its data to have left its input when `start` returns gives what
   // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.
   int64_t piece_bytes = kPieceBytes;
+  // How long this rank waits for its peers.
+  std::chrono::milliseconds timeout = kGroupTimeout;
 };
 
 // Parts of a piece begin at multiples of this.

@@ -14,6 +14,7 @@ class ExchangeRun {
   ExchangeRun(Group& group, int channel, Exchange exchange);
 
   const std::string& call_name() const { return exchange_.call_name; }
+  std::chrono::milliseconds timeout() const { return exchange_.timeout; }
   int64_t slot_bytes() const { return slot_bytes_; }
   // That this rank knows of; after its first waits, of all ranks.
   int64_t pieces() const { return pieces_; }
@@ -31,6 +32,8 @@ class ExchangeRun {
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
   char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
+  // What this rank gives or takes there; null for other memory.
+  const Extent* extent_of(const Area& area) const;
   static Reference reference_of(const Area& area);
 
   Exchange exchange_;

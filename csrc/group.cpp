@@ -55,10 +55,11 @@ bool Workspace::begins_at_once(int64_t slot_bytes) const {
   return serves(base_, slot_bytes) && !channel_->has_failed_call();
 }
 
-Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name) {
+Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
+                      std::chrono::milliseconds timeout) {
   group_.check_owned(call_name);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
-            Place::kSlot, group_.budget()};
+            Place::kSlot, group_.budget(timeout)};
   group_.set_entered(index_, number);
   last_ = number;
   if (channel_ != nullptr) channel_->begin(call);
@@ -232,7 +233,11 @@ void Group::failed(int index, int64_t number, const std::exception& error) {
 }
 
 void Group::throw_if_closing() const {
-  if (closing_.load()) throw PeerError("group '" + name_ + "' was closed with work in flight");
+  if (closing_.load()) throw PeerError(closed_text());
+}
+
+std::string Group::closed_text() const {
+  return "group '" + name_ + "' was closed with work in flight";
 }
 
 void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {

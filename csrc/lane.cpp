@@ -13,17 +13,33 @@ constexpr size_t kMaxFailures = 4096;  // calls that failed and that nobody has 
 }
 
 void Lane::close() {
+  std::deque<Item> dropped;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
-    queue_.clear();
+    std::swap(dropped, queue_);
   }
   work_.notify_all();
-  if (!engine_.joinable()) return;
-  if (group_.owned())
-    engine_.join();
-  else
-    engine_.detach();  // a forked process has no such thread
+  if (engine_.joinable()) {
+    if (group_.owned())
+      engine_.join();
+    else
+      engine_.detach();  // a forked process has no such thread
+  }
+  if (!group_.owned()) return;
+  for (const Item& item : dropped)
+    if (item.program.done) item.program.done(group_.closed_text());
+}
+
+void Lane::wake_engine() {
+  wake_ = true;
+  if (!engine_.joinable()) engine_ = std::thread([this] { serve(); });
+  work_.notify_one();
+}
+
+void Lane::wake() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!queue_.empty() && !closing_) wake_engine();
 }
 
 void Lane::push(Item item, bool background) {
@@ -31,10 +47,7 @@ void Lane::push(Item item, bool background) {
   submitted_ = item.program.number;
   if (item.program.plan != nullptr) item.program.call_name = item.program.plan->call_name;
   queue_.push_back(std::move(item));
-  if (!background) return;
-  wake_ = true;
-  if (!engine_.joinable()) engine_ = std::thread([this] { serve(); });
-  work_.notify_one();
+  if (background) wake_engine();
 }
 
 void Lane::submit(Program program, bool background) {
@@ -52,8 +65,10 @@ void Lane::refuse(int64_t number, const std::string& cause, const CallSite* othe
 
 void Lane::run_program(Program& program, Workspace& workspace) {
   const bool begun = program.begun.has_value();
-  Call call = begun ? std::move(*program.begun)
-                    : workspace.begin(program.number, program.slot_bytes, program.call_name);
+  const auto timeout = program.exchange != nullptr ? program.exchange->timeout() : kGroupTimeout;
+  Call call = begun
+                  ? std::move(*program.begun)
+                  : workspace.begin(program.number, program.slot_bytes, program.call_name, timeout);
   if (program.exchange != nullptr) {
     if (!begun) program.exchange->publish(*workspace.channel(), call);
     program.exchange->finish(*workspace.channel(), call);

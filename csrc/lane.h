@@ -50,9 +50,12 @@ class Lane {
   // failed. Any thread, any order.
   void wait(int64_t number);
   bool finished(int64_t number);
+  // Has the engine run what is queued, whether or not somebody waits.
+  void wake();
   // True when nothing is queued or running.
   bool idle();
-  // Ends the engine; a running program fails at its next check, because the group is closing.
+  // Ends the engine; a running program fails at its next check, because the group is closing, and
+  // those that are queued fail.
   void close();
 
  private:
@@ -62,6 +65,7 @@ class Lane {
     std::optional<CallSite> other;
   };
   void push(Item item, bool background);
+  void wake_engine();  // with the lock held
   void serve();
   void run_one(std::unique_lock<std::mutex>& lock);
   std::string carry_out(Item& item);

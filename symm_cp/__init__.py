@@ -11,6 +11,7 @@ from __future__ import annotations
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from symm_cp import backend as _backend
 from symm_cp import native as _native
 from symm_cp import ops as _ops
 from symm_cp.context_parallel import (
@@ -87,8 +88,10 @@ def __getattr__(name: str) -> object:
 
 
 _ops.register()
+_backend.register()
 try:
     _native.load()
     _known_groups.register()
 except _native.BuildError as _error:
+    _ops.register_without_native()
     _native.say(str(_error).splitlines()[0])

@@ -10,7 +10,7 @@ from symm_cp import __version__
 
 
 def _parser() -> argparse.ArgumentParser:
-    from symm_cp import bench, doctor, plan
+    from symm_cp import bench, doctor, plan, run
     from symm_cp.demo import arguments as demo_arguments
 
     parser = argparse.ArgumentParser(
@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
         "between the matmuls, and with collectives fused into them; compares losses and times.",
     )
     demo_arguments.add_arguments(demo)
+    commands.add_parser("run", help=run.HELP, add_help=False)
     check = commands.add_parser(
         "doctor", help="show what works here, and how to make the rest work"
     )
@@ -43,6 +44,7 @@ def _build() -> int:
 
     try:
         print(native.build(verbose=True))
+        print(native.build_glue(verbose=True))
     except native.BuildError as error:
         print(f"symm-cp build: {error}", file=sys.stderr)
         return 1
@@ -51,9 +53,13 @@ def _build() -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["run"]:  # torchrun's parser reads the others
+        from symm_cp import run
+
+        return run.main(arguments[1:])
     args = _parser().parse_args(arguments)
-    # For commands that start themselves again, as ranks.
-    args.arguments = list(sys.argv[1:] if arguments is None else arguments)
+    args.arguments = arguments  # for commands that start themselves again, as ranks
     if args.command == "build":
         return _build()
     if args.command == "doctor":

@@ -9,6 +9,7 @@
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
 | `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
+| `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (set by `symm-cp run`) | none |
 | `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
@@ -106,6 +107,12 @@ def kept_bytes() -> int:
 def host() -> str | None:
     """Returns the identity of the host that the user chose, if any."""
     return os.environ.get("SYMM_CP_HOST") or None
+
+
+def backend_for() -> tuple[str, ...]:
+    """Returns the names of the backends that symm_cp replaces on CPU in this process."""
+    text = os.environ.get("SYMM_CP_BACKEND_FOR", "")
+    return tuple(name for name in text.split(",") if name)
 
 
 def compiler() -> str | None:

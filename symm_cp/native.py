@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -30,16 +30,32 @@ import torch
 
 from . import env, trusted, wire
 
-# The sources that include torch's headers, which cost ten times what the sources do: all of them
-# are one unit. (A precompiled header takes 500 MB with g++, and more time than it saves.)
-TORCH_SOURCES = (
-    "attention.cpp",
-    "collectives.cpp",
-    "gradients.cpp",
-    "pool.cpp",
-    "groups.cpp",
-    "symmetric_memory.cpp",
+# The sources that include torch's headers, which cost ten times what the sources do: one unit for
+# the ops and one for the backend, which compile beside each other. (A precompiled header takes 500
+# MB with g++, and more time than it saves.)
+TORCH_UNITS = (
+    (
+        "attention.cpp",
+        "collectives.cpp",
+        "gather_kv.cpp",
+        "gradients.cpp",
+        "groups.cpp",
+        "kernels.cpp",
+        "low_contention.cpp",
+        "pool.cpp",
+        "symmetric_memory.cpp",
+    ),
+    (
+        "backend.cpp",
+        "backend_collectives.cpp",
+        "backend_messages.cpp",
+        "backend_tensors.cpp",
+        "backend_work.cpp",
+        "host_links.cpp",
+        "two_level.cpp",
+    ),
 )
+TORCH_SOURCES = tuple(name for unit in TORCH_UNITS for name in unit)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
@@ -126,7 +142,7 @@ def _processor() -> str:
 def cache_key() -> str:
     """Returns the key of the build: sources, torch, Python tag, processor."""
     digest = hashlib.sha256()
-    for path in sorted(source_dir().iterdir()):
+    for path in sorted([*source_dir().iterdir(), *(source_dir() / "glue").iterdir()]):
         if path.suffix in {".cpp", ".h"}:
             digest.update(path.name.encode() + b"\0" + path.read_bytes())
     parts = (torch.__version__, str(sysconfig.get_config_var("SOABI")), _processor(), str(_FLAGS))
@@ -137,6 +153,10 @@ def cache_key() -> str:
 def library_path() -> Path:
     """Returns where the library for the installed torch is, or will be once it is built."""
     return env.build_dir() / cache_key() / "libsymm_cp.so"
+
+
+def _glue_path() -> Path:
+    return library_path().with_name("libsymm_cp_glue.so")
 
 
 def _run(command: list[str]) -> None:
@@ -191,12 +211,16 @@ def _open_verified(library: Path) -> int:
     return fd
 
 
-def _torch_unit() -> list[str]:
-    """The arguments that compile all of `TORCH_SOURCES` as one unit."""
-    *others, last = (str(source_dir() / name) for name in TORCH_SOURCES)
+def _torch_unit(names: Sequence[str]) -> list[str]:
+    """The arguments that compile sources with torch's headers as one unit."""
+    *others, last = (str(source_dir() / name) for name in names)
+    included = (part for name in others for part in ("-include", name))
+    return [*_torch_flags(), *included, "-c", last]
+
+
+def _torch_flags() -> list[str]:
     paths = [f"-isystem{path}" for path in _extension().include_paths()]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
-    return [*paths, abi, *(part for name in others for part in ("-include", name)), "-c", last]
+    return [*paths, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 
 
 def _extension() -> ModuleType:
@@ -206,13 +230,20 @@ def _extension() -> ModuleType:
     return cpp_extension
 
 
+def _torch_libraries(*names: str) -> list[str]:
+    paths = _extension().library_paths()
+    folders = [flag for path in paths for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    return [*folders, *(f"-l{name}" for name in names), "-pthread"]
+
+
 def _compile(target: Path) -> None:
     compiler = shlex.split(find_compiler())
-    # Not named after the process: a killed build leaves its folder, and containers repeat numbers.
-    scratch = Path(tempfile.mkdtemp(prefix="tmp", dir=target.parent))
-    try:
-        # The slow unit first, so that the others compile beside it.
-        jobs = [[*compiler, *_FLAGS, *_torch_unit(), "-o", str(scratch / "torch.o")]]
+    with _scratch(target) as scratch:
+        # The slow units first, so that the others compile beside them.
+        jobs = [
+            [*compiler, *_FLAGS, *_torch_unit(unit), "-o", str(scratch / f"torch{number}.o")]
+            for number, unit in enumerate(TORCH_UNITS)
+        ]
         for source in sorted(source_dir().glob("*.cpp")):
             if source.name not in TORCH_SOURCES:
                 level = [_LEVELS[source.name]] if source.name in _LEVELS else []
@@ -220,21 +251,63 @@ def _compile(target: Path) -> None:
                 jobs.append([*compiler, *_FLAGS, *level, "-c", str(source), "-o", out])
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
             list(pool.map(_run, jobs))
-        libraries = [
-            flag
-            for path in _extension().library_paths()
-            for flag in (f"-L{path}", f"-Wl,-rpath,{path}")
-        ]
-        libraries += ["-ltorch_cpu", "-lc10", "-pthread"]
         objects = [job[-1] for job in jobs]
         library = scratch / target.name
-        _run([*compiler, "-shared", *objects, "-o", str(library), *libraries])
-        library.chmod(0o644)  # whatever the umask: a library that a group can write is not loaded
-        with library.open("rb") as file:
-            trusted.write(_digest_path(target), _digest(file.fileno()).encode())
-        library.replace(target)  # atomic: a reader sees the whole library or none
+        _run(
+            [
+                *compiler,
+                "-shared",
+                *objects,
+                "-o",
+                str(library),
+                *_torch_libraries("torch_cpu", "c10"),
+            ]
+        )
+        _keep(library, target)
+
+
+def _compile_glue(target: Path) -> None:
+    headers = Path(sysconfig.get_path("include"))
+    if not (headers / "Python.h").is_file():
+        raise BuildError(
+            f"the backend of torch.distributed needs Python's headers; {headers / 'Python.h'} is "
+            "missing. Install them (Debian, Ubuntu: apt install python3-dev; Fedora: dnf install "
+            "python3-devel)"
+        )
+    with _scratch(target) as scratch:
+        library = scratch / target.name
+        flags = [*_FLAGS, *_torch_flags(), f"-isystem{headers}", "-O0", "-fvisibility=hidden"]
+        source = str(source_dir() / "glue" / "backend_glue.cpp")
+        libraries = _torch_libraries("torch_python", "torch_cpu", "c10")
+        _run(
+            [
+                *shlex.split(find_compiler()),
+                *flags,
+                "-shared",
+                source,
+                "-o",
+                str(library),
+                *libraries,
+            ]
+        )
+        _keep(library, target)
+
+
+@contextlib.contextmanager
+def _scratch(target: Path) -> Iterator[Path]:
+    # Not named after the process: a killed build leaves its folder, and containers repeat numbers.
+    scratch = Path(tempfile.mkdtemp(prefix="tmp", dir=target.parent))
+    try:
+        yield scratch
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _keep(library: Path, target: Path) -> None:
+    library.chmod(0o644)  # whatever the umask: a library that a group can write is not loaded
+    with library.open("rb") as file:
+        trusted.write(_digest_path(target), _digest(file.fileno()).encode())
+    library.replace(target)  # atomic: a reader sees the whole library or none
 
 
 def build(verbose: bool = False) -> Path:
@@ -242,8 +315,27 @@ def build(verbose: bool = False) -> Path:
 
     Many processes may call it at once: one builds, the others wait. Raises `BuildError`.
     """
+    return _build(library_path, _compile, "the native part", "10 to 40 seconds", verbose)
+
+
+def build_glue(verbose: bool = False) -> Path:
+    """The same for the library that gives Python the backend of torch.distributed.
+
+    Raises `BuildError`, also where Python's headers are missing.
+    """
+    what = "the backend of torch.distributed"
+    return _build(_glue_path, _compile_glue, what, "5 to 20 seconds", verbose)
+
+
+def _build(
+    path: Callable[[], Path],
+    compile_to: Callable[[Path], None],
+    what: str,
+    span: str,
+    verbose: bool,
+) -> Path:
     with _explained():
-        target = library_path()
+        target = path()
         if _built(target):
             if verbose:
                 say(f"already built: {target}")
@@ -253,12 +345,9 @@ def build(verbose: bool = False) -> Path:
             pass
         with trusted.locked(target.parent / "lock"):
             if not _built(target):
-                say(
-                    f"building the native part for torch {torch.__version__}, once "
-                    "(10 to 40 seconds) ..."
-                )
+                say(f"building {what} for torch {torch.__version__}, once ({span}) ...")
                 start = time.perf_counter()
-                _compile(target)
+                compile_to(target)
                 say(f"built in {time.perf_counter() - start:.0f} s")
     return target
 
@@ -304,6 +393,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
+    "symm_cp_gather_runs": (_LONG, []),
+    "symm_cp_serve_cpu": (None, [_INT]),
     "symm_cp_keep_results": (None, [_LONG]),
     "symm_cp_empty_cache": (_LONG, []),
     "symm_cp_result_memory": (None, [ctypes.POINTER(_LONG)]),
@@ -350,20 +441,7 @@ def load() -> ctypes.CDLL:
     The library must be what was built, in folders that only its owner can change. Loading registers
     the CPU backend with torch's symmetric memory.
     """
-    path = build()
-    with _explained():
-        # Stays open: the loader knows libraries by their names, so that the same number for another
-        # file would give this library again.
-        fd = _open_verified(path)
-    name = f"/proc/self/fd/{fd}"  # what was verified, whatever the path names by now
-    try:
-        library = ctypes.CDLL(name)
-    except OSError as error:  # a damaged file, or a file system that allows no execution
-        os.close(fd)
-        raise BuildError(
-            f"the native part of symm_cp does not load: {str(error).replace(name, str(path))}; "
-            f"delete {path.parent} to build it again, or set SYMM_CP_BUILD_DIR to another folder"
-        ) from error
+    library = _open_library(build(), ctypes.CDLL)
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name, None)
         if function is None:
@@ -378,6 +456,39 @@ def load() -> ctypes.CDLL:
     # Its thread calls the CUDA driver, which ends with the process.
     atexit.register(library.symm_cp_watch_stop)
     return library
+
+
+def _open_library(path: Path, kind: type[ctypes.CDLL]) -> ctypes.CDLL:
+    with _explained():
+        # Stays open: the loader knows libraries by their names, so that the same number for another
+        # file would give this library again.
+        fd = _open_verified(path)
+    name = f"/proc/self/fd/{fd}"  # what was verified, whatever the path names by now
+    try:
+        return kind(name)
+    except OSError as error:  # a damaged file, or a file system that allows no execution
+        os.close(fd)
+        raise BuildError(
+            f"the native part of symm_cp does not load: {str(error).replace(name, str(path))}; "
+            f"delete {path.parent} to build it again, or set SYMM_CP_BUILD_DIR to another folder"
+        ) from error
+
+
+@cache
+def load_glue() -> ctypes.CDLL:
+    """Returns the library of `build_glue`, building it if need be; raises `BuildError`."""
+    load()
+    glue = _open_library(build_glue(), ctypes.PyDLL)
+    make = glue.symm_cp_backend_object
+    make.restype = ctypes.py_object
+    of_hosts = [ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT]
+    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG, *of_hosts]
+    return glue
+
+
+def address_of(function: object) -> int:
+    """Returns the address of a function of a native library."""
+    return ctypes.cast(function, _VOID).value or 0  # type: ignore[arg-type]
 
 
 def error() -> str:

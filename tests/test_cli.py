@@ -32,7 +32,7 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["--help"])
     shown = capsys.readouterr().out
-    commands = ("demo", "doctor", "plan", "bench", "trace", "calibrate", "tune", "build")
+    commands = ("demo", "run", "doctor", "plan", "bench", "trace", "calibrate", "tune", "build")
     assert all(f"\n    {command}" in shown for command in commands)
 
 

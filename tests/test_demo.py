@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,16 @@ import torch
 
 from symm_cp.cli import main
 from symm_cp.demo import arguments as demo_arguments
-from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, UNFUSED, Result
+from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, Result, unfused_over
 from symm_cp.demo.data import batches
+from symm_cp.demo.paired import ratio
 from tests.exhaustive import exhaustive
 
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
+BRIEF = [*TINY, "--most-steps", "3"]
+
+
+GLOO = unfused_over("gloo")
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
@@ -35,7 +41,7 @@ def test_losses_agree(
     text.write_bytes(bytes(range(256)) * 20)
     out = tmp_path / "out.json"
     split = ["--ranks", str(ranks), "--cp", str(cp)]
-    assert main(["demo", *TINY, *split, "--text", str(text), "--json", str(out)]) == 0
+    assert main(["demo", *BRIEF, *split, "--text", str(text), "--json", str(out)]) == 0
     printed = capfd.readouterr().out
     assert "losses agree" in printed
     assert (f"{ranks // cp} x {cp} ranks" in printed) == (cp > 1)
@@ -50,7 +56,7 @@ def test_losses_agree(
 def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     """With `strict`: a collective that stays unfused is an error."""
     split = ["--ranks", "2", "--cp", "2", "--layers", "1"]
-    assert main(["demo", *TINY, "--compile", *split]) == 0
+    assert main(["demo", *BRIEF, "--compile", *split]) == 0
     assert "losses agree" in capfd.readouterr().out
 
 
@@ -58,7 +64,7 @@ def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
 def test_under_torchrun() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     done = subprocess.run(
-        [*command, "--nproc-per-node", "2", "-m", "symm_cp", "demo", *TINY],
+        [*command, "--nproc-per-node", "2", "-m", "symm_cp", "demo", *BRIEF],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -71,8 +77,8 @@ def result(fused: list[float]) -> Result:
         options=demo_arguments.check(parsed(), {}),
         text="",
         parameters=1,
-        losses={DENSE: dense, UNFUSED: dense, FUSED: fused, COMPUTE: [0.0, 0.0]},
-        seconds={DENSE: [4.0] * 2, UNFUSED: [3.0] * 2, FUSED: [2.25] * 2, COMPUTE: [2.0] * 2},
+        losses={DENSE: dense, GLOO: dense, FUSED: fused, COMPUTE: [0.0, 0.0]},
+        seconds={DENSE: [4.0] * 2, GLOO: [3.0] * 2, FUSED: [2.25] * 2, COMPUTE: [2.0] * 2},
     )
 
 
@@ -80,7 +86,7 @@ def result(fused: list[float]) -> Result:
 def test_losses_that_differ_are_noticed(fused: list[float]) -> None:
     assert not result(fused).agree()
     assert result([5.5, 5.0]).agree()
-    assert result([5.5, 5.0]).hidden() == pytest.approx(0.75)
+    assert result([5.5, 5.0]).hidden(GLOO) == pytest.approx(0.75)
 
 
 def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
@@ -95,7 +101,7 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
     )
     env = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "symm_cp", "demo", *TINY],
+        [sys.executable, "-m", "symm_cp", "demo", *BRIEF],
         capture_output=True, text=True, timeout=120, check=False, env=env,
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
@@ -141,3 +147,34 @@ def test_batches_are_windows_of_the_text() -> None:
     assert made.shape == (3, 6, 4)
     assert torch.equal(made[:, 1:], made[:, :-1] + 1)
     assert torch.equal(made, batches(text, steps=3, seq=5, batch=4, seed=1))
+
+
+def test_a_ratio_is_that_of_paired_steps() -> None:
+    """A machine that is twice as slow in some steps is so for both."""
+    slow = [1.0, 2.0, 1.0, 2.0, 4.0, 1.0, 2.0, 1.0, 1.0, 2.0]
+    found = ratio([1.5 * second for second in slow], slow)
+    assert found.median == pytest.approx(1.5)
+    assert found.width == pytest.approx(0.0)
+    assert ratio([3.0] * 5, [2.0] * 5).interval is None
+
+
+def test_an_interval_holds_the_median_of_what_it_was_drawn_from() -> None:
+    draw = random.Random(0)
+    for count in (6, 10, 60):
+        inside = 0
+        for _ in range(400):
+            found = ratio([draw.lognormvariate(0.0, 0.1) for _ in range(count)], [1.0] * count)
+            assert found.interval is not None
+            inside += found.interval[0] <= 1.0 <= found.interval[1]
+        assert 368 <= inside <= 398  # at least 380 on average, 388 where steps are few
+
+
+def test_steps_go_on_until_times_are_certain(tmp_path: Path) -> None:
+    """Five steps never are, which leaves three without those to warm up: the bound ends it."""
+    out = tmp_path / "out.json"
+    assert main(["demo", *TINY, "--most-steps", "5", "--json", str(out)]) == 0
+    report = json.loads(out.read_text())
+    assert {len(losses) for losses in report["losses"].values()} == {3}
+    assert {name: len(times) for name, times in report["seconds"].items()} == {
+        name: 3 if name == DENSE else 5 for name in report["seconds"]
+    }

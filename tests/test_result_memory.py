@@ -483,7 +483,7 @@ def test_results_of_ops_are_in_blocks(ranks: Ranks, world_size: int) -> None:
 
 def grows(group: dist.ProcessGroup, calls: int) -> int:
     """By how much a process has grown after many calls."""
-    x, weight = torch.randn(256, 1024), torch.randn(1024, 1024)
+    x, weight = torch.randn(256, 1024), torch.randn(1024, 64)
 
     def call() -> None:
         OPS.fused_all_gather_matmul(x, [weight], 0, group.group_name)
@@ -497,7 +497,7 @@ def grows(group: dist.ProcessGroup, calls: int) -> int:
 
 
 def test_calls_do_not_grow_a_process(ranks: Ranks) -> None:
-    assert max(ranks.run(2, grows, 200)) < 4 * MIB
+    assert max(ranks.run(2, grows, 500)) < 4 * MIB
 
 
 # --- doctor --------------------------------------------------------------------------------------

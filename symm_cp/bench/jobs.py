@@ -357,8 +357,8 @@ def train_options(
 ) -> demo_arguments.DemoOptions:
     """Returns the demo's options for `train`; `ValueError` for sizes not divisible by `ranks`."""
     arguments = argparse.Namespace(
-        ranks=ranks, cp=1, compile=False, steps=1, text=None, dim=dim, layers=layers, seq=tokens,
-        batch=4, dtype=dtype, seed=0, json=None, rendezvous=None,
+        ranks=ranks, cp=1, compile=False, steps=1, most_steps=1, text=None, dim=dim, layers=layers,
+        seq=tokens, batch=4, dtype=dtype, seed=0, json=None, rendezvous=None,
     )  # fmt: skip
     return demo_arguments.check(arguments, {})
 
@@ -369,21 +369,23 @@ def train(setting: Setting, dim: int, layers: int, tokens: int) -> Job:
 
     options = train_options(setting.ranks, dim, layers, tokens, str(setting.dtype)[6:])
     run = DemoRun(options, setting.group, quiet=True)
-    unfused, fused, alone = trainers(run, variants)
+    *over_backends, fused, alone = trainers(run, variants)
+    unfused = over_backends[0]
     batch = run.batches[0]
     inputs, targets = run.own_part(batch[:-1]), run.own_part(batch[1:])
 
     def check() -> None:
         losses = []
         for trainer in (unfused, fused):
-            trainer.step(inputs, targets, run.grid)
+            trainer.step(inputs, targets)
             losses.append(trainer.losses[-1])
         if not abs(losses[0] - losses[1]) <= 1e-2 * abs(losses[0]):
             raise AssertionError(f"the losses differ: unfused {losses[0]}, fused {losses[1]}")
 
     def step(trainer: Trainer) -> Callable[[], None]:
-        return lambda: trainer.step(inputs, targets, run.grid)
+        return lambda: trainer.step(inputs, targets)
 
     name = f"training step, {layers} layers of {dim} features, 4 x {tokens} tokens"
     steps: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
+    steps |= {trainer.variant.name: step(trainer) for trainer in over_backends[1:]}
     return Job(setting.case(name, steps, check=check))

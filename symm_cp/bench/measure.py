@@ -26,7 +26,8 @@ _RESAMPLES = 500
 #: A wider interval of the overlap is inconclusive.
 _MAX_WIDTH = 0.25
 _WARM_UP = 2
-_MIN_REPETITIONS, _MAX_REPETITIONS = 5, 60
+_MIN_REPETITIONS = 5
+_TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # of a timing with `inner` 0
 
 Interval = tuple[float, float]
 
@@ -39,7 +40,8 @@ class Case:
     variants: Mapping[str, Callable[[], object]]
     check: Callable[[], None] = lambda: None
     repetitions: int = 0  # 0: as many as fit into the time of `measure`
-    inner: int = 1  # calls in one timing
+    inner: int = 1  # calls in one timing; 0: for each variant as many as take about a millisecond
+    most: int = 60  # repetitions, where as many as fit are made
     # Called before and after a timing; with `host` only before, to time how long the host takes to
     # enqueue the work.
     synchronize: Callable[[], object] = lambda: None
@@ -82,6 +84,10 @@ class Row:
         """Returns the median seconds of a variant."""
         return statistics.median(self.seconds[name])
 
+    def minimum(self, name: str) -> float:
+        """Returns the least seconds of a variant: on a busy machine the most repeatable figure."""
+        return min(self.seconds[name])
+
     def ratio(self, name: str) -> float:
         """Returns the median of the ratios to the limit within a repetition."""
         return _ratio(self.seconds[name], self.seconds[self.limit])
@@ -104,6 +110,7 @@ class Row:
             "case": self.case,
             **self.notes,
             "ms": {name: self.median(name) * 1e3 for name in self.seconds},
+            "ms_min": {name: self.minimum(name) * 1e3 for name in self.seconds},
             "ratio": {name: self.ratio(name) for name in self.seconds},
             "ratio_95": {name: self.ratio_interval(name) for name in self.seconds},
             **({"overlap": asdict(overlap)} if overlap is not None else {}),
@@ -135,15 +142,15 @@ def bootstrap(statistic: Callable[..., float], *columns: Sequence[float]) -> Int
     return values[int(0.025 * _RESAMPLES)], values[int(0.975 * _RESAMPLES)]
 
 
-def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None]) -> float:
+def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None], inner: int) -> float:
     case.synchronize()
     barrier()
     start = time.perf_counter()
-    for _ in range(case.inner):
+    for _ in range(inner):
         run()
     if not case.host:
         case.synchronize()
-    return (time.perf_counter() - start) / case.inner
+    return (time.perf_counter() - start) / inner
 
 
 def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
@@ -163,18 +170,24 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     case.check()
     barrier = quick_barrier(group)
     names = list(case.variants)
-    round_seconds = 0.0
+    inner = dict.fromkeys(names, case.inner or 1)
+    slowest = dict.fromkeys(names, 0.0)
     for _ in range(_WARM_UP):  # workspaces, packed weights, page faults
-        start = time.perf_counter()
-        for name in names:
-            _time(case, case.variants[name], barrier)
-        round_seconds = time.perf_counter() - start
+        own_times = [_time(case, case.variants[name], barrier, inner[name]) for name in names]
+        slowest = dict(zip(names, _slowest(own_times, group), strict=True))
+    if case.inner == 0:
+        for name, call_seconds in slowest.items():
+            inner[name] = max(1, min(_MAX_INNER, int(_TIMING_SECONDS / max(1e-9, call_seconds))))
+    round_seconds = sum(slowest[name] * inner[name] for name in names)
+    fitting = max(_MIN_REPETITIONS, min(case.most, int(seconds / max(1e-9, round_seconds))))
     own = []
-    for repetition in range(case.repetitions or _fitting(round_seconds, seconds, group)):
+    for repetition in range(case.repetitions or fitting):
         # Rotated, because a variant finds the data of the one before it in the caches.
         first = repetition % len(names)
         order = [*names[first:], *names[:first]]
-        seconds_by_name = {name: _time(case, case.variants[name], barrier) for name in order}
+        seconds_by_name = {
+            name: _time(case, case.variants[name], barrier, inner[name]) for name in order
+        }
         own.append([seconds_by_name[name] for name in names])
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)
@@ -183,12 +196,11 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     return replace(row, notes=case.after(row))
 
 
-def _fitting(round_seconds: float, seconds: float, group: dist.ProcessGroup) -> int:
-    """Returns how many repetitions fit, identically on all ranks."""
-    slowest = torch.tensor(round_seconds, dtype=torch.float64)
+def _slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+    """Returns the largest of each over the ranks, identically on all ranks."""
+    slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    fitting = int(seconds / max(1e-9, float(slowest)))
-    return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
+    return slowest.tolist()
 
 
 def duration(seconds: float) -> str:

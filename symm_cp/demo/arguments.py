@@ -32,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--steps", type=positive, default=12, help="training steps of each variant (%(default)s)")
     add(
+        "--most-steps",
+        type=positive,
+        default=60,
+        help="go on without the one process up to this step, until the times are certain "
+        "(%(default)s)",
+    )
+    add(
         "--text",
         type=Path,
         help="file to train on (default: the source of Python's standard library)",
@@ -54,6 +61,7 @@ class DemoOptions:
     cp: int
     compile: bool
     steps: int
+    most_steps: int
     text: Path | None
     seq: int
     batch: int
@@ -116,6 +124,7 @@ def check(
         cp=cp,
         compile=arguments.compile,
         steps=arguments.steps,
+        most_steps=max(arguments.steps, arguments.most_steps),
         text=arguments.text,
         seq=seq,
         batch=arguments.batch,

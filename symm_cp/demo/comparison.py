@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
 from symm_cp.demo.arguments import DemoOptions
+from symm_cp.demo.paired import Ratio, ratio
 from symm_cp.trusted import write_output
 
-DENSE, UNFUSED, FUSED, COMPUTE = "one process", "unfused", "fused", "compute alone"
-_TRAINED = (DENSE, UNFUSED, FUSED)
+DENSE, FUSED, COMPUTE = "one process", "fused", "compute alone"
+#: Of the interval of the fused step's time to that of the compute alone.
+WIDEST_INTERVAL = 0.05
 # The first steps allocate workspaces and pack weights.
 _WARM_UP = 2
+_NAME_WIDTH = 20
+
+
+def unfused_over(backend: str) -> str:
+    """Returns the name of the variant with collectives over a backend of torch.distributed."""
+    return f"unfused ({backend})"
 
 
 @dataclass(frozen=True)
@@ -24,8 +32,8 @@ class Result:
     options: DemoOptions
     text: str
     parameters: int
-    losses: dict[str, list[float]]
-    seconds: dict[str, list[float]]
+    losses: dict[str, list[float]]  # of `options.steps` steps
+    seconds: dict[str, list[float]]  # of as many steps or more, but for the one process
 
     def tolerance(self) -> float:
         """Returns how much losses of one step may differ.
@@ -41,7 +49,8 @@ class Result:
         """Returns how much each loss differs from that of the one process at the same step."""
         return [
             abs(loss - dense)
-            for name in _TRAINED
+            for name in self.losses
+            if name != COMPUTE
             for loss, dense in zip(self.losses[name], self.losses[DENSE], strict=True)
         ]
 
@@ -49,34 +58,47 @@ class Result:
         """Tells whether all losses agree; NaNs never do."""
         return all(difference <= self.tolerance() for difference in self.differences())
 
-    def median_seconds(self, name: str) -> float:
-        """Returns the median over steps, except the first ones."""
-        seconds = self.seconds[name]
-        return statistics.median(seconds[_WARM_UP:] or seconds)
+    def timed(self, name: str) -> list[float]:
+        """Returns the seconds of all steps except the first ones."""
+        return after_warm_up(self.seconds[name])
 
-    def hidden(self) -> float | None:
-        """Returns the share of communication that fusing hid; None without any communication.
+    def unfused(self) -> list[str]:
+        """Returns the names of the unfused variants, the one over the fastest backend first."""
+        return [name for name in self.seconds if name not in (DENSE, FUSED, COMPUTE)]
 
-        From medians: 1 - (fused - compute) / (unfused - compute).
+    def ratio(self, name: str) -> Ratio:
+        """Returns a variant's time to that of the compute alone, from steps made in turn."""
+        return ratio(self.timed(name), self.timed(COMPUTE))
+
+    def hidden(self, name: str) -> float | None:
+        """Returns the share of an unfused variant's communication that fusing hid.
+
+        1 - (fused - compute) / (unfused - compute); None if communication took no time.
         """
-        unfused, fused, compute = map(self.median_seconds, (UNFUSED, FUSED, COMPUTE))
-        return 1 - (fused - compute) / (unfused - compute) if unfused > compute else None
+        communication = self.ratio(name).median - 1
+        return 1 - (self.ratio(FUSED).median - 1) / communication if communication > 0 else None
+
+
+def after_warm_up(seconds: list[float]) -> list[float]:
+    """Returns all steps except the first ones, unless there are no others."""
+    return seconds[_WARM_UP:] or seconds
 
 
 def _lines(result: Result) -> list[str]:
     options = result.options
     model = options.model
+    trained = [name for name in result.losses if name != COMPUTE]
     lines = [
         f"{result.parameters / 1e6:.1f} M parameters ({model.layers} layers, {model.dim} features, "
         f"{model.heads} query heads, {model.kv_heads} key/value heads), {options.dtype}",
         f"text: {result.text}; {options.steps} steps of {options.batch} x {options.seq} bytes",
         "",
-        f"{'loss at step':<16}" + "".join(f"{name:>16}" for name in _TRAINED),
+        f"{'loss at step':<{_NAME_WIDTH}}" + "".join(f"{name:>{_NAME_WIDTH}}" for name in trained),
     ]
     shown = sorted({0, 1, options.steps // 2, options.steps - 1} & set(range(options.steps)))
     for step in shown:
-        losses = "".join(f"{result.losses[name][step]:>16.6f}" for name in _TRAINED)
-        lines.append(f"{step + 1:<16}{losses}")
+        losses = "".join(f"{result.losses[name][step]:>{_NAME_WIDTH}.6f}" for name in trained)
+        lines.append(f"{step + 1:<{_NAME_WIDTH}}{losses}")
     if options.cp > 1:
         grid = f"{options.ranks // options.cp} x {options.cp} ranks"
         lines.append(f"{grid} (tensor parallel x context parallel)")
@@ -85,21 +107,34 @@ def _lines(result: Result) -> list[str]:
         f"losses {verdict}: they differ by at most {max(result.differences()):.1e}, allowed are "
         f"{result.tolerance():.1e} ({options.dtype}, {options.steps} steps)",
         "",
-        f"{'':<16}{'ranks':>8}{'step':>12}{'speed-up':>12}",
     ]
-    unfused = result.median_seconds(UNFUSED)
-    for name in (*_TRAINED, COMPUTE):
-        seconds = result.median_seconds(name)
-        ranks = 1 if name == DENSE else options.ranks
-        lines.append(f"{name:<16}{ranks:>8}{seconds * 1e3:>9.0f} ms{unfused / seconds:>10.2f} x")
-    hidden = result.hidden()
-    share = "nothing (no communication)" if hidden is None else f"{hidden:.0%} of it"
-    communication = max(0.0, unfused - result.median_seconds(COMPUTE))
-    lines += [
-        "(speed-up over unfused; medians over steps of the slowest rank)",
-        f"communication: {communication * 1e3:.0f} ms of an unfused step; "
-        f"hidden by fusing: {share}",
-    ]
+    return lines + _time_lines(result)
+
+
+def _time_lines(result: Result) -> list[str]:
+    head = "against compute alone (95% interval)"
+    lines = [f"{'':<{_NAME_WIDTH}}{'ranks':>8}{'step':>12}    {head}"]
+    for name in result.seconds:
+        milliseconds = statistics.median(result.timed(name)) * 1e3
+        ranks = 1 if name == DENSE else result.options.ranks
+        against = "" if name in (DENSE, COMPUTE) else f"    {result.ratio(name)}"
+        lines.append(f"{name:<{_NAME_WIDTH}}{ranks:>8}{milliseconds:>9.0f} ms{against}")
+    steps = len(result.timed(FUSED))
+    lines.append(f"(medians over {steps} steps, made in turn; the slowest rank of each step)")
+    for name in result.unfused():
+        hidden = result.hidden(name)
+        share = "no communication to hide" if hidden is None else f"{hidden:.0%} hidden by fusing"
+        speed_up = ratio(result.timed(name), result.timed(FUSED))
+        communication = max(0.0, result.ratio(name).median - 1)
+        lines.append(
+            f"{name}: communication adds {communication:.1%} to a step, {share}; "
+            f"fused is {speed_up.median:.2f} times as fast"
+        )
+    if (width := result.ratio(FUSED).width) > WIDEST_INTERVAL:
+        lines.append(
+            f"The interval of the fused step is {width:.2f} wide: the machine is too noisy, or "
+            "--most-steps too low"
+        )
     return lines
 
 
@@ -110,7 +145,8 @@ def show(result: Result) -> None:
     if path is not None:
         report = {
             "agree": result.agree(),
-            "hidden": result.hidden(),
+            "hidden": {name: result.hidden(name) for name in result.unfused()},
+            "fused_to_compute": asdict(result.ratio(FUSED)),
             "losses": result.losses,
             "seconds": result.seconds,
             "tolerance": result.tolerance(),

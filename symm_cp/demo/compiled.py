@@ -17,6 +17,7 @@ from torch import nn
 
 from symm_cp import inductor
 from symm_cp.context_parallel import HeadTail
+from symm_cp.demo.comparison import FUSED, unfused_over
 from symm_cp.demo.model import Transformer, attend
 from symm_cp.demo.sequence import Attend
 from symm_cp.demo.variants import ModelVariant, RankGrid, blocks, keep_part
@@ -32,13 +33,13 @@ _scatter: Callable[..., torch.Tensor] = (
 
 def unfused(model: Transformer, grid: RankGrid) -> ModelVariant:
     """Returns the model compiled by torch alone."""
-    return _variant("unfused", model, grid, None)
+    return _variant(unfused_over(grid.backend), model, grid, None)
 
 
 def fused(model: Transformer, grid: RankGrid) -> ModelVariant:
     """Returns the model compiled with the passes; a collective that stays unfused is an error."""
     passes = inductor.compile_options(inductor.Options(strict=True))
-    return _variant("fused", model, grid, passes)
+    return _variant(FUSED, model, grid, passes)
 
 
 def _variant(

@@ -32,6 +32,10 @@ class Progress:
             self._shown = tenth
             self._write(f"{self._done}/{self._total} {text}\n")
 
+    def extend(self, steps: int) -> None:
+        """Adds steps to the total."""
+        self._total += steps
+
     def close(self) -> None:
         """Removes the bar."""
         if self._terminal:

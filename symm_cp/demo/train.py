@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel import HeadTail
 from symm_cp.demo import compiled, variants
 from symm_cp.demo.arguments import DemoOptions
-from symm_cp.demo.comparison import Result, show
+from symm_cp.demo.comparison import (
+    COMPUTE,
+    FUSED,
+    WIDEST_INTERVAL,
+    Result,
+    after_warm_up,
+    show,
+)
 from symm_cp.demo.data import batches, read_text
 from symm_cp.demo.model import VOCABULARY, Rotation, Transformer, rotation
+from symm_cp.demo.paired import ratio
 from symm_cp.demo.progress import Progress
 from symm_cp.demo.variants import ModelVariant, RankGrid
 
@@ -29,6 +37,7 @@ class Trainer:
 
     variant: ModelVariant
     positions: Rotation
+    grid: RankGrid | None = None  # None: one process trains on whole batches
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
@@ -36,8 +45,9 @@ class Trainer:
         parameters = self.variant.model.parameters()
         self._optimizer = torch.optim.SGD(parameters, lr=_LEARNING_RATE, momentum=0.9)
 
-    def step(self, inputs: torch.Tensor, targets: torch.Tensor, grid: RankGrid | None) -> None:
+    def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         """Trains on this rank's part of a batch, (S / W, B), or on all of it without a grid."""
+        grid = self.grid
         start = time.perf_counter()
         logits = self.variant.model(inputs, self.positions)
         loss = F.cross_entropy(logits.reshape(-1, VOCABULARY), targets.reshape(-1))
@@ -61,15 +71,18 @@ class DemoRun:
         self.options = options
         self.group = group
         self.rank = group.rank()
-        self.grid = _grid(options, group)
+        self.grids = {name: _grid(options, group, name) for name in _unfused_backends()}
+        self.grid = self.grids["gloo"]
         config = options.model
         text, self.text_name = read_text(options.text)
         self.text_bytes = len(text)
-        self.batches = batches(text, options.steps, options.seq, options.batch, options.seed)
+        self.batches = batches(text, options.most_steps, options.seq, options.batch, options.seed)
         torch.manual_seed(options.seed)
         self.model = Transformer(config).to(options.dtype)
         self.positions = rotation(options.seq, config.head_dim, options.dtype)
-        self.progress = Progress(4 * options.steps) if self.rank == 0 and not quiet else None
+        self.progress = (
+            Progress(self._variants() * options.steps) if self.rank == 0 and not quiet else None
+        )
 
     def result(self) -> Result:
         """Trains all variants; returns the same result on all ranks."""
@@ -81,16 +94,19 @@ class DemoRun:
             options=self.options,
             text=f"{self.text_bytes / 1e6:.1f} MB of {self.text_name}",
             parameters=sum(p.numel() for p in self.model.parameters()),
-            losses={t.variant.name: self.total(t.losses).tolist() for t in (dense, *spread)},
+            losses={
+                t.variant.name: self.total(t.losses[: self.options.steps]).tolist()
+                for t in (dense, *spread)
+            },
             seconds={t.variant.name: self.slowest(t.seconds).tolist() for t in (dense, *spread)},
         )
 
     def train_dense(self) -> Trainer:
         """Trains on rank 0; the others sleep at a barrier until each step is done."""
         trainer = Trainer(variants.dense(self.model), self.positions)
-        for batch in self.batches:
+        for batch in self.batches[: self.options.steps]:
             if self.rank == 0:
-                trainer.step(batch[:-1], batch[1:], None)
+                trainer.step(batch[:-1], batch[1:])
             else:
                 trainer.losses.append(0.0)
                 trainer.seconds.append(0.0)
@@ -99,16 +115,29 @@ class DemoRun:
         return trainer
 
     def train_spread(self) -> list[Trainer]:
-        """Trains the other variants, a step of each in turn, so that drift affects them equally."""
+        """Trains the other variants, a step of each in turn, so that drift affects them equally.
+
+        Goes on after the asked for steps until the times of the fused steps are certain.
+        """
         spread = trainers(self, compiled if self.options.compile else variants)
         for index, batch in enumerate(self.batches):
+            if index >= self.options.steps:
+                if self.is_certain(spread):
+                    break
+                if self.progress is not None:
+                    self.progress.extend(len(spread))
             inputs, targets = self.own_part(batch[:-1]), self.own_part(batch[1:])
             first = index % len(spread)
             for trainer in (*spread[first:], *spread[:first]):
                 dist.barrier(self.group)
-                trainer.step(inputs, targets, self.grid)
+                trainer.step(inputs, targets)
                 self.advance(trainer)
         return spread
+
+    def is_certain(self, spread: list[Trainer]) -> bool:
+        """Tells, identically on all ranks, whether the fused step's interval is narrow enough."""
+        seconds = {t.variant.name: after_warm_up(self.slowest(t.seconds).tolist()) for t in spread}
+        return ratio(seconds[FUSED], seconds[COMPUTE]).width <= WIDEST_INTERVAL
 
     def rows(self) -> torch.Tensor:
         """Returns the positions that this tensor-parallel group holds."""
@@ -131,26 +160,43 @@ class DemoRun:
         dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
         return slowest
 
+    def _variants(self) -> int:
+        return 3 + len(self.grids)
+
     def advance(self, trainer: Trainer) -> None:
         """Shows a finished step."""
         if self.progress is not None:
-            step = f"step {len(trainer.losses)}/{self.options.steps}"
+            step = f"step {len(trainer.losses)}"
             self.progress.advance(f"{trainer.variant.name}: {step}, {trainer.seconds[-1]:.2f} s")
 
 
 def trainers(run: DemoRun, kind: ModuleType) -> list[Trainer]:
-    """Returns trainers of the spread variants: unfused, fused, and the compute alone."""
+    """Returns trainers of the spread variants: unfused over each backend, fused, compute alone."""
     cos, sin = (t[run.rows()] for t in run.positions)
-    makers = (kind.unfused, kind.fused, variants.compute_alone)
-    return [Trainer(make(run.model, run.grid), (cos, sin)) for make in makers]
+
+    def trainer(make: Callable[[Transformer, RankGrid], ModelVariant], grid: RankGrid) -> Trainer:
+        return Trainer(make(run.model, grid), (cos, sin), grid)
+
+    return [
+        *(trainer(kind.unfused, grid) for grid in run.grids.values()),
+        trainer(kind.fused, run.grid),
+        trainer(variants.compute_alone, run.grid),
+    ]
 
 
-def _grid(options: DemoOptions, group: dist.ProcessGroup) -> RankGrid:
+def _unfused_backends() -> list[str]:
+    return [name for name in ("symm_cp", "gloo") if name in dist.Backend.backend_list]
+
+
+def _grid(options: DemoOptions, group: dist.ProcessGroup, backend: str) -> RankGrid:
     """Returns the groups: neighbours share features, ranks one tensor group apart a sequence."""
     numbers = torch.arange(options.ranks).view(options.cp, -1)
-    mesh = DeviceMesh("cpu", numbers, mesh_dim_names=("cp", "tp"))
-    layout = HeadTail(options.seq, options.cp)
-    return RankGrid(group, mesh.get_group("tp"), mesh.get_group("cp"), layout)
+    tensor, context = (
+        dist.new_subgroups_by_enumeration(ranks.tolist(), backend=backend)[0]
+        for ranks in (numbers, numbers.T)
+    )
+    everyone = dist.new_group(backend=backend)
+    return RankGrid(backend, everyone, tensor, context, HeadTail(options.seq, options.cp))
 
 
 def run_rank(options: DemoOptions, group: dist.ProcessGroup) -> int:

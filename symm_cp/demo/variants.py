@@ -30,6 +30,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.context_parallel import HeadTail
 from symm_cp.demo import sequence
+from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, unfused_over
 from symm_cp.demo.model import Transformer
 from symm_cp.demo.sequence import Exchange, Exchanged
 from symm_cp.memory import group_name
@@ -44,6 +45,7 @@ _BY_COLUMNS = ("wo", "w2")
 class RankGrid:
     """The groups of a rank: `tensor` shares features, `context` shares a sequence, `all` both."""
 
+    backend: str
     all: dist.ProcessGroup
     tensor: dist.ProcessGroup
     context: dist.ProcessGroup
@@ -86,7 +88,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def dense(model: Transformer) -> ModelVariant:
     """Returns the whole model, for one process."""
-    return ModelVariant("one process", copy.deepcopy(model), lambda total, _: total)
+    return ModelVariant(DENSE, copy.deepcopy(model), lambda total, _: total)
 
 
 def fused(model: Transformer, grid: RankGrid) -> ModelVariant:
@@ -107,7 +109,7 @@ def fused(model: Transformer, grid: RankGrid) -> ModelVariant:
     for layer in model.layers:
         layer.attention.attend = sequence.fused(grid.context, grid.layout)
     return ModelVariant(
-        "fused",
+        FUSED,
         model,
         lambda total, group: torch.ops.symm_mem.one_shot_all_reduce(
             total, "sum", group_name(group)
@@ -134,7 +136,7 @@ def unfused(model: Transformer, grid: RankGrid) -> ModelVariant:
         _exchange_around(block, (gather, scatter), (scatter, gather))
     for layer in model.layers:
         layer.attention.attend = sequence.unfused(grid.context, grid.layout)
-    return ModelVariant("unfused", model, all_reduce)
+    return ModelVariant(unfused_over(grid.backend), model, all_reduce)
 
 
 def compute_alone(model: Transformer, grid: RankGrid) -> ModelVariant:
@@ -146,7 +148,7 @@ def compute_alone(model: Transformer, grid: RankGrid) -> ModelVariant:
         _exchange_around(block, (first.gather, first.scatter), (last.scatter, last.gather))
     for layer in model.layers:
         layer.attention.attend = sequence.compute_alone(grid.context, grid.layout)
-    return ModelVariant("compute alone", model, lambda total, _: total)
+    return ModelVariant(COMPUTE, model, lambda total, _: total)
 
 
 class _StandIn:

@@ -39,6 +39,12 @@ CASES = [
     Case("failures", "-DRANKS=2 -DNO_MARK", right=False),
     Case("failures", "-DRANKS=2 -DNO_DEBT", right=False),
     Case("failures", "-DRANKS=2 -DNO_VERIFY", right=False),
+    Case("failures", "-DRANKS=2 -DCALLS=3 -DPIECES=2"),
+    Case("failures", "-DRANKS=3 -DCALLS=2 -DPIECES=2 -DQUITS=0"),
+    Case("failures", "-DRANKS=2 -DPIECES=3 -DONE_HALF", right=False),
+    Case("failures", "-DRANKS=2 -DPIECES=3 -DNO_MARK", right=False),
+    Case("failures", "-DRANKS=2 -DPIECES=3 -DNO_DEBT", right=False),
+    Case("failures", "-DRANKS=2 -DPIECES=3 -DSHORT_MARK", right=False),
     Case("sleep", "-DRANKS=3"),
     Case("sleep", "-DEARLY", right=False),
     Case("sleep", "-DLATE", right=False),
@@ -57,6 +63,8 @@ MORE = [
     Case("protocol", "-DRANKS=3 -DCALLS=3 -DDEATHS"),
     Case("failures", "-DRANKS=2 -DCALLS=6 -DQUITS=3"),
     Case("failures", "-DRANKS=3 -DCALLS=3"),
+    Case("failures", "-DRANKS=2 -DCALLS=3 -DPIECES=3"),
+    Case("failures", "-DRANKS=3 -DCALLS=2 -DPIECES=2"),
 ]
 
 

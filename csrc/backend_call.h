@@ -1,0 +1,48 @@
+// How a call of the backend is made once its exchanges are known, and how its errors reach torch.
+#pragma once
+
+#include <c10/util/Exception.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "error.h"
+#include "exchange.h"
+
+namespace symm_cp {
+
+// What works in the background must be woken for: a transfer that would keep the waiter busy for
+// long, or that peers need this rank's help with before it waits.
+inline constexpr int64_t kWaiterBytes = int64_t{64} << 10;
+
+inline bool wants_engine(const Exchange& exchange) {
+  if (exchange.kind == ExchangeKind::kTwoShotAllReduce) return true;
+  int64_t bytes = 0;
+  for (const Extent& extent : exchange.input) bytes += extent.bytes;
+  for (const Extent& extent : exchange.output) bytes += extent.bytes;
+  return bytes > kWaiterBytes;
+}
+
+// The exchange of a group of one rank.
+void run_alone(const Exchange& exchange);
+
+// Runs `body`; its errors become torch's: ValueError for what the caller gave, DistBackendError (a
+// RuntimeError) for what happened to the group.
+template <class Body>
+decltype(auto) translated(Body body) {
+  try {
+    return body();
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::invalid_argument& error) {
+    TORCH_CHECK_VALUE(false, error.what());
+  } catch (const std::exception& error) {
+    C10_THROW_ERROR(DistBackendError, error.what());
+  }
+}
+
+// What the peers are told of an error in the arguments of a call.
+std::string refusal_of(const std::exception& error, int rank);
+
+}  // namespace symm_cp

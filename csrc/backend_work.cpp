@@ -1,0 +1,158 @@
+#include "backend_work.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+
+#include <thread>
+
+#include "error.h"
+#include "group.h"
+#include "python.h"
+
+namespace symm_cp {
+
+void Collective::deliver() {
+  if (results.empty()) return;
+  // Only bytes: gradients and versions of tensors are those of the caller's op.
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  for (auto& [to, from] : results) to.copy_(from);
+}
+
+// --- Ending --------------------------------------------------------------------------------------
+
+Ending::Ending(Collective collective, size_t exchanges)
+    : collective_(std::move(collective)),
+      outputs_(collective_.outputs),
+      delivers_(!collective_.results.empty()),
+      remaining_(exchanges),
+      ended_(exchanges == 0) {}
+
+void Ending::exchange_ended(const std::string& failure) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_.empty()) failure_ = failure;
+    if (--remaining_ > 0) return;
+  }
+  std::string failed_delivery;
+  try {
+    if (failure_.empty()) collective_.deliver();
+  } catch (const std::exception& error) {
+    failed_delivery = error.what();
+  }
+  Collective released;  // freed without the lock
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (failure_.empty()) failure_ = failed_delivery;
+    std::swap(released, collective_);
+    ended_ = true;
+    future = future_;
+  }
+  end_.notify_all();
+  if (future) settle(*future);
+}
+
+bool Ending::ended() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return ended_;
+}
+
+bool Ending::await(std::chrono::milliseconds limit) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  return end_.wait_for(lock, limit, [this] { return ended_; });
+}
+
+std::string Ending::failure() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return failure_;
+}
+
+void Ending::settle(c10::ivalue::Future& future) const {
+  if (failure_.empty())
+    future.markCompleted(c10::IValue(outputs_));
+  else
+    future.setErrorIfNeeded(
+        std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, failure_)));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> Ending::future() {
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (future_) return future_;
+    future = future_ =
+        c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
+    if (!ended_) return future;
+  }
+  settle(*future);
+  return future;
+}
+
+// --- CollectiveWork ------------------------------------------------------------------------------
+
+CollectiveWork::CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group,
+                               std::shared_ptr<Ending> ending, int64_t last,
+                               uint64_t sequence_number)
+    : Work(-1, type),
+      group_(std::move(group)),
+      ending_(std::move(ending)),
+      last_(last),
+      sequence_number_(sequence_number) {}
+
+CollectiveWork::~CollectiveWork() {
+  // A callback of a future may hold the last work of a group, whose engine cannot end itself.
+  if (group_ != nullptr && Group::in_engine()) std::thread([group = std::move(group_)] {}).detach();
+}
+
+bool CollectiveWork::isCompleted() {
+  if (ending_->ended()) return true;
+  // Who asks again and again waits, but leaves the transfer to the engine.
+  if (group_ != nullptr) group_->lane().wake();
+  return false;
+}
+
+bool CollectiveWork::isSuccess() const { return ending_->ended() && ending_->failure().empty(); }
+
+std::exception_ptr CollectiveWork::exception() const {
+  try {
+    if (ending_->ended()) throw_if_failed();
+  } catch (...) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void CollectiveWork::throw_if_failed() const {
+  const std::string failure = ending_->failure();
+  if (!failure.empty()) C10_THROW_ERROR(DistBackendError, failure);
+}
+
+bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
+  if (!ending_->ended()) {
+    const WithoutGil without_gil;
+    if (timeout == kNoTimeout) {
+      try {
+        if (group_ != nullptr) group_->lane().wait(last_);
+      } catch (const Interrupted& interrupted) {
+        C10_THROW_ERROR(DistBackendError, interrupted.what());
+      } catch (const PeerError&) {  // which its ending knows
+      }
+      while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
+    } else {
+      if (group_ != nullptr) group_->lane().wake();
+      if (!ending_->await(timeout))
+        C10_THROW_ERROR(DistBackendError, "the collective did not end within " +
+                                              std::to_string(timeout.count()) + " ms");
+    }
+  }
+  throw_if_failed();
+  return true;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
+  auto future = ending_->future();
+  if (!future->completed() && group_ != nullptr) group_->lane().wake();
+  return future;
+}
+
+}  // namespace symm_cp

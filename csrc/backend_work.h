@@ -1,0 +1,120 @@
+// Asynchronous collectives as torch sees them: works, and futures that nobody has to wait for.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "exchange.h"
+#include "messages.h"
+
+namespace symm_cp {
+
+class Group;
+
+// What one call of a collective does, and the tensors that it needs until it has ended.
+struct Collective {
+  std::vector<Exchange> exchanges;
+  std::vector<at::Tensor> kept;  // their memory is read or written
+  std::vector<std::pair<at::Tensor, at::Tensor>>
+      results;                      // at the end: to the first from the other
+  std::vector<at::Tensor> outputs;  // of the call, in torch's order
+
+  // Copies what does not lie in the caller's tensors yet.
+  void deliver();
+};
+
+// The end of a collective in the background. Whichever thread carries out its last exchange ends
+// it; knows no group, because the thread of a group must not be the last one to let go of it.
+class Ending {
+ public:
+  // `exchanges`: how many it waits for.
+  explicit Ending(Collective collective, size_t exchanges = 0);
+
+  // Is told why an exchange failed, or nothing.
+  void exchange_ended(const std::string& failure);
+  bool ended() const;
+  // Returns when it has ended, which is soon once the last exchange has. False after `limit`.
+  bool await(std::chrono::milliseconds limit);
+  // Why it failed; empty when it did not. Only after it has ended.
+  std::string failure() const;
+  // Whether results are copied to the caller's tensors at the end.
+  bool delivers() const { return delivers_; }
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
+  c10::intrusive_ptr<c10::ivalue::Future> future();
+
+ private:
+  void settle(c10::ivalue::Future& future) const;
+
+  Collective collective_;  // until it has ended
+  std::vector<at::Tensor> outputs_;
+  bool delivers_;
+  mutable std::mutex mutex_;
+  std::condition_variable end_;
+  size_t remaining_;
+  bool ended_ = false;
+  std::string failure_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// A send or a receive.
+class MessageWork : public c10d::Work {
+ public:
+  // `limit`: how long `wait` waits for the peer.
+  MessageWork(c10d::OpType type, Delivery delivery, std::shared_ptr<Ending> ending,
+              std::chrono::milliseconds limit, uint64_t sequence_number);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return delivery_.peer(); }
+  std::vector<at::Tensor> result() override { return ending_->outputs(); }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return sequence_number_; }
+
+ private:
+  // Has the delivery end `ending_`, which until then has nothing to do.
+  void connect();
+
+  Delivery delivery_;
+  std::shared_ptr<Ending> ending_;
+  std::once_flag connected_once_;
+  std::atomic<bool> connected_{false};
+  std::chrono::milliseconds limit_;
+  uint64_t sequence_number_;
+};
+
+class CollectiveWork : public c10d::Work {
+ public:
+  // `last`: the number of the last exchange on the group's lane. Without a group others end it.
+  CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group, std::shared_ptr<Ending> ending,
+                 int64_t last, uint64_t sequence_number);
+  ~CollectiveWork() override;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  std::vector<at::Tensor> result() override { return ending_->outputs(); }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return sequence_number_; }
+
+ private:
+  void throw_if_failed() const;
+
+  std::shared_ptr<Group> group_;
+  std::shared_ptr<Ending> ending_;
+  int64_t last_;
+  uint64_t sequence_number_;
+};
+
+}  // namespace symm_cp

@@ -1,0 +1,132 @@
+"""A backend of torch.distributed: collectives of CPU tensors over the shared memory of a host.
+
+    import symm_cp
+    torch.distributed.init_process_group("symm_cp")              # or "cpu:symm_cp,cuda:nccl"
+
+Importing symm_cp registers it; nothing of torch is changed, and gloo stays the default for CPU
+tensors. `new_group`, `init_device_mesh`, DDP, FSDP2, DTensor and functional collectives use it like
+any other backend, and the ops of this package share its memory. It has every collective and every
+dtype: reductions of the integer and floating types, of bool and of the complex types, all else for
+any dtype. Synchronous calls run in the calling thread; with `async_op=True` they run in the
+background, and their works and futures complete whether or not somebody waits.
+
+Making a group is collective: it finds the other ranks. From then on a call raises
+`torch.distributed.DistBackendError` within a second when a rank it needs has died.
+
+torch would import out-of-tree backends at its own import (entry points "torch.backends"). This
+package declares none: each program of the environment would pay for importing it, used or not.
+`torch.distributed.monitored_barrier` accepts gloo only; `group.monitored_barrier(...)` works.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from symm_cp import native
+from symm_cp.hosts import Place, local_group, spread
+from symm_cp.liveness import host_identity
+
+NAME = "symm_cp"
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed."""
+    if dist.is_available() and NAME not in dist.Backend.backend_list:
+        dist.Backend.register_backend(NAME, _create_from, extended_api=True, devices=["cpu"])
+
+
+def _create_from(
+    options: dist.distributed_c10d._DistributedBackendOptions, _: object
+) -> dist.Backend:
+    return _create(
+        options.store, options.group_id, options.group_rank, options.group_size, options.timeout
+    )
+
+
+def _create(
+    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
+) -> dist.Backend:
+    """Makes the backend of one process group. Collective.
+
+    Of a group that spans hosts: shared memory within a host, gloo between them (csrc/two_level.h).
+    Where hosts hold different numbers of ranks it is gloo alone, which is said.
+    """
+    hosts = hosts_of_ranks(store, name, rank, size, timeout) if size > 1 else [""]
+    ranks = spread([Place(host) for host in hosts])
+    if len(ranks) == 1:
+        return native_backend(store, name, rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    if len({len(on_host) for on_host in ranks}) == 1:
+        return _two_level_backend(store, name, rank, ranks, timeout, gloo)
+    if rank == 0:
+        counts = ", ".join(str(len(on_host)) for on_host in ranks)
+        native.say(
+            f"group {name!r} uses gloo: hosts share memory only if all hold the same number of "
+            f"ranks, these hold {counts}"
+        )
+    return gloo
+
+
+def _two_level_backend(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    ranks: Sequence[Sequence[int]],
+    timeout: datetime.timedelta,
+    gloo: dist.Backend,
+) -> dist.Backend:
+    host = next(index for index, on_host in enumerate(ranks) if rank in on_host)
+    place, size = ranks[host].index(rank), len(ranks[host])
+    host_store = dist.PrefixStore(f"host {host}", store)
+    local = local_group(host_store, f"{name}, host {host}", place, size, timeout)
+    return _open(store, name, rank, sum(map(len, ranks)), timeout, (local, gloo, ranks))
+
+
+def native_backend(
+    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
+) -> dist.Backend:
+    """Makes a backend of ranks that are all on this host. Collective."""
+    return _open(store, name, rank, size, timeout, None)
+
+
+def _open(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    hosts: tuple[dist.ProcessGroup, dist.Backend, Sequence[Sequence[int]]] | None,
+) -> dist.Backend:
+    glue, library = native.load_glue(), native.load()
+    milliseconds = int(timeout.total_seconds() * 1000)
+    open_backend = native.address_of(library.symm_cp_backend_open)
+    local, gloo, ranks = hosts or (None, None, ())
+    by_host = (ctypes.c_int32 * size)(*(peer for on_host in ranks for peer in on_host))
+    return glue.symm_cp_backend_object(
+        open_backend, store, name.encode(), rank, size, milliseconds,
+        local, gloo, by_host, len(ranks),
+    )  # fmt: skip
+
+
+def hosts_of_ranks(
+    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
+) -> list[str]:
+    """Returns the host of each rank of a group that is being made. Collective.
+
+    Raises `torch.distributed.DistBackendError` naming the ranks that do not come in time.
+    """
+    keys = [f"symm_cp/host/{peer}" for peer in range(size)]
+    store.set(keys[rank], host_identity())
+    try:
+        store.wait(keys, timeout)
+    except RuntimeError as error:
+        late = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+        raise dist.DistBackendError(
+            f"making group {name!r}: rank {', '.join(late)} did not come within "
+            f"{timeout.total_seconds():g} s (rank {rank} waited)"
+        ) from error
+    return [store.get(key).decode() for key in keys]

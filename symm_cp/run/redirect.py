@@ -1,0 +1,79 @@
+"""Process groups of programs that `symm-cp run` started: symm_cp where they ask for gloo on CPU."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from symm_cp import env, native
+
+_NAME = "symm_cp"
+
+
+def replaced(requested: str, names: Collection[str]) -> str | None:
+    """Returns the backends to make instead of the requested ones; None: those.
+
+    `requested` is what a program gives to `init_process_group`: "gloo", "cpu:gloo,cuda:nccl", or
+    "undefined", which torch resolves by the machine's accelerator.
+    """
+    backends = dict(c10d.BackendConfig(c10d.Backend(requested)).get_device_backend_map())
+    if backends.get("cpu") not in names:
+        return None
+    backends["cpu"] = _NAME
+    if ":" not in requested and not torch.backends.cuda.is_built():
+        backends.pop("cuda", None)  # gloo by itself stands for both
+    if len(backends) == 1:
+        return _NAME
+    return ",".join(f"{device}:{backend}" for device, backend in backends.items())
+
+
+def make_group(
+    make: Callable[..., tuple[object, dist.Store | None]], *args: object, **kwargs: object
+) -> tuple[object, dist.Store | None]:
+    """Calls torch's `_new_process_group_helper` with the backends that are to be made.
+
+    Raises `native.BuildError` where symm_cp cannot be built.
+    """
+    call = inspect.signature(make).bind(*args, **kwargs)
+    requested = c10d.Backend(str(call.arguments["backend"]))
+    backends = replaced(requested, env.backend_for())
+    if backends is None:
+        return make(*args, **kwargs)
+    native.load()
+    is_world = not call.arguments["global_ranks_in_group"]
+    if is_world and call.arguments["group_rank"] == 0:
+        _say(requested)
+    call.arguments["backend"] = c10d.Backend(backends)
+    call.arguments["backend_options"] = None  # of gloo, which ignores them
+    group, store = make(*call.args, **call.kwargs)
+    if isinstance(group, dist.ProcessGroup):
+        _record(group, store, requested, backends)
+    return group, store
+
+
+def _record(
+    group: dist.ProcessGroup, store: dist.Store | None, requested: str, backends: str
+) -> None:
+    """Has `get_backend` return what the program asked for.
+
+    Programs compare it with "gloo", as do `monitored_barrier` and others of torch's functions.
+    """
+    if ":" in backends and "nccl" not in backends:  # torch takes a default only from one backend
+        group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)
+    world = c10d._world
+    world.pg_map[group] = (requested, store)
+    world.pg_backend_config[group] = str(c10d.BackendConfig(requested))
+
+
+def _say(requested: str) -> None:
+    name = "gloo" if requested == c10d.Backend.UNDEFINED else requested
+    print(
+        f"symm-cp run: process groups of {name} use the backend symm_cp for CPU tensors",
+        file=sys.stderr,
+        flush=True,
+    )

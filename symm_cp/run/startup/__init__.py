@@ -1,0 +1,1 @@
+"""The folder that `symm-cp run` puts first in `PYTHONPATH`, for its `sitecustomize.py`."""

@@ -1,0 +1,83 @@
+"""Programs of torch.distributed run unchanged: as over gloo, or as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.backend import programs, sharded
+from tests.backend.world import world
+from tests.exhaustive import exhaustive, some
+from tests.pool import Ranks
+
+BACKEND = "symm_cp"
+Program = Callable[..., Any]
+
+
+def assert_same(expected: Any, actual: Any) -> None:
+    if isinstance(expected, torch.Tensor):
+        torch.testing.assert_close(actual, expected)
+    elif isinstance(expected, dict):
+        assert expected.keys() == actual.keys()
+        assert_same(list(expected.values()), list(actual.values()))
+    elif isinstance(expected, list):
+        for one, other in zip(expected, actual, strict=True):
+            assert_same(one, other)
+    else:
+        assert actual == expected
+
+
+def compare(group: dist.ProcessGroup, program: Program, *args: Any) -> None:
+    """Runs a program over gloo and over the backend."""
+    results = []
+    seed = torch.initial_seed()
+    for backend in ("gloo", BACKEND):
+        torch.manual_seed(seed)
+        with world(group, backend) as inner:
+            assert inner._get_backend(torch.device("cpu")).name() == backend
+            results.append(program(*args))
+    assert_same(*results)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    some(("ddp", 2), ("objects", 4), ("messages", 4), of=product(programs.SMALL, (2, 4))),
+)
+def test_small_programs(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(world_size, compare, programs.SMALL[name])
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    some(("fsdp", 2), ("tensor_parallel", 4), of=product(sharded.ALL, (2, 4))),
+)
+def test_sharded_programs(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(world_size, compare, sharded.ALL[name])
+
+
+def checkpoint(group: dist.ProcessGroup, folder: str, backend: str, *, saves: bool) -> Any:
+    with world(group, backend):
+        return sharded.save(folder) if saves else sharded.load(folder)
+
+
+@exhaustive
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (1, 4), (4, 4)])
+@pytest.mark.parametrize("backends", [(BACKEND, BACKEND), (BACKEND, "gloo"), ("gloo", BACKEND)])
+def test_checkpoints(
+    ranks: Ranks, before: int, after: int, backends: tuple[str, str], tmp_path: Path
+) -> None:
+    saved = ranks.run(before, checkpoint, str(tmp_path), backends[0], saves=True)[0]
+    for loaded in ranks.run(after, checkpoint, str(tmp_path), backends[1], saves=False):
+        assert_same(saved, loaded)
+
+
+@exhaustive
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_llama(ranks: Ranks, world_size: int, tmp_path: Path) -> None:
+    ranks.run(world_size, compare, sharded.llama, str(tmp_path))

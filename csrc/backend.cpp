@@ -12,6 +12,7 @@
 #include "groups.h"
 #include "messages.h"
 #include "python.h"
+#include "two_level.h"
 
 namespace symm_cp {
 
@@ -62,13 +63,18 @@ std::shared_ptr<Peers> peers_of_backend(const std::string& name) {
 }
 
 Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 milliseconds timeout)
+                 milliseconds timeout, std::nullptr_t)
     : c10d::Backend(rank, size),
-      store_(std::move(store)),
       name_(std::move(name)),
       timeout_(timeout),
-      forks_(fork_count()) {
+      forks_(fork_count()),
+      store_(std::move(store)) {
   setGroupUid(name_);
+}
+
+Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
+                 milliseconds timeout)
+    : Backend(std::move(store), std::move(name), rank, size, timeout, nullptr) {
   translated([this] { find_peers(); });
 }
 
@@ -186,18 +192,26 @@ void Backend::shutdown() {
     std::this_thread::sleep_for(milliseconds(1));
 }
 
-c10::intrusive_ptr<c10d::Work> Backend::carry_out(Group* group, const Manner& manner,
-                                                  Collective collective) {
-  if (group == nullptr) {
+void Backend::prepare(const char* op) {
+  if (size_ > 1) group(op);
+}
+
+void Backend::refuse_call(const Manner& manner, const std::string& reason) {
+  if (size_ > 1) refuse(group(manner.op), manner.async ? kAsync : kSync, reason);
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::carry_out(const Manner& manner, Collective collective) {
+  Group* all = size_ == 1 ? nullptr : &group(manner.op);
+  if (all == nullptr) {
     for (const Exchange& exchange : collective.exchanges) run_alone(exchange);
     collective.exchanges.clear();
     collective.deliver();
   } else if (manner.async) {
-    return start_all(*group, manner, std::move(collective));
+    return start_all(*all, manner, std::move(collective));
   } else {
     for (Exchange& exchange : collective.exchanges) {
       exchange.timeout = manner.timeout;
-      run(*group, std::move(exchange));
+      run(*all, std::move(exchange));
     }
     collective.deliver();
   }
@@ -236,13 +250,28 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
 extern "C" {
 
 // A backend of torch's, of which the caller owns a reference; null on failure, whose text is
-// written to `error`. `store` is borrowed. For the glue, which knows Python's objects.
+// written to `error`. The objects are borrowed. For the glue, which knows Python's objects.
+// Of a group on several hosts: the group of the ranks on this host, a backend of all ranks, and the
+// ranks by host; else null.
 void* symm_cp_backend_open(void* store, const char* name, int rank, int size, int64_t timeout_ms,
+                           void* local, void* transport, const int32_t* ranks, int hosts,
                            std::string* error) {
+  const auto borrowed = [](auto* object) {
+    return c10::intrusive_ptr<std::remove_pointer_t<decltype(object)>>::reclaim_copy(object);
+  };
+  const std::chrono::milliseconds timeout(timeout_ms);
   try {
-    auto borrowed = c10::intrusive_ptr<c10d::Store>::reclaim_copy(static_cast<c10d::Store*>(store));
-    c10::intrusive_ptr<c10d::Backend> backend = c10::make_intrusive<symm_cp::Backend>(
-        std::move(borrowed), name, rank, size, std::chrono::milliseconds(timeout_ms));
+    auto own_store = borrowed(static_cast<c10d::Store*>(store));
+    c10::intrusive_ptr<c10d::Backend> backend;
+    if (local == nullptr)
+      backend =
+          c10::make_intrusive<symm_cp::Backend>(std::move(own_store), name, rank, size, timeout);
+    else
+      backend = c10::make_intrusive<symm_cp::TwoLevelBackend>(
+          std::move(own_store), name, rank, size, timeout,
+          symm_cp::Spread(rank, size, ranks, hosts),
+          borrowed(static_cast<c10d::ProcessGroup*>(local)),
+          borrowed(static_cast<c10d::Backend*>(transport)));
     return backend.release();
   } catch (const c10::Error& failure) {
     *error = failure.what_without_backtrace();

@@ -99,7 +99,7 @@ class Backend : public c10d::Backend {
 
   const std::shared_ptr<Peers>& peers() const { return peers_; }
 
- private:
+ protected:
   // torch says "unset" for the time-out of the group.
   static std::chrono::milliseconds of_call(std::chrono::milliseconds timeout) {
     return timeout.count() > 0 ? timeout : kGroupTimeout;
@@ -110,19 +110,37 @@ class Backend : public c10d::Backend {
     c10d::OpType type;
     bool async;
     std::chrono::milliseconds timeout;
+    int64_t root = -1;  // -1: there is none
   };
+
+  // For backends that find the other ranks by themselves; `find` is ignored.
+  Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
+          std::chrono::milliseconds timeout, std::nullptr_t find);
+
+  // Throws where no call can be made.
+  virtual void prepare(const char* op);
+  virtual c10::intrusive_ptr<c10d::Work> carry_out(const Manner& manner, Collective collective);
+  // Tells the peers, which may be making this call, that this rank does not.
+  virtual void refuse_call(const Manner& manner, const std::string& reason);
+
+  std::string name_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<uint64_t> sequence_number_{0};
+  int forks_;
+
+ private:
   template <class Options>
   static Manner manner(const char* op, c10d::OpType type, const Options& opts) {
-    return {op, type, opts.asyncOp, of_call(opts.timeout)};
+    Manner made{op, type, opts.asyncOp, of_call(opts.timeout)};
+    if constexpr (requires { opts.rootRank; }) made.root = opts.rootRank;
+    return made;
   }
 
   // `describe` fills a collective, or throws where its tensors do not fit, which the peers are
   // told.
   template <class Describe>
   c10::intrusive_ptr<c10d::Work> call(const Manner& manner, Describe describe);
-  // `group`: null where this rank is alone.
-  c10::intrusive_ptr<c10d::Work> carry_out(Group* group, const Manner& manner,
-                                           Collective collective);
   c10::intrusive_ptr<c10d::Work> start_all(Group& group, const Manner& manner,
                                            Collective collective);
   c10::intrusive_ptr<c10d::Work> meet(const Manner& manner);
@@ -138,10 +156,8 @@ class Backend : public c10d::Backend {
   void find_peers();
 
   // Add an exchange to a collective:
-  // `root`: the only rank that takes the result; kEveryRank.
-  void add_all_reduce(Collective& collective, const char* op, CallName name,
-                      const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
-                      int64_t root) const;
+  void add_all_reduce(Collective& collective, CallName name, const at::Tensor& tensor,
+                      const c10d::ReduceOp& reduce_op, std::optional<int64_t> root) const;
   void add_all_gather(Collective& collective, const char* op, const at::Tensor& output,
                       const at::Tensor& input) const;
   void add_all_gather(Collective& collective, const char* op,
@@ -153,16 +169,11 @@ class Backend : public c10d::Backend {
   void check_root(const char* op, int64_t root) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
-  std::string name_;
-  std::atomic<std::chrono::milliseconds> timeout_;
-  int forks_;
   std::shared_ptr<Peers> peers_;
   std::mutex mutex_;
   std::shared_ptr<Group> group_;
   std::shared_ptr<Messages> messages_;
   std::atomic<Group*> known_group_{nullptr};
-  std::atomic<bool> aborted_{false};
-  std::atomic<uint64_t> sequence_number_{0};
 };
 
 // The peers that the backend of a process group has found; null for another backend.

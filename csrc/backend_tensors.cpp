@@ -49,7 +49,7 @@ at::Tensor plain_like(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().memory_format(std::nullopt));
 }
 
-bool overlap(const Extent& one, const Extent& other) {
+bool extents_overlap(const Extent& one, const Extent& other) {
   const auto* a = static_cast<const char*>(one.data);
   const auto* b = static_cast<const char*>(other.data);
   return a < b + other.bytes && b < a + one.bytes;
@@ -188,7 +188,7 @@ void separate(Collective& collective, Exchange& exchange, int own) {
       const size_t giver = inputs == 1 ? static_cast<size_t>(own) : i;
       const size_t taker = outputs == 1 ? static_cast<size_t>(own) : j;
       const bool in_place = giver == taker && input.data == output.data;
-      if (!in_place && overlap(input, output)) return true;
+      if (!in_place && extents_overlap(input, output)) return true;
     }
     return false;
   };

@@ -94,7 +94,7 @@ class MessageWork : public c10d::Work {
 
 class CollectiveWork : public c10d::Work {
  public:
-  // `last`: the number of the last exchange on the lane; 0: all have ended.
+  // `last`: the number of the last exchange on the group's lane. Without a group others end it.
   CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group, std::shared_ptr<Ending> ending,
                  int64_t last, uint64_t sequence_number);
   ~CollectiveWork() override;

@@ -1,149 +1,228 @@
-// Collectives without Python steps: at once, or on a copy engine as work that `wait_tensor` awaits.
-// Their gradients are in gradients.cpp.
+// The ops that all-reduce or reduce-scatter in the calling thread, from the dispatcher to memory.
+// Boxed, because the C++ signatures of torch's own registrations differ between its builds. Their
+// gradients are in gradients.cpp.
 #include <torch/library.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
-#include "error.h"
-#include "group.h"
-#include "plan.h"
-#include "pool.h"
+#include "kernels.h"
 
 namespace symm_cp {
 
 namespace {
 
-using PlanHandle = std::shared_ptr<const Plan>;
+using namespace kernels;
+using torch::jit::Stack;
 
-// Holds what the transfer reads and writes until it has been waited for. The output's storage, not
-// the tensor: the work is registered under the tensor.
-class Transfer : public c10d::Work {
- public:
-  Transfer(std::shared_ptr<Group> group, int64_t number, at::Tensor input, c10::Storage output)
-      : group_(std::move(group)),
-        number_(number),
-        input_(std::move(input)),
-        output_(std::move(output)) {}
+constexpr const char* kOneShot = "one_shot_all_reduce";
+constexpr const char* kOneShotCopy = "one_shot_all_reduce_copy";
+constexpr const char* kTwoShot = "two_shot_all_reduce_";
+constexpr const char* kTwoShotOut = "two_shot_all_reduce_out";
+constexpr const char* kReduceScatter = "reduce_scatter_out";
 
-  bool isCompleted() override { return group_->lane().finished(number_); }
+// From this size on three and more ranks reduce a part each, and gather the parts.
+constexpr int64_t kTwoShotBytes = int64_t{16} << 10;
 
-  bool wait(std::chrono::milliseconds /*timeout*/) override {
-    try {
-      group_->lane().wait(number_);
-    } catch (const PeerError& error) {
-      TORCH_CHECK(false, error.what());
+// Divides the bytes of a tensor into the parts that the ranks reduce; those at the end may be
+// shorter.
+void add_parts(CheckedCall& call, int64_t bytes, int ranks) {
+  const int64_t part = whole_parts((bytes + ranks - 1) / ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int64_t begin = std::min(rank * part, bytes), end = std::min(begin + part, bytes);
+    call.add_input(begin, end - begin);
+    call.add_output(begin, end - begin);
+  }
+}
+
+// `output` is contiguous and of the input's shape and dtype. It may be the input.
+void all_reduce(const char* op, Group& group, const at::Tensor& given, std::string_view reduce_by,
+                const at::Tensor& output) {
+  const at::ScalarType dtype = given.scalar_type();
+  const ReduceOp reduce_op = check_reduce_op(op, "input", dtype, reduce_by);
+  at::Tensor input = given.contiguous();
+  bool in_place = input.is_same(given) && is_symmetric(group, input);
+  const bool onto_itself = input.const_data_ptr() == output.const_data_ptr();
+  // Peers read a symmetric input while this rank writes its output: only in parts can it be both.
+  if (overlap(input, output) && (in_place ? op != kTwoShot : !onto_itself)) {
+    input = input.clone();
+    in_place = false;
+  }
+  const int ranks = group.world_size();
+  CallKey key{reinterpret_cast<intptr_t>(op), ranks, static_cast<int64_t>(reduce_op),
+              in_place && onto_itself};
+  add_tensor(key, input);
+  const auto call = CheckedCalls::of_this_thread().take(key, [&](CheckedCall& call) {
+    const int64_t bytes = static_cast<int64_t>(input.nbytes());
+    call.exchange.call_name = name_call(op, dtype, input.sizes(), std::string(reduce_by));
+    set_reduction(call.exchange, dtype, reduce_op);
+    if ((in_place && onto_itself) || (ranks > 2 && bytes >= kTwoShotBytes)) {
+      call.exchange.kind = ExchangeKind::kTwoShotAllReduce;
+      add_parts(call, bytes, ranks);
+    } else {
+      call.exchange.kind = ExchangeKind::kAllReduce;
+      call.add_input(0, bytes);
+      call.add_output(0, bytes);
     }
-    input_.reset();
-    return true;
-  }
-
- private:
-  std::shared_ptr<Group> group_;
-  int64_t number_;
-  at::Tensor input_;
-  c10::Storage output_;
-};
-
-std::shared_ptr<Group>& group_at(int64_t handle) {
-  return *reinterpret_cast<std::shared_ptr<Group>*>(handle);
+  });
+  call->bind(input.const_data_ptr(), output.mutable_data_ptr());
+  call->exchange.in_place = in_place;
+  run(group, call->exchange);
 }
 
-// Handles of the plans of a collective, and what their slots take: for an input in symmetric memory
-// of the group, which must be contiguous, and for any other.
-struct PlanHandles {
-  int64_t plain, in_place, slot_plain, slot_in_place;
-};
-
-struct Inputs {
-  at::Tensor input;
-  bool symmetric;
-  const PlanHandle& plan;
-  int64_t slot_bytes;
-
-  Inputs(const Group& group, const PlanHandles& handles, const at::Tensor& given)
-      : input(given.contiguous()),
-        symmetric(handles.plain != handles.in_place && input.is_same(given) &&
-                  is_symmetric(group, input)),
-        plan(*reinterpret_cast<PlanHandle*>(symmetric ? handles.in_place : handles.plain)),
-        slot_bytes(symmetric ? handles.slot_in_place : handles.slot_plain) {}
-
-  std::vector<void*> operands(const at::Tensor& output) const {
-    return {const_cast<void*>(input.const_data_ptr()), const_cast<void*>(output.const_data_ptr())};
-  }
-
-  static bool is_symmetric(const Group& group, const at::Tensor& tensor) {
-    const auto peers = group.known_peers();
-    return (peers != nullptr ? find_mapping(tensor.const_data_ptr(), *peers)
-                             : find_mapping(tensor.const_data_ptr(), group.name())) != nullptr;
-  }
-};
-
-void run_commands(Channel& channel, const std::vector<Command>& commands, const Plan& plan,
-                  const std::vector<void*>& operands, Call& call) {
-  channel.run(commands.data(), static_cast<int>(commands.size()), plan.references.data(),
-              operands.data(), call);
+void one_shot(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output;
+  if (!guarded(kOneShot, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
+        const at::Tensor& input = arguments.tensor(0);
+        output = new_output(input, input.sizes());
+        all_reduce(kOneShot, *group, input, arguments.text(1), output);
+      }))
+    return call_python(op, stack);
+  arguments.end(std::move(output));
 }
 
-// Carries a collective out in the calling thread.
-void run_collective(int64_t handle, int64_t plain, int64_t in_place, int64_t slot_plain,
-                    int64_t slot_in_place, const at::Tensor& given, const at::Tensor& output) {
-  const std::shared_ptr<Group> group = group_at(handle);
-  Workspace& workspace = group->workspace(kSync);
-  const int64_t number = group->next(kSync);
-  try {
-    const Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
-    Call call = workspace.begin(number, inputs.slot_bytes, inputs.plan->call_name);
-    run_commands(*workspace.channel(), inputs.plan->whole, *inputs.plan, inputs.operands(output),
-                 call);
-  } catch (const std::exception& error) {
-    group->failed(kSync, number, error);
-    TORCH_CHECK(false, error.what());
-  }
+void all_reduce_out(const char* name, const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor output = arguments.tensor(3);
+  if (!guarded(name, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
+        const at::Tensor& input = arguments.tensor(0);
+        check_out(name, "out", output, input.sizes(), input.scalar_type());
+        all_reduce(name, *group, input, arguments.text(1), output);
+      }))
+    return call_python(op, stack);
+  arguments.end(output);
 }
 
-// Leaves a collective to the copy engine and returns its output, which is complete once it was
-// waited for. Never waits for a peer: what the first call, or one that needs larger memory, waits
-// for is left to the engine, too.
-// When the engine is idle the slot is free: then the caller publishes its input itself, and the
-// peers can begin. Otherwise the input is copied aside and all is left to the engine. Either way a
-// plain input may be overwritten once this has returned.
-at::Tensor start_transfer(int64_t handle, int64_t plain, int64_t in_place, int64_t slot_plain,
-                          int64_t slot_in_place, const at::Tensor& given, at::IntArrayRef shape,
-                          bool background) {
-  const std::shared_ptr<Group> group = group_at(handle);
-  Workspace& workspace = group->workspace(kAsync);
-  const int64_t number = group->next(kAsync);
-  try {
-    Inputs inputs(*group, {plain, in_place, slot_plain, slot_in_place}, given);
-    at::Tensor output = pooled_empty(shape, given.options());
-    const bool publish = group->lane().idle() && workspace.begins_at_once(inputs.slot_bytes);
-    if (!publish && !inputs.symmetric && inputs.input.is_same(given)) inputs.input = given.clone();
-    Lane::Program program{number, inputs.plan, inputs.operands(output), inputs.slot_bytes};
-    if (publish) {
-      program.begun = workspace.begin(number, inputs.slot_bytes, inputs.plan->call_name);
-      run_commands(*workspace.channel(), inputs.plan->publish, *inputs.plan, program.operands,
-                   *program.begun);
-    }
-    group->lane().submit(std::move(program), background || !publish);
-    c10d::register_work(
-        output, c10::make_intrusive<Transfer>(group, number, inputs.input, output.storage()));
-    return output;
-  } catch (const std::exception& error) {
-    group->lane().refuse(number, cause_of(error, group->rank()), nullptr);
-    TORCH_CHECK(false, error.what());
+void one_shot_out(const c10::OperatorHandle& op, Stack* stack) {
+  all_reduce_out(kOneShot, op, stack);
+}
+
+void two_shot_out(const c10::OperatorHandle& op, Stack* stack) {
+  all_reduce_out(kTwoShotOut, op, stack);
+}
+
+// torch's ops copy the input to the buffer, where the peers read it. Here the group has memory for
+// that, and the buffer is only checked.
+void check_buffer(const at::Tensor& buffer, const at::Tensor& input) {
+  kernels::check_dense(kOneShotCopy, "symm_buffer", buffer);
+  TORCH_CHECK_VALUE(buffer.scalar_type() == input.scalar_type() && buffer.numel() >= input.numel(),
+                    kOneShotCopy, ": symm_buffer is ", name_dtype(buffer.scalar_type()), " ",
+                    buffer.sizes(), ", needs ", name_dtype(input.scalar_type()),
+                    " and room for local_input of shape ", input.sizes());
+}
+
+void one_shot_copy(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  at::Tensor output;
+  if (!guarded(kOneShotCopy, arguments.text(3), kSync, [&](const std::shared_ptr<Group>& group) {
+        const at::Tensor& input = arguments.tensor(1);
+        check_buffer(arguments.tensor(0), input);
+        output = new_output(input, input.sizes());
+        all_reduce(kOneShotCopy, *group, input, arguments.text(2), output);
+      }))
+    return call_python(op, stack);
+  arguments.end(std::move(output));
+}
+
+void one_shot_copy_out(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor output = arguments.tensor(4);
+  if (!guarded(kOneShotCopy, arguments.text(3), kSync, [&](const std::shared_ptr<Group>& group) {
+        const at::Tensor& input = arguments.tensor(1);
+        check_buffer(arguments.tensor(0), input);
+        check_out(kOneShotCopy, "out", output, input.sizes(), input.scalar_type());
+        all_reduce(kOneShotCopy, *group, input, arguments.text(2), output);
+      }))
+    return call_python(op, stack);
+  arguments.end(output);
+}
+
+void two_shot(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor input = arguments.tensor(0);
+  if (!guarded(kTwoShot, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
+        const at::Tensor dense = input.contiguous();
+        all_reduce(kTwoShot, *group, dense, arguments.text(1), dense);
+        if (!dense.is_same(input)) input.copy_(dense);
+      }))
+    return call_python(op, stack);
+  arguments.end(input);
+}
+
+// The sizes of the output of a reduce-scatter.
+at::DimVector scattered_sizes(const at::Tensor& input, bool split_last_dim, int ranks) {
+  check_has_dims(kReduceScatter, "input", input);
+  check_reduce_op(kReduceScatter, "input", input.scalar_type(), "sum");
+  const int64_t dim = split_last_dim ? input.dim() - 1 : 0;
+  TORCH_CHECK_VALUE(input.size(dim) % ranks == 0, kReduceScatter, ": dimension dim=", dim,
+                    " has length ", input.size(dim), ", which is not divisible by world size ",
+                    ranks);
+  at::DimVector sizes(input.sizes());
+  sizes[dim] /= ranks;
+  return sizes;
+}
+
+// Brings the columns that each rank gets together: parts have to be contiguous.
+at::Tensor columns_together(const at::Tensor& input, int ranks) {
+  return input.unflatten(-1, {ranks, input.size(-1) / ranks}).movedim(-2, 0).contiguous();
+}
+
+void reduce_scatter(Group& group, const at::Tensor& given, bool split_last_dim,
+                    at::Tensor& output) {
+  const int ranks = group.world_size();
+  const auto sizes = scattered_sizes(given, split_last_dim, ranks);
+  if (output.defined()) {
+    check_out(kReduceScatter, "output", output, sizes, given.scalar_type());
+  } else {
+    output = new_output(given, sizes);
   }
+  const bool by_columns = split_last_dim && given.dim() > 1;
+  at::Tensor input = by_columns ? columns_together(given, ranks) : given.contiguous();
+  bool in_place = !by_columns && input.is_same(given) && is_symmetric(group, input);
+  if (overlap(input, output)) {
+    input = input.clone();
+    in_place = false;
+  }
+  CallKey key{reinterpret_cast<intptr_t>(kReduceScatter), ranks, split_last_dim};
+  add_tensor(key, given);
+  const auto call = CheckedCalls::of_this_thread().take(key, [&](CheckedCall& call) {
+    const int64_t part = static_cast<int64_t>(output.nbytes());
+    call.exchange.kind = ExchangeKind::kReduceScatter;
+    call.exchange.call_name =
+        name_call(kReduceScatter, given.scalar_type(), given.sizes(),
+                  split_last_dim ? "split_last_dim=True" : "split_last_dim=False");
+    set_reduction(call.exchange, given.scalar_type(), ReduceOp::kSum);
+    for (int rank = 0; rank < ranks; ++rank) call.add_input(rank * part, part);
+    call.add_output(0, part);
+  });
+  call->bind(input.const_data_ptr(), output.mutable_data_ptr());
+  call->exchange.in_place = in_place;
+  run(group, call->exchange);
+}
+
+// With a fourth argument, that is the output.
+void reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const bool to_argument = op.schema().arguments().size() == 4;
+  at::Tensor output = to_argument ? arguments.tensor(3) : at::Tensor();
+  if (!guarded(kReduceScatter, arguments.text(1), kSync, [&](const std::shared_ptr<Group>& group) {
+        reduce_scatter(*group, arguments.tensor(0), arguments.flag(2), output);
+      }))
+    return call_python(op, stack);
+  arguments.end(std::move(output));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
-  m.def(
-      "start_transfer(int group, int plain, int in_place, int slot_plain, int slot_in_place, "
-      "Tensor input, int[] shape, bool background) -> Tensor",
-      torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, start_transfer));
-  m.def(
-      "run_collective(int group, int plain, int in_place, int slot_plain, int slot_in_place, "
-      "Tensor input, Tensor output) -> ()",
-      torch::dispatch(c10::DispatchKey::CompositeExplicitAutograd, run_collective));
+TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
+  m.impl("one_shot_all_reduce", torch::CppFunction::makeFromBoxedFunction<&one_shot>());
+  m.impl("_one_shot_all_reduce", torch::CppFunction::makeFromBoxedFunction<&one_shot>());
+  m.impl("one_shot_all_reduce_out", torch::CppFunction::makeFromBoxedFunction<&one_shot_out>());
+  m.impl("one_shot_all_reduce_copy", torch::CppFunction::makeFromBoxedFunction<&one_shot_copy>());
+  m.impl("one_shot_all_reduce_copy_out",
+         torch::CppFunction::makeFromBoxedFunction<&one_shot_copy_out>());
+  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot>());
+  m.impl("two_shot_all_reduce_out", torch::CppFunction::makeFromBoxedFunction<&two_shot_out>());
+  for (const char* name : {"reduce_scatter_out", "_reduce_scatter"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reduce_scatter_kernel>());
 }
 
 }  // namespace symm_cp

@@ -32,6 +32,33 @@ int64_t all_bytes(const std::vector<Extent>& extents) {
   return sum;
 }
 
+// Walks along bytes that may be in rows.
+class Cursor {
+ public:
+  Cursor(char* begin, const Extent* extent, int64_t offset) : at_(begin) {
+    if (extent == nullptr || extent->row == 0) return;
+    row_ = extent->row;
+    gap_ = extent->pitch - extent->row;
+    at_ = static_cast<char*>(extent->data) + offset / row_ * extent->pitch + offset % row_;
+    left_ = row_ - offset % row_;
+  }
+  char* at() const { return at_; }
+  int64_t left() const { return left_; }
+  void advance(int64_t bytes) {
+    at_ += bytes;
+    left_ -= bytes;
+    if (left_ > 0) return;
+    at_ += gap_;
+    left_ = row_;
+  }
+
+ private:
+  char* at_;
+  int64_t left_ = INT64_MAX;  // in this row
+  int64_t row_ = INT64_MAX;
+  int64_t gap_ = 0;
+};
+
 }  // namespace
 
 ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
@@ -89,8 +116,26 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
   const char* from = address(channel, call, step.source, piece, &given);
   bytes = std::min(bytes, given);
   const bool out = step.to.buffer == Buffer::kOutput;
-  if (bytes > 0 && to != from) copy_bytes(to, from, bytes, out && streamed_);
+  if (bytes <= 0 || to == from) return bytes;
+  Cursor target(to, extent_of(step.to), piece * room_);
+  Cursor source(const_cast<char*>(from), extent_of(step.source), piece * room_);
+  for (int64_t left = bytes; left > 0;) {
+    const int64_t run = std::min({left, target.left(), source.left()});
+    copy_bytes(target.at(), source.at(), run, out && streamed_);
+    target.advance(run);
+    source.advance(run);
+    left -= run;
+  }
   return bytes;
+}
+
+const Extent* ExchangeRun::extent_of(const Area& area) const {
+  const size_t chunk = area.chunk < 0 ? 0 : static_cast<size_t>(area.chunk);
+  switch (area.buffer) {
+    case Buffer::kInput: return &exchange_.input[chunk];
+    case Buffer::kOutput: return &exchange_.output[chunk];
+    default: return nullptr;
+  }
 }
 
 int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopStep& step,
@@ -105,7 +150,7 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
     sources_.push_back(
         address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
   reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
-         exchange_.dtype, exchange_.reduce_op, streamed_);
+         exchange_.dtype, exchange_.reduce_op, streamed_ && step.to.buffer == Buffer::kOutput);
   return bytes;
 }
 

@@ -22,10 +22,13 @@ class Group;
 // Stands for the time-out of the group.
 inline constexpr std::chrono::milliseconds kGroupTimeout{0};
 
-// Contiguous bytes; none where `bytes` is 0.
+// Bytes in memory; none where `bytes` is 0. They are contiguous, or (of kAllGather and kAllToAll
+// only) in rows of `row` bytes that begin `pitch` bytes apart.
 struct Extent {
   void* data = nullptr;
-  int64_t bytes = 0;
+  int64_t bytes = 0;  // of all rows
+  int64_t row = 0;    // 0: contiguous
+  int64_t pitch = 0;
 };
 
 // The steps of one piece.

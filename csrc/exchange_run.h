@@ -32,6 +32,8 @@ class ExchangeRun {
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
   char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
+  // What this rank gives or takes there; null for other memory.
+  const Extent* extent_of(const Area& area) const;
   static Reference reference_of(const Area& area);
 
   Exchange exchange_;

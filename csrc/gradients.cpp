@@ -3,6 +3,7 @@
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/TensorOperators.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 namespace symm_cp {
@@ -37,20 +38,20 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op
 
 // These two are torch's, whose C++ signatures differ between its builds: called boxed.
 at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tensor,
-                           const std::string& reduce_op, const std::string& group) {
+                           const c10::IValue& reduce_op, const c10::IValue& group) {
   Stack stack{tensor, reduce_op, group};
   op.callBoxed(stack);
   return stack.back().toTensor();
 }
 
-at::Tensor all_reduce(const at::Tensor& tensor, const std::string& reduce_op,
-                      const std::string& group) {
+at::Tensor all_reduce(const at::Tensor& tensor, const c10::IValue& reduce_op,
+                      const c10::IValue& group) {
   static const auto op = handle_of("symm_mem::one_shot_all_reduce");
   return call_all_reduce(op, tensor, reduce_op, group);
 }
 
-at::Tensor all_reduce_in_place(const at::Tensor& tensor, const std::string& reduce_op,
-                               const std::string& group) {
+at::Tensor all_reduce_in_place(const at::Tensor& tensor, const c10::IValue& reduce_op,
+                               const c10::IValue& group) {
   static const auto op = handle_of("symm_mem::two_shot_all_reduce_");
   return call_all_reduce(op, tensor, reduce_op, group);
 }
@@ -90,9 +91,32 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
   }
 };
 
+// Nodes of autograd's graph have their count of owners inside, since torch 2.13.
+template <class Node>
+auto make_node() {
+  if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, Node>) {
+    return c10::make_intrusive<Node>();
+  } else {
+    return std::make_shared<Node>();
+  }
+}
+
+// A node of its own: torch's `Function` costs a microsecond more.
+struct AllReduceBackward : torch::autograd::Node {
+  c10::IValue reduce_op, group;
+
+  std::string name() const override { return "OneShotAllReduceBackward"; }
+  // Every rank's output depends on every rank's input in the same way. A rank whose output was not
+  // used takes part as well.
+  variable_list apply(variable_list&& grads) override {
+    const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
+    return {all_reduce(grad, reduce_op, group)};
+  }
+};
+
 struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
-                            const std::string& reduce_op, const std::string& group) {
+                            const c10::IValue& reduce_op, const c10::IValue& group) {
     ctx->saved_data["group"] = group;
     ctx->saved_data["reduce_op"] = reduce_op;
     ctx->mark_dirty({tensor});
@@ -101,9 +125,7 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
     return tensor;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    // Every rank's output depends on every rank's input in the same way.
-    return {all_reduce(grads[0], ctx->saved_data["reduce_op"].toStringRef(),
-                       ctx->saved_data["group"].toStringRef()),
+    return {all_reduce(grads[0], ctx->saved_data["reduce_op"], ctx->saved_data["group"]),
             at::Tensor(), at::Tensor()};
   }
 };
@@ -148,6 +170,20 @@ void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* 
   op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
 }
 
+// Of an op whose last arguments are the tensor that is reduced, the reduction and the group.
+void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 3);
+  const at::Tensor& tensor = arguments[0].toTensor();
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  if (!needs_gradient(name, tensor)) return redispatch(op, keys, stack);
+  const auto node = make_node<AllReduceBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(tensor));
+  node->reduce_op = arguments[1];
+  node->group = arguments[2];
+  redispatch(op, keys, stack);
+  torch::autograd::set_history(stack->back().toTensor(), node);
+}
+
 void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);
   const at::Tensor tensor = arguments[0].toTensor();
@@ -155,8 +191,7 @@ void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   TORCH_CHECK(!(tensor.is_view() ? tensor._base() : tensor).is_leaf(),
               "two_shot_all_reduce_: input is a leaf that requires grad, or a view of one, which "
               "must not be modified in place: use one_shot_all_reduce, or torch.no_grad()");
-  const at::Tensor result =
-      AllReduceInPlace::apply(tensor, arguments[1].toStringRef(), arguments[2].toStringRef());
+  const at::Tensor result = AllReduceInPlace::apply(tensor, arguments[1], arguments[2]);
   torch::jit::drop(*stack, 3);
   stack->emplace_back(result);
 }
@@ -192,13 +227,18 @@ void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   m.impl("_low_contention_all_gather", all_gather_autograd);
   m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
+  for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot_autograd>());
   m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_autograd>());
-  for (const char* name : {"one_shot_all_reduce_out", "reduce_scatter_out"})
+  for (const char* name : {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
+                           "two_shot_all_reduce_out", "reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
 }
 
 TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
-  for (const char* name : {"two_shot_all_reduce_", "one_shot_all_reduce_out", "reduce_scatter_out"})
+  for (const char* name :
+       {"two_shot_all_reduce_", "two_shot_all_reduce_out", "one_shot_all_reduce_out",
+        "one_shot_all_reduce_copy_out", "reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
 }
 

@@ -16,6 +16,11 @@ int PyErr_CheckSignals() __attribute__((weak));
 void PyErr_Fetch(void**, void**, void**) __attribute__((weak));
 void PyErr_Restore(void*, void*, void*) __attribute__((weak));
 int Py_AddPendingCall(int (*)(void*), void*) __attribute__((weak));
+void* PyImport_AddModule(const char*) __attribute__((weak));
+void* PyObject_GetAttrString(void*, const char*) __attribute__((weak));
+int PyObject_IsTrue(void*) __attribute__((weak));
+void PyErr_Clear() __attribute__((weak));
+void Py_DecRef(void*) __attribute__((weak));
 }
 
 namespace symm_cp {
@@ -42,6 +47,18 @@ const bool counting = pthread_atfork(nullptr, nullptr, [] { ++forks; }) == 0;
 }  // namespace
 
 int fork_count() { return forks; }
+
+bool in_test_mode() {
+  if (PyImport_AddModule == nullptr || !Py_IsInitialized()) return false;
+  const int state = PyGILState_Ensure();
+  static void* const module = PyImport_AddModule("torch.distributed._symmetric_memory");
+  void* const mode = PyObject_GetAttrString(module, "_is_test_mode");
+  const bool on = mode != nullptr && PyObject_IsTrue(mode) == 1;
+  if (mode == nullptr) PyErr_Clear();
+  Py_DecRef(mode);  // or null
+  PyGILState_Release(state);
+  return on;
+}
 
 void throw_if_interrupted() {
   if (PyErr_CheckSignals == nullptr || !Py_IsInitialized() || !in_main_thread()) return;

@@ -35,6 +35,9 @@ class WithoutGil {
 // as soon as it runs again. Call it without Python's lock.
 void throw_if_interrupted();
 
+// Whether torch's `_symmetric_memory._test_mode()` asks for the unfused definitions of the ops.
+bool in_test_mode();
+
 // Counts how often this process was forked from one that had loaded this library.
 int fork_count();
 

@@ -93,4 +93,5 @@ try:
     _native.load()
     _known_groups.register()
 except _native.BuildError as _error:
+    _ops.register_without_native()
     _native.say(str(_error).splitlines()[0])

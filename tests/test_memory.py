@@ -106,12 +106,13 @@ def without_memory(group: dist.ProcessGroup, victim: int) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def sync(elements: int) -> torch.Tensor:
-        return torch.ops.symm_mem.one_shot_all_reduce(torch.ones(elements), "sum", own.group_name)
+        return symm_cp.all_gather_matmul(torch.ones(elements, 1), torch.ones(1, 1), group=own)
 
     def background(elements: int) -> torch.Tensor:
         return symm_cp.low_contention_all_gather(torch.ones(elements), group=own).sum()
 
-    for call in (sync, background):
+    # A rank on its own gathers without shared memory.
+    for call in (sync, background) if own.size() > 1 else (sync,):
         small = call(4)
         if own.rank() == victim:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))

@@ -64,7 +64,7 @@ class Watch:
         """Whether a function that the region sees was called, or an attention op has run."""
         if torch.compiler.is_compiling():
             return self.called
-        return self.called or attention_runs.count != self.runs_before
+        return self.called or attention_runs.total() != self.runs_before
 
     def ignores(self, module: nn.Module) -> bool:
         """Tells whether a module needs no check, as when it was checked before."""
@@ -144,7 +144,7 @@ def current() -> Watch | None:
 def enter(watch: Watch) -> None:
     """Starts watching the modules that this thread runs."""
     _hooks.acquire()
-    watch.runs_before = attention_runs.count
+    watch.runs_before = attention_runs.total()
     outer = current()
     if outer is not None:
         outer.first_module = outer.first_module or _local.compiled

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from symm_cp import accelerators
+from symm_cp import accelerators, native
 from symm_cp.devices.base import Device
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.memory import Group, StateKey
@@ -81,6 +81,8 @@ def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
     """Has another device serve tensors on a torch device, CPU included. For tests."""
     kind, made = _kinds.get(torch_device.type), _devices.get(torch_device)
     _kinds[torch_device.type], _devices[torch_device] = type(by), by
+    serve_cpu = native.load().symm_cp_serve_cpu
+    serve_cpu("cpu" not in _kinds)
     try:
         yield
     finally:
@@ -89,3 +91,4 @@ def replaced(torch_device: torch.device, by: Device) -> Iterator[None]:
             _kinds[torch_device.type] = kind
         if made is not None:
             _devices[torch_device] = made
+        serve_cpu("cpu" not in _kinds)

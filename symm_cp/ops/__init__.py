@@ -5,6 +5,7 @@ from __future__ import annotations
 from symm_cp.ops import (
     attention,
     collectives,
+    common,
     low_contention,
     matmul,
     matmul_derivatives,
@@ -24,3 +25,8 @@ def register() -> None:
     low_contention.register()
     attention.register()
     transforms.register()
+
+
+def register_without_native() -> None:
+    """Has ops whose kernels are native say why the native part is missing."""
+    common.register_without_native()

@@ -1,7 +1,7 @@
-"""Collectives on symmetric memory that are complete when they return.
+"""Collectives that are complete when they return; their kernels are in csrc/collectives.cpp.
 
 torch's ops of these names take inputs in symmetric memory only; here a plain input goes
-through the workspace.
+through the workspace. The ops that torch gives a `symm_buffer` for that only check it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,25 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import runtime
+from symm_cp.devices import has_streams
 from symm_cp.hosts import hosts_of, no_common_memory
-from symm_cp.memory import is_symmetric, resolve
+from symm_cp.memory import resolve
 from symm_cp.ops.common import (
-    PLANS,
-    Plans,
+    Op,
     check_reduce_op,
     lib,
-    register_kernel,
+    register_in_python,
     scatter_split,
-    what_is,
     world_size_of,
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
-from symm_cp.ops.transforms import register_gradient, register_no_gradient
-from symm_cp.results import new_result
+from symm_cp.ops.transforms import register_no_gradient
 from symm_cp.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"
+_ALL_REDUCE_COPY = "one_shot_all_reduce_copy"
 _TWO_SHOT = "two_shot_all_reduce_"
+_TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
 
 # For the compiler.
@@ -52,51 +51,19 @@ def _check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: t
     _check_dense(op, name, out)
 
 
-def _all_reduce(
-    op: str, input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-) -> torch.Tensor:
-    """In one exchange, by the name of the op that was called."""
-    group = resolve(group_name)
-    _check_out(op, "out", out, list(input.shape), input.dtype)
-    on = runtime.of(input, group)
-    plans = group.state(PLANS, Plans)
-    key = (op, "one shot", on, input.shape, input.dtype, reduce_op)
-    plan = plans.get(key)
-    if plan is None:
-        mean = check_reduce_op(op, "input", input.dtype, reduce_op)
-        name = what_is(op, input, detail=reduce_op)
-        plan = plans.keep(key, on.prepare_all_reduce(group, input, name, mean=mean))
-    plan.run(group, input, out)
-    return out
+def _elsewhere(op: str) -> Op:
+    """What an op does where its native kernel cannot serve CPU tensors: it raises."""
+    names = [arg.name for arg in getattr(torch.ops.symm_mem, op).default._schema.arguments]
 
+    def refuses(*args: Any) -> Any:
+        tensor, group_name = args[0], args[names.index("group_name")]
+        if has_streams(tensor.device):
+            raise NotImplementedError(
+                f"{op}: symm_cp has no kernel on this device: torch's own is used there"
+            )
+        raise no_common_memory(op, resolve(group_name), tensor.device)
 
-def _one_shot_all_reduce_out_cpu(
-    input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-) -> torch.Tensor:
-    return _all_reduce(_ALL_REDUCE, input, reduce_op, group_name, out)
-
-
-def _one_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    out = new_result(input, input.shape)
-    return _all_reduce(_ALL_REDUCE, input, reduce_op, group_name, out)
-
-
-def _two_shot_all_reduce_cpu(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    group = resolve(group_name)
-    if not (input.is_contiguous() and is_symmetric(input, group)):
-        # Nothing that peers could reach: go through the workspace.
-        out = new_result(input, input.shape)
-        return input.copy_(_all_reduce(_TWO_SHOT, input, reduce_op, group_name, out))
-    on = runtime.of(input, group)
-    plans = group.state(PLANS, Plans)
-    key = (_TWO_SHOT, on, input.shape, input.dtype, reduce_op)
-    plan = plans.get(key)
-    if plan is None:
-        mean = check_reduce_op(_TWO_SHOT, "input", input.dtype, reduce_op)
-        name = what_is(_TWO_SHOT, input, detail=reduce_op)
-        plan = plans.keep(key, on.prepare_all_reduce_in_place(group, input, name, mean=mean))
-    plan.run(group, input, input)
-    return input
+    return refuses
 
 
 def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> Split:
@@ -114,30 +81,6 @@ def _scattered_shape(input: torch.Tensor, split_last_dim: bool, group_name: str)
     return split.shape_of(0, input.shape)
 
 
-def _reduce_scatter_out_cpu(
-    input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
-) -> torch.Tensor:
-    group = resolve(group_name)
-    on = runtime.of(input, group)
-    plans = group.state(PLANS, Plans)
-    key = (_SCATTER_OUT, on, input.shape, input.dtype, split_last_dim)
-    plan = plans.get(key)
-    if plan is None:
-        split = _scattered(input, split_last_dim, group.world_size)
-        name = what_is(_SCATTER_OUT, input, detail=f"split_last_dim={split_last_dim}")
-        plan = plans.keep(key, on.prepare_reduce_scatter_into(group, input, split, name))
-    _check_out(_SCATTER_OUT, "output", output, list(plan.output_shape), input.dtype)
-    plan.run(group, input, output)
-    return output
-
-
-def _reduce_scatter(input: torch.Tensor, group_name: str, split_last_dim: bool) -> torch.Tensor:
-    shape = _scattered_shape(input, split_last_dim, group_name)
-    output = new_result(input, shape)
-    torch.ops.symm_mem.reduce_scatter_out(input, group_name, split_last_dim, output)
-    return output
-
-
 def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
     op = "get_remote_tensors"
     _check_dense(op, "x", x)
@@ -150,14 +93,17 @@ def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tens
     return [handle.get_remote_tensor(peer, x.shape, x.dtype) for peer in range(group.world_size)]
 
 
-_KERNELS: dict[str, Any] = {
-    _ALL_REDUCE: _one_shot_all_reduce_cpu,
-    "one_shot_all_reduce_out": _one_shot_all_reduce_out_cpu,
-    _TWO_SHOT: _two_shot_all_reduce_cpu,
-    _SCATTER_OUT: _reduce_scatter_out_cpu,
-    "get_remote_tensors": _get_remote_tensors_cpu,
-    "_one_shot_all_reduce": _one_shot_all_reduce_cpu,
-}
+_NATIVE = (
+    _ALL_REDUCE,
+    "one_shot_all_reduce_out",
+    _ALL_REDUCE_COPY,
+    "one_shot_all_reduce_copy_out",
+    _TWO_SHOT,
+    _TWO_SHOT_OUT,
+    _SCATTER_OUT,
+    "_one_shot_all_reduce",
+    "_reduce_scatter",
+)
 
 
 def _check_fake(op: str, input: torch.Tensor, reduce_op: str, group_name: str) -> None:
@@ -171,11 +117,44 @@ def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: s
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-def _one_shot_all_reduce_out_fake(
-    input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+def _all_reduce_out_fake(op: str) -> Op:
+    def fake(
+        input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        _check_fake(op, input, reduce_op, group_name)
+        _check_out(op, "out", out, list(input.shape), input.dtype)
+        return out
+
+    return fake
+
+
+def _check_buffer(buffer: torch.Tensor, input: torch.Tensor) -> None:
+    _check_dense(_ALL_REDUCE_COPY, "symm_buffer", buffer)
+    if buffer.dtype != input.dtype or buffer.numel() < input.numel():
+        raise ValueError(
+            f"{_ALL_REDUCE_COPY}: symm_buffer is {buffer.dtype} {list(buffer.shape)}, needs "
+            f"{input.dtype} and room for local_input of shape {list(input.shape)}"
+        )
+
+
+def _copy_fake(
+    symm_buffer: torch.Tensor, local_input: torch.Tensor, reduce_op: str, group_name: str
 ) -> torch.Tensor:
-    _check_fake(_ALL_REDUCE, input, reduce_op, group_name)
-    _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
+    _check_buffer(symm_buffer, local_input)
+    _check_fake(_ALL_REDUCE_COPY, local_input, reduce_op, group_name)
+    return torch.empty_like(local_input, memory_format=torch.contiguous_format)
+
+
+def _copy_out_fake(
+    symm_buffer: torch.Tensor,
+    local_input: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    _check_buffer(symm_buffer, local_input)
+    _check_fake(_ALL_REDUCE_COPY, local_input, reduce_op, group_name)
+    _check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
     return out
 
 
@@ -200,8 +179,11 @@ def _reduce_scatter_fake(
 
 _FAKES = {
     _ALL_REDUCE: _one_shot_all_reduce_fake,
-    "one_shot_all_reduce_out": _one_shot_all_reduce_out_fake,
+    "one_shot_all_reduce_out": _all_reduce_out_fake(_ALL_REDUCE),
+    _ALL_REDUCE_COPY: _copy_fake,
+    "one_shot_all_reduce_copy_out": _copy_out_fake,
     _TWO_SHOT: _two_shot_all_reduce_fake,
+    _TWO_SHOT_OUT: _all_reduce_out_fake(_TWO_SHOT_OUT),
     _SCATTER_OUT: _reduce_scatter_out_fake,
     "_one_shot_all_reduce": _one_shot_all_reduce_fake,
     "_reduce_scatter": _reduce_scatter_fake,
@@ -209,18 +191,40 @@ _FAKES = {
 
 
 # The compiler refuses ops whose result is an argument; it takes them as ones that return a new
-# tensor, and a copy.
+# tensor, and a copy. It would move a `symm_buffer` to symmetric memory, which there is none of on
+# its own for CPU tensors.
 
 
 def _two_shot_functional(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     return input.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
 
 
-def _one_shot_out_functional(
-    input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+def _all_reduce_out_functional(op: str) -> Op:
+    def functional(
+        input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+    ) -> torch.Tensor:
+        _check_out(op, "out", out, list(input.shape), input.dtype)
+        return out.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
+
+    return functional
+
+
+def _copy_functional(
+    symm_buffer: torch.Tensor, local_input: torch.Tensor, reduce_op: str, group_name: str
 ) -> torch.Tensor:
-    _check_out(_ALL_REDUCE, "out", out, list(input.shape), input.dtype)
-    return out.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
+    _check_buffer(symm_buffer, local_input)
+    return torch.ops.symm_mem.one_shot_all_reduce(local_input, reduce_op, group_name)
+
+
+def _copy_out_functional(
+    symm_buffer: torch.Tensor,
+    local_input: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    _check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
+    return out.copy_(_copy_functional(symm_buffer, local_input, reduce_op, group_name))
 
 
 def _reduce_scatter_out_functional(
@@ -234,30 +238,25 @@ def _reduce_scatter_out_functional(
 
 _FUNCTIONAL = {
     _TWO_SHOT: _two_shot_functional,
-    "one_shot_all_reduce_out": _one_shot_out_functional,
+    _TWO_SHOT_OUT: _all_reduce_out_functional(_TWO_SHOT_OUT),
+    "one_shot_all_reduce_out": _all_reduce_out_functional(_ALL_REDUCE),
+    _ALL_REDUCE_COPY: _copy_functional,
+    "one_shot_all_reduce_copy_out": _copy_out_functional,
     _SCATTER_OUT: _reduce_scatter_out_functional,
 }
 
 
-def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.reduce_op, ctx.group_name = inputs
-
-
-def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    # Every rank's output depends on every rank's input alike.
-    reduced = torch.ops.symm_mem.one_shot_all_reduce(grad, ctx.reduce_op, ctx.group_name)
-    return reduced, None, None
-
-
 def register() -> None:
-    """Adds the CPU kernels, gradients, and what fake tensors and the compiler need."""
-    for name, kernel in _KERNELS.items():
-        lib.impl(name, kernel, "CPU")
-    register_kernel("_reduce_scatter", _reduce_scatter)
+    """Adds what fake tensors and the compiler need, and what the native kernels call in Python.
+
+    The gradients are registered by csrc/gradients.cpp.
+    """
+    for name in _NATIVE:
+        register_in_python(name, _elsewhere(name))
+    lib.impl("get_remote_tensors", _get_remote_tensors_cpu, "CPU")
     for name, fake in _FAKES.items():
-        lib.impl(name, fake, "Meta")
+        lib.impl(name, fake, "Meta", allow_override=True)
     lib.impl("get_remote_tensors", no_fake_remote_tensors, "Meta", allow_override=True)
     for name, functional in _FUNCTIONAL.items():
         lib.impl(name, functional, "Functionalize")
-    register_gradient(_ALL_REDUCE, _all_reduce_backward, _all_reduce_setup)
     register_no_gradient("get_remote_tensors", "tensors of other ranks are no function of x")

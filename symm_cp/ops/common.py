@@ -16,7 +16,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import devices, wire
+from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
@@ -93,6 +93,11 @@ def refuse(group: GroupLike, channel: str, error: Exception) -> None:
 class _Runs(threading.local):
     count = 0
 
+    def total(self) -> int:
+        """Returns the number of runs, native ones included."""
+        native_runs: int = native.load().symm_cp_gather_runs()
+        return self.count + native_runs
+
 
 #: How often this thread has run an op that attends to the keys of all ranks, or gathers them:
 #: context_parallel asks whether any did.
@@ -116,6 +121,10 @@ PLANS: StateKey[Plans] = StateKey("plans")
 #: Joins the namespace that torch defines; what torch registered there stays.
 lib = _Library("symm_mem", "FRAGMENT")
 
+#: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
+_in_python = _Library("symm_cp", "FRAGMENT")
+_with_native_kernels: list[str] = []
+
 Op: TypeAlias = Callable[..., Any]
 
 #: Kernels for devices, by name, of ops that torch has kernels for as well:
@@ -130,11 +139,37 @@ def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> N
     and `override_cuda_ops` installs it.
     """
     lib.impl(name, kernel, "CPU")
+    register_device_kernel(name, kernel, replaces_torch=replaces_torch)
+
+
+def register_device_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
+    """As `register_kernel`, but not for CPU tensors."""
     if replaces_torch:
         device_kernels[name] = kernel
     for device in devices.known():
         if not (replaces_torch and device.torch_has_kernels):
             lib.impl(name, kernel, device.dispatch_key)
+
+
+def register_in_python(name: str, kernel: Op) -> None:
+    """Registers what a native kernel (csrc/kernels.h) calls where it cannot serve CPU tensors.
+
+    In groups that span hosts, in torch's test mode, and where tests have streams serve them.
+    """
+    schema = str(getattr(torch.ops.symm_mem, name).default._schema)
+    _in_python.define(schema.removeprefix("symm_mem::"))
+    _in_python.impl(name, kernel, "CPU")
+    _with_native_kernels.append(name)
+
+
+def register_without_native() -> None:
+    """Has ops whose kernels are native say why the native part is missing."""
+
+    def refuses(*args: Any) -> Any:
+        native.load()
+
+    for name in _with_native_kernels:
+        lib.impl(name, refuses, "CPU")
 
 
 def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:

@@ -26,7 +26,8 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
-    register_kernel,
+    register_device_kernel,
+    register_in_python,
     scatter_split,
     uneven_parts,
     unfused_all_gather,
@@ -74,7 +75,7 @@ def _all_gather(
     if in_test_mode():
         split = _check_gather(shard, sizes, group.rank, group.world_size)
         return unfused_all_gather(shard, 0, group_name, split)
-    on = runtime.of(shard, group)
+    on = runtime.background_of(shard, group)
     plans = group.state(PLANS, Plans)
     key = (_GATHER, on, shard.shape, shard.dtype, None if sizes is None else tuple(sizes))
     plan = plans.get(key)
@@ -96,7 +97,7 @@ def _reduce_scatter(
     if in_test_mode():
         split, _ = _check_scatter(tensor, reduce_op, sizes, group.world_size)
         return unfused_reduce_scatter(tensor, reduce_op, 0, group_name, split)
-    on = runtime.of(tensor, group)
+    on = runtime.background_of(tensor, group)
     plans = group.state(PLANS, Plans)
     key = (
         _SCATTER,
@@ -159,10 +160,12 @@ _KERNELS: dict[str, Op] = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
 def register() -> None:
     """Adds kernels, and fake kernels (torch's average, which integers lack, and check less).
 
-    The gradients of torch's ops are registered by csrc/gradients.cpp.
+    The kernels for CPU tensors are in csrc/low_contention.cpp, the gradients of torch's ops in
+    csrc/gradients.cpp.
     """
     for name, kernel in with_sizes(_KERNELS).items():
-        register_kernel(name, kernel, replaces_torch=name in _KERNELS)
+        register_in_python(name, kernel)
+        register_device_kernel(name, kernel, replaces_torch=name in _KERNELS)
     for name, fake in with_sizes(
         {_GATHER: _all_gather_fake, _SCATTER: _reduce_scatter_fake}
     ).items():

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from symm_cp.ops.common import WITH_SIZES, call_op, uneven_of, world_size_of
+from symm_cp.ops.matmul_grad import is_transposed
 from symm_cp.ops.transforms import register_gradient
 
 _ops = torch.ops.symm_mem
@@ -97,8 +98,11 @@ def _gather_backward(
     if ctx.needs_input_grad[0]:
         grad_shard = _scattered_sum(ctx, pairs, grad_gathered)
     if used and any(ctx.needs_input_grad[1]):
+        transposed = all(map(is_transposed, weights))
         computed = iter(
-            _ops._fused_all_gather_weight_grad(x_shard, used, ctx.dim, ctx.group_name, *ctx.uneven)
+            _ops._fused_all_gather_weight_grad(
+                x_shard, used, ctx.dim, ctx.group_name, *ctx.uneven, transposed=transposed
+            )
         )
         grad_weights = [next(computed) if grad is not None else None for grad in grads]
     return grad_shard, grad_weights, *_no_grads(ctx, 2)
@@ -151,6 +155,8 @@ def _sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _weight_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x_shard, grads, ctx.dim, ctx.group_name, *last = inputs
     ctx.uneven = uneven_of(last)
+    # Autograd sees the arguments up to the last one that is not its default.
+    ctx.arguments = 2 + (len(last) if last and last[-1] is True else len(ctx.uneven))
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x_shard, *grads)
 
@@ -166,7 +172,7 @@ def _weight_backward(ctx: Any, outer: list[torch.Tensor | None]) -> tuple[Any, .
         _, products = _gathered_products(ctx, x_shard, used, return_gathered=False)
         computed = iter(products)
         grad_grads = [next(computed) if h is not None else None for h in outer]
-    return grad_shard, grad_grads, *_no_grads(ctx, 2)
+    return grad_shard, grad_grads, *(None,) * ctx.arguments
 
 
 # --- _fused_matmul_reduce_scatter_backward ---------------------------------------------------

@@ -33,12 +33,21 @@ _BACKWARD = "_fused_matmul_reduce_scatter_backward"
 
 lib.define(
     f"{_WEIGHT_GRAD}(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
-    f"{OPTIONAL_SIZES}) -> Tensor[]"
+    f"{OPTIONAL_SIZES}, bool transposed=False) -> Tensor[]"
 )
 lib.define(
     f"{_BACKWARD}(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, "
     f"str group_name, bool need_a, bool need_b, {OPTIONAL_SIZES}) -> (Tensor, Tensor)"
 )
+
+
+def is_transposed(weight: torch.Tensor) -> bool:
+    """Tells whether a gradient should be laid out by columns, as the weight is.
+
+    autograd copies a gradient that is laid out otherwise than its parameter, and the weight of an
+    `nn.Linear` comes here transposed.
+    """
+    return weight.mT.is_contiguous() and not weight.is_contiguous()
 
 
 def _weight_grad_kernel(
@@ -48,18 +57,24 @@ def _weight_grad_kernel(
     group_name: str,
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
+    transposed: bool = False,
 ) -> list[torch.Tensor]:
-    """For each gradient of an output: gathered(x_shard)^H @ grad."""
+    """For each gradient of an output: gathered(x_shard)^H @ grad, laid out by columns or rows."""
     group = group_of(group_name, rank)
     split = gather_split(
         _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, group.rank, group.world_size
     )
     by_columns = gather_dim == x_shard.dim() - 1
     inner = split.length if by_columns else x_shard.shape[-1]
-    outs = [new_result(x_shard, (inner, grad.shape[-1])) for grad in grads]
+    shapes = [(inner, grad.shape[-1]) for grad in grads]
+    outs = [_new_matrix(x_shard, shape, transposed) for shape in shapes]
     multiply = _weight_grad_columns if by_columns else _weight_grad_rows
     multiply(group, x_shard, grads, split, outs)
     return outs
+
+
+def _new_matrix(like: torch.Tensor, shape: tuple[int, int], transposed: bool) -> torch.Tensor:
+    return new_result(like, shape[::-1]).mT if transposed else new_result(like, shape)
 
 
 def _weight_grad_columns(
@@ -135,12 +150,18 @@ def _weight_grad_fake(
     group_name: str,
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
+    transposed: bool = False,
 ) -> list[torch.Tensor]:
     world_size = world_size_of(group_name)
     split = gather_split(_WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, rank, world_size)
     by_columns = gather_dim == x_shard.dim() - 1
     inner = split.length if by_columns else x_shard.shape[-1]
-    return [x_shard.new_empty(inner, grad.shape[-1]) for grad in grads]
+    shapes = [(inner, grad.shape[-1]) for grad in grads]
+    return [_fake_matrix(x_shard, shape, transposed) for shape in shapes]
+
+
+def _fake_matrix(like: torch.Tensor, shape: tuple[int, int], transposed: bool) -> torch.Tensor:
+    return like.new_empty(shape[::-1]).mT if transposed else like.new_empty(shape)
 
 
 def _backward_kernel(
@@ -166,7 +187,8 @@ def _backward_kernel(
     by_columns = scatter_dim == a.dim() - 1
     a_front = a if by_columns else a.movedim(scatter_dim, 0)
     grad_a = new_result(a, a_front.shape) if need_a else None
-    grad_weight = new_result(weight, weight.shape) if need_b else None
+    inner, outer = weight.shape
+    grad_weight = _new_matrix(weight, (inner, outer), is_transposed(weight)) if need_b else None
     multiply = _backward_columns if by_columns else _backward_rows
     multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight)
     for grad in (grad_a, grad_weight):
@@ -273,9 +295,12 @@ def _backward_fake(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    inner, outer = weight.shape
     return (
         a.new_empty(a.shape if need_a else (0, 0)),
-        weight.new_empty(weight.shape if need_b else (0, 0)),
+        _fake_matrix(weight, (inner, outer), is_transposed(weight))
+        if need_b
+        else weight.new_empty(0, 0),
     )
 
 

@@ -7,15 +7,15 @@ import torch
 from symm_cp.devices import has_streams, spans_hosts
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
-from symm_cp.runtime.api import Runtime
+from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.streams import StreamRuntime
 
 _cpu: Runtime = CpuRuntime()
-_streams: Runtime = StreamRuntime()
-_cpu_over_hosts: Runtime = HostsRuntime(_cpu)
-_streams_over_hosts: Runtime = HostsRuntime(_streams)
+_streams = StreamRuntime()
+_cpu_over_hosts = HostsRuntime(_cpu)
+_streams_over_hosts = HostsRuntime(_streams)
 
 
 def of(tensor: torch.Tensor, group: Group) -> Runtime:
@@ -25,3 +25,10 @@ def of(tensor: torch.Tensor, group: Group) -> Runtime:
     if (on_streams and spans_hosts(group, device)) or hosts_of(group, device) is None:
         return _streams if on_streams else _cpu
     return _streams_over_hosts if on_streams else _cpu_over_hosts
+
+
+def background_of(tensor: torch.Tensor, group: Group) -> BackgroundRuntime:
+    """Returns what runs collectives in the background where that is not native."""
+    found = of(tensor, group)
+    assert isinstance(found, StreamRuntime | HostsRuntime), found
+    return found

@@ -47,36 +47,13 @@ REDUCIBLE: dict[torch.dtype, wire.DType] = {
 
 
 class Collective(Protocol):
-    """A collective on tensors of one shape and dtype, prepared once for a group."""
-
-    @property
-    def output_shape(self) -> Shape:
-        """The shape of the result."""
-
-    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Carries the collective out. Raises `RuntimeError` when a peer fails or disagrees."""
+    """A background collective on tensors of one shape and dtype, prepared once for a group."""
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
         """Starts the collective and returns its result, which `wait_tensor` completes.
 
         Waits for no peer, not in the first call either.
         """
-
-
-class BackgroundCollective:
-    """The part that collectives share which can only be started."""
-
-    def __init__(self, output_shape: Sequence[int], call_name: bytes) -> None:
-        self._output_shape, self._name = tuple(output_shape), call_name
-
-    @property
-    def output_shape(self) -> Shape:
-        """See `Collective`."""
-        return self._output_shape
-
-    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Raises `NotImplementedError`."""
-        raise NotImplementedError(f"{self._name.decode()}: runs in the background only")
 
 
 class Runtime(Protocol):
@@ -162,10 +139,14 @@ class Runtime(Protocol):
         rank-1, ..., and then there is room for two of them at a time instead of one for each rank.
         """
 
+
+class BackgroundRuntime(Protocol):
+    """Runs collectives in the background, where that is not native (csrc/low_contention.cpp)."""
+
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
-        """Prepares a background all-gather along dimension 0, for tensors such as `tensor`.
+        """Prepares an all-gather along dimension 0, for tensors such as `tensor`.
 
         `split` divides the result.
         """
@@ -173,26 +154,7 @@ class Runtime(Protocol):
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
-        """Prepares a background reduce-scatter along dimension 0, for tensors such as `tensor`.
+        """Prepares a reduce-scatter along dimension 0, for tensors such as `tensor`.
 
         `split` divides the input.
         """
-
-    def prepare_all_reduce(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """Prepares an all-reduce into another tensor, in one exchange.
-
-        Raises `NotImplementedError` for groups that share no memory, and on devices where torch
-        has the op, as do the next two.
-        """
-
-    def prepare_all_reduce_in_place(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """Prepares an all-reduce of a symmetric tensor in place, in two exchanges."""
-
-    def prepare_reduce_scatter_into(
-        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
-    ) -> Collective:
-        """Prepares a reduce-scatter of `split` into another tensor, in the calling thread."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -10,12 +9,11 @@ from functools import lru_cache
 import torch
 
 from symm_cp.alignment import part_offsets
-from symm_cp.memory import Group, is_symmetric, reported
+from symm_cp.memory import Group, is_symmetric
 from symm_cp.results import contiguous
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.api import (
     REDUCIBLE,
-    Collective,
     Combine,
     Consume,
     ConsumeAndProduce,
@@ -24,15 +22,10 @@ from symm_cp.runtime.api import (
 )
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
-from symm_cp.runtime.sums import real
 from symm_cp.schedule import patterns
-from symm_cp.schedule.patterns import Pattern, peers
+from symm_cp.schedule.patterns import peers
 from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
 
-# Below this many bytes waking the engine costs more than the transfer, which then waits for
-# `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is not
-# in place, where others wait until this rank has read.
-_WAKE_BYTES = 64 * 1024
 _NATIVE_COPIES: frozenset[str] = frozenset()
 #: Copies of inputs that are strided, or several tensors to be laid out in a slot.
 _PYTHON_COPIES = frozenset({"input"})
@@ -257,183 +250,7 @@ class CpuRuntime:
             kernels: dict[str, Kernel] = {"consume": run_consume, "input->slot": publish}
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
 
-    def prepare_all_gather(
-        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
-    ) -> Collective:
-        """See `Runtime`."""
-        whole = tuple(split.whole_shape(tensor.shape))
-        output = Extent.split(1, split, whole, tensor.element_size())
-        shards = dict(enumerate(output.nbytes))
-        binding = Binding(
-            {"input": (Extent.even(0, shards[group.rank]),), "output": (output,)},
-            {
-                "symmetric": {rank: (Extent.even(0, size),) for rank, size in shards.items()},
-                "slot": {rank: (Extent.even(None, size),) for rank, size in shards.items()},
-            },
-        )
-        pattern, slot_bytes = patterns.BACKGROUND_ALL_GATHER, max(output.nbytes)
-        # An empty tensor has no address: ranks could not agree on whether theirs are symmetric.
-        return _collective(
-            group,
-            pattern,
-            binding,
-            None,
-            call_name,
-            whole,
-            slot_bytes,
-            ever_in_place=min(split.sizes) > 0,
-        )
-
-    def prepare_reduce_scatter(
-        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """See `Runtime`."""
-        pattern = patterns.BACKGROUND_REDUCE_SCATTER
-        return _reduce_scatter(group, pattern, tensor, split, call_name, mean)
-
-    def prepare_reduce_scatter_into(
-        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
-    ) -> Collective:
-        """See `Runtime`."""
-        return _reduce_scatter(group, patterns.REDUCE_SCATTER, tensor, split, call_name, False)
-
-    def prepare_all_reduce(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """See `Runtime`."""
-        nbytes = tensor.numel() * tensor.element_size()
-        whole = (Extent.even(0, nbytes),)
-        binding = Binding(
-            {
-                "input": whole,
-                "symmetric": whole,
-                "slot": (Extent.even(None, nbytes),),
-                "output": (Extent.even(1, nbytes),),
-            }
-        )
-        pattern, reduction = patterns.ALL_REDUCE, _reduction(tensor, mean)
-        shape = tuple(tensor.shape)
-        return _collective(group, pattern, binding, reduction, call_name, shape, nbytes)
-
-    def prepare_all_reduce_in_place(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """See `Runtime`. Each rank reduces a chunk; chunks at the end may be shorter."""
-        reduction, ranks = _reduction(tensor, mean), group.world_size
-        numbers = real(tensor)
-        chunk, elements = -(-numbers.numel() // ranks), numbers.numel()
-        ends = [min(rank * chunk, elements) for rank in range(ranks + 1)]
-        split = Split(tuple(end - start for start, end in itertools.pairwise(ends)))
-        chunks = Extent.split(0, split, (elements,), numbers.element_size())
-        slot = Extent.split(None, split, (elements,), numbers.element_size())
-        binding = Binding({"symmetric": (chunks,), "slot": (slot,)})
-        variant = patterns.TWO_SHOT_ALL_REDUCE.direct(in_place=True)
-        program = lower(variant, group.rank, ranks, binding, reduction=reduction)
-        room = elements * numbers.element_size()
-        shape = tuple(tensor.shape)
-        return _CpuCollective(program, program, call_name, shape, room, always=True)
-
 
 def _readable(shards: Shards, group: Group) -> bool:
     """Whether the one tensor of the own shard can be read in place, as those of all ranks."""
     return shards.contiguous and not shards.sizes.some_empty and is_symmetric(shards.own[0], group)
-
-
-def _reduction(tensor: torch.Tensor, mean: bool) -> Reduction:
-    return Reduction(REDUCIBLE[tensor.dtype.to_real()], mean)
-
-
-def _reduce_scatter(
-    group: Group, pattern: Pattern, tensor: torch.Tensor, split: Split, call_name: bytes, mean: bool
-) -> Collective:
-    whole, item = tuple(tensor.shape), tensor.element_size()
-    parts = Extent.split(0, split, whole, item)
-    own = parts.nbytes[group.rank] * parts.rows
-    binding = Binding(
-        {
-            "input": (parts,),
-            "symmetric": (parts,),
-            "slot": (Extent.split(None, split, whole, item),),
-            "output": (Extent.even(1, own),),
-        }
-    )
-    shape = tuple(split.shape_of(group.rank, whole))
-    nbytes, reduction = tensor.numel() * item, _reduction(tensor, mean)
-    return _collective(group, pattern, binding, reduction, call_name, shape, nbytes)
-
-
-def _collective(
-    group: Group,
-    pattern: Pattern,
-    binding: Binding,
-    reduction: Reduction | None,
-    call_name: bytes,
-    output_shape: Shape,
-    slot_bytes: int,
-    *,
-    ever_in_place: bool = True,
-) -> Collective:
-    """Lowers a pattern for a plain input and for one in symmetric memory."""
-    plain, in_place = (
-        lower(
-            pattern.direct(in_place=place),
-            group.rank,
-            group.world_size,
-            binding,
-            reduction=reduction,
-        )
-        for place in (False, True)
-    )
-    in_place = in_place if ever_in_place else plain
-    return _CpuCollective(plain, in_place, call_name, output_shape, slot_bytes)
-
-
-class _CpuCollective:
-    """A collective without Python kernels.
-
-    `plain` and `in_place` are its programs for an input outside of symmetric memory and for one
-    inside; operand 0 is the input and operand 1 the output. The slot takes `slot_bytes` for a plain
-    input, and with `always` for one in place too.
-    """
-
-    def __init__(
-        self,
-        plain: Program,
-        in_place: Program,
-        call_name: bytes,
-        output_shape: Shape,
-        slot_bytes: int,
-        *,
-        always: bool = False,
-    ) -> None:
-        plan = plain.plan(call_name)
-        self._plans = (plan, plan if in_place is plain else in_place.plan(call_name))
-        handles = (self._plans[0].handle, self._plans[1].handle)
-        self._output_shape = output_shape
-        self._wake = slot_bytes > _WAKE_BYTES
-        slots = (slot_bytes, slot_bytes if always else 0)
-        self._run = (*handles, *slots)
-        self._start = (*handles, *slots) if self._wake else (handles[0],) * 2 + (slots[0],) * 2
-
-    @property
-    def output_shape(self) -> Shape:
-        """See `Collective`."""
-        return self._output_shape
-
-    def run(self, group: Group, tensor: torch.Tensor, output: torch.Tensor) -> None:
-        """Runs the collective in the calling thread."""
-        with group.own_lock():
-            try:
-                torch.ops.symm_cp.run_collective.default(group.handle, *self._run, tensor, output)
-            except RuntimeError as error:
-                raise reported(error)  # noqa: B904 - the same error
-
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """Starts the collective on a copy engine; see `Collective`."""
-        with group.own_lock():
-            try:
-                return torch.ops.symm_cp.start_transfer.default(
-                    group.handle, *self._start, tensor, self._output_shape, self._wake
-                )
-            except RuntimeError as error:
-                raise reported(error)  # noqa: B904 - the same error

@@ -22,12 +22,11 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.alignment import scratch
 from symm_cp.devices import give_up
-from symm_cp.hosts import Hosts, hosts_of, no_common_memory
+from symm_cp.hosts import Hosts, hosts_of
 from symm_cp.memory import Group
 from symm_cp.results import copied, new_result
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import (
-    BackgroundCollective,
     Collective,
     Combine,
     Consume,
@@ -314,59 +313,25 @@ class HostsRuntime:
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
-        """See `Runtime`. Hosts share no memory: it is the process group's own collective."""
-
-        def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-            return process_group.all_gather(tensor, split, group.name)
-
-        return _OfProcessGroup(start, split.whole_shape(tensor.shape), call_name)
+        """See `BackgroundRuntime`. It is the process group's own collective."""
+        return _OfProcessGroup(
+            lambda group, tensor: process_group.all_gather(tensor, split, group.name)
+        )
 
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
         """As `prepare_all_gather`."""
         reduce_op = "avg" if mean else "sum"
-
-        def start(group: Group, tensor: torch.Tensor) -> torch.Tensor:
-            return process_group.reduce_scatter(tensor, reduce_op, split, group.name)
-
-        shape = split.shape_of(group.rank, tensor.shape)
-        return _OfProcessGroup(start, shape, call_name)
-
-    def prepare_all_reduce(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """Raises `NotImplementedError`: hosts share no memory."""
-        raise _no_common_memory(group, tensor, call_name)
-
-    def prepare_all_reduce_in_place(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """Raises `NotImplementedError`: hosts share no memory."""
-        raise _no_common_memory(group, tensor, call_name)
-
-    def prepare_reduce_scatter_into(
-        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
-    ) -> Collective:
-        """Raises `NotImplementedError`: hosts share no memory."""
-        raise _no_common_memory(group, tensor, call_name)
+        return _OfProcessGroup(
+            lambda group, tensor: process_group.reduce_scatter(tensor, reduce_op, split, group.name)
+        )
 
 
-def _no_common_memory(group: Group, tensor: torch.Tensor, call_name: bytes) -> NotImplementedError:
-    op, _, _ = call_name.decode().partition(" ")
-    return no_common_memory(op, group, tensor.device)
-
-
-class _OfProcessGroup(BackgroundCollective):
+class _OfProcessGroup:
     """A collective of torch's process group, which runs in the background."""
 
-    def __init__(
-        self,
-        start: Callable[[Group, torch.Tensor], torch.Tensor],
-        output_shape: Sequence[int],
-        call_name: bytes,
-    ) -> None:
-        super().__init__(output_shape, call_name)
+    def __init__(self, start: Callable[[Group, torch.Tensor], torch.Tensor]) -> None:
         self._start = start
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:

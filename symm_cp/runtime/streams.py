@@ -33,7 +33,6 @@ from symm_cp.devices import (
 from symm_cp.memory import Group
 from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.api import (
-    BackgroundCollective,
     Collective,
     Combine,
     Consume,
@@ -307,30 +306,6 @@ class StreamRuntime:
         """See `Runtime`."""
         return _BackgroundScatter(tensor, split, group.rank, call_name, mean)
 
-    def prepare_all_reduce(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """Raises `NotImplementedError`: torch has this op on devices."""
-        raise _torch_has(call_name)
-
-    def prepare_all_reduce_in_place(
-        self, group: Group, tensor: torch.Tensor, call_name: bytes, *, mean: bool
-    ) -> Collective:
-        """Raises `NotImplementedError`: torch has this op on devices."""
-        raise _torch_has(call_name)
-
-    def prepare_reduce_scatter_into(
-        self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
-    ) -> Collective:
-        """Raises `NotImplementedError`: torch has this op on devices."""
-        raise _torch_has(call_name)
-
-
-def _torch_has(call_name: bytes) -> NotImplementedError:
-    return NotImplementedError(
-        f"{call_name.decode()}: symm_cp has no kernel on this device: torch's own is used there"
-    )
-
 
 class _Transfer(Work):
     """What `wait_tensor` waits for: the current stream then follows the transfer."""
@@ -370,9 +345,9 @@ def _start(
         _register_work(result, _Transfer(device))
 
 
-class _BackgroundGather(BackgroundCollective):
+class _BackgroundGather:
     def __init__(self, tensor: torch.Tensor, split: Split, call_name: bytes) -> None:
-        super().__init__(split.whole_shape(tensor.shape), call_name)
+        self._output_shape, self._name = split.whole_shape(tensor.shape), call_name
         self._chunks = Extent.split(1, split, self._output_shape, tensor.element_size())
 
     def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
@@ -383,11 +358,11 @@ class _BackgroundGather(BackgroundCollective):
         return output
 
 
-class _BackgroundScatter(BackgroundCollective):
+class _BackgroundScatter:
     def __init__(
         self, tensor: torch.Tensor, split: Split, rank: int, call_name: bytes, mean: bool
     ) -> None:
-        super().__init__(split.shape_of(rank, tensor.shape), call_name)
+        self._output_shape, self._name = split.shape_of(rank, tensor.shape), call_name
         self._chunks = Extent.split(0, split, tensor.shape, tensor.element_size())
         self._mean = mean
 

@@ -202,3 +202,28 @@ def complex_gradients(group: dist.ProcessGroup, way: str) -> None:
 @WORLD_SIZES
 def test_complex(ranks: Ranks, world_size: int, way: str) -> None:
     ranks.run(world_size, complex_gradients, way)
+
+
+def gradients_lie_like_weights(group: dist.ProcessGroup) -> None:
+    """Autograd would copy them into place otherwise; `nn.Linear` gives its weight transposed."""
+    W = group.size()
+    for way, linear in itertools.product(tuning.WAYS, (False, True)):
+        up, down = (rand(8, 6).requires_grad_() for _ in range(2))
+        arrived: list[torch.Tensor] = []
+        for weight in (up, down):
+            weight.register_hook(lambda grad, arrived=arrived: arrived.append(grad))
+        with tuning.forced(way):
+            hidden = symm_cp.all_gather_matmul(
+                rand(2, 6 if linear else 8), up.T if linear else up, gather_dim=0, group=group
+            )
+            out = symm_cp.matmul_reduce_scatter(
+                rand(2 * W, 6 if linear else 8), down.T if linear else down, group=group
+            )
+            (hidden.sum() + out.sum()).backward()
+        assert len(arrived) == 2
+        assert all(grad.is_contiguous() for grad in arrived), [grad.stride() for grad in arrived]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_lie_like_weights(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gradients_lie_like_weights)

@@ -22,6 +22,8 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     lib,
+    register_device_kernel,
+    register_in_python,
     register_kernel,
     scatter_split,
     uneven_of,
@@ -67,7 +69,8 @@ def _gather_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    attention_runs.count += 1
+    if key.device.type != "cpu":
+        attention_runs.count += 1  # the native kernel has counted otherwise
     group = group_of(group_name, rank)
     dim = _check(key, value, seq_dim)
     split = gather_split(_GATHER, "seq_dim", dim, key, sizes, group.rank, group.world_size)
@@ -175,7 +178,8 @@ def _scatter_backward(
 
 def register() -> None:
     """Adds the kernels, the fake kernels and the gradients."""
-    register_kernel(_GATHER, _gather_kernel)
+    register_in_python(_GATHER, _gather_kernel)  # the native kernel is in csrc/gather_kv.cpp
+    register_device_kernel(_GATHER, _gather_kernel)
     register_kernel(_SCATTER, _scatter_kernel)
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")

@@ -1,0 +1,152 @@
+// What the native kernels of ops share: the group of a call, checks of arguments that ranks must
+// agree on, and a cache of the calls that were checked.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <c10/util/FunctionRef.h>
+#include <c10/util/SmallVector.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "exchange.h"
+#include "group.h"
+#include "pool.h"
+
+namespace symm_cp::kernels {
+
+using torch::jit::Stack;
+
+// The lengths of all ranks' parts of a dimension, where the caller gives them.
+using Sizes = std::optional<std::vector<int64_t>>;
+
+// What tells the calls of this process apart: op, world size, dtype, sizes and so on.
+using CallKey = c10::SmallVector<int64_t, 16>;
+
+// A call whose arguments were checked. All calls with its key differ in addresses only.
+struct CheckedCall {
+  Exchange exchange;
+  // Where the extents of the exchange begin in the tensors.
+  std::vector<int64_t> input_offsets;
+  std::vector<int64_t> output_offsets;
+  std::vector<int64_t> output_shape;
+  bool in_place_possible = true;  // an input in symmetric memory is read where it lies
+  bool background = false;        // large enough to wake the copy engine for it
+
+  // `row` and `pitch`: see Extent.
+  void add_input(int64_t offset, int64_t bytes);
+  void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
+  void bind(const void* input, void* output);
+};
+
+// The calls that this thread has checked. A bounded cache.
+class CheckedCalls {
+ public:
+  static CheckedCalls& of_this_thread();
+
+  // Returns the call with that key, after `check(call)` has filled it if there was none. Until
+  // `release` another call with the key, as a signal handler may make, gets one of its own.
+  template <class Check>
+  std::shared_ptr<CheckedCall> take(const CallKey& key, Check check) {
+    const auto known = calls_.find(key);
+    if (known != calls_.end() && known->second.use_count() == 1) return known->second;
+    auto call = std::make_shared<CheckedCall>();
+    check(*call);
+    keep(key, call);
+    return call;
+  }
+
+ private:
+  struct Hash {
+    size_t operator()(const CallKey& key) const;
+  };
+  void keep(const CallKey& key, const std::shared_ptr<CheckedCall>& call);
+
+  std::unordered_map<CallKey, std::shared_ptr<CheckedCall>, Hash> calls_;
+};
+
+// The arguments of an op, which its kernel replaces by the result.
+class Arguments {
+ public:
+  Arguments(const c10::OperatorHandle& op, Stack* stack)
+      : stack_(stack), count_(op.schema().arguments().size()) {}
+
+  const at::Tensor& tensor(size_t index) const { return at(index).toTensor(); }
+  const std::string& text(size_t index) const { return at(index).toStringRef(); }
+  bool flag(size_t index) const { return at(index).toBool(); }
+  int64_t number(size_t index) const { return at(index).toInt(); }
+  // The arguments for uneven parts, the lengths of all and the rank, which begin at `index`. Raises
+  // ValueError for another rank than that of this process.
+  Sizes sizes(size_t index, const Group& group) const;
+  template <class... Results>
+  void end(Results... results) {
+    torch::jit::drop(*stack_, count_);
+    torch::jit::push(*stack_, std::move(results)...);
+  }
+
+ private:
+  const c10::IValue& at(size_t index) const { return torch::jit::peek(*stack_, index, count_); }
+
+  Stack* stack_;
+  size_t count_;
+};
+
+// A part's bytes, rounded up so that the next part is aligned.
+constexpr int64_t whole_parts(int64_t bytes) {
+  return (bytes + kPartAlignment - 1) / kPartAlignment * kPartAlignment;
+}
+
+// Returns an empty tensor for a result.
+inline at::Tensor new_output(const at::Tensor& like, at::IntArrayRef sizes) {
+  return pooled_empty(sizes, like.options());
+}
+
+// Appends what a key has of a tensor.
+void add_tensor(CallKey& key, const at::Tensor& tensor);
+
+// Names a call for errors, and so that ranks notice when theirs differ: "op float32[2, 4] detail".
+std::string name_call(const char* op, at::ScalarType dtype, at::IntArrayRef sizes,
+                      const std::string& detail);
+// "torch.float32"
+std::string name_dtype(at::ScalarType dtype);
+
+// Raise ValueError or TypeError.
+void check_dense(const char* op, const char* name, const at::Tensor& tensor);
+void check_out(const char* op, const char* name, const at::Tensor& out, at::IntArrayRef sizes,
+               at::ScalarType dtype);
+void check_has_dims(const char* op, const char* name, const at::Tensor& tensor);
+ReduceOp check_reduce_op(const char* op, const char* name, at::ScalarType dtype,
+                         std::string_view reduce_op);
+
+// Returns the length of every rank's shard of a gathered dimension; `argument` names the dimension.
+std::vector<int64_t> check_gather(const char* op, const char* argument, int64_t dim,
+                                  const at::Tensor& shard, const Sizes& sizes, const Group& group);
+// Returns the length of every rank's part of a scattered dimension 0.
+std::vector<int64_t> check_scatter(const char* op, const at::Tensor& whole, const Sizes& sizes,
+                                   int ranks);
+int64_t total(const std::vector<int64_t>& sizes);
+// "sizes=3+2", or a checksum where that would be long; nothing for equal parts.
+std::string name_sizes(const std::vector<int64_t>& sizes);
+
+// Sets how an exchange reduces elements: complex ones as pairs of real ones.
+void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op);
+
+// Whether a tensor lies in symmetric memory that was rendezvoused with the group.
+bool is_symmetric(const Group& group, const at::Tensor& tensor);
+// Whether two contiguous tensors share bytes.
+bool overlap(const at::Tensor& one, const at::Tensor& other);
+
+// Carries out `body(group)`, an op's kernel. Tells the peers when it refuses its arguments, since
+// they may be making the same call on `channel`. Returns false, and calls nothing, where the kernel
+// in Python is needed: for groups that span hosts, and where tests have CPU tensors go elsewhere.
+bool guarded(const char* op, const std::string& group_name, int channel,
+             c10::function_ref<void(const std::shared_ptr<Group>&)> body);
+// Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.
+void call_python(const c10::OperatorHandle& op, Stack* stack);
+
+}  // namespace symm_cp::kernels

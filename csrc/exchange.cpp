@@ -150,7 +150,7 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
     sources_.push_back(
         address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
   reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
-         exchange_.dtype, exchange_.reduce_op, streamed_);
+         exchange_.dtype, exchange_.reduce_op, streamed_ && step.to.buffer == Buffer::kOutput);
   return bytes;
 }
 

@@ -82,14 +82,15 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     others = {"driver.cpp", "streams.cpp", "watch.cpp", "c_api.cpp", *native.TORCH_SOURCES}
     sources = [p for p in native.source_dir().glob("*.cpp") if p.name not in others]
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
-    objects = [folder / f"{source.stem}.o" for source in (*sources, HERE / "ranks.cpp")]
+    sources += [HERE / "ranks.cpp", HERE / "send_receive.cpp"]
+    objects = [folder / f"{source.stem}.o" for source in sources]
 
     def compile_one(source: Path, target: Path) -> None:
         done = _run([*compiler, *flags, "-c", str(source), "-o", str(target)])
         _expect(done, done.returncode == 0)
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(compile_one, (*sources, HERE / "ranks.cpp"), objects))
+        list(pool.map(compile_one, sources, objects))
     program = str(folder / "ranks")
     wrapped = "-Wl,--wrap=mmap,--wrap=munmap"
     done = _run([*compiler, *flags, wrapped, *map(str, objects), "-pthread", "-o", program])
@@ -107,8 +108,9 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         file.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
         done = _run([*program, "calls", str(file)])
         _expect(done, done.returncode == 0 and done.stdout == "ok\n")
-    done = _run([*program, "faults"])
-    _expect(done, done.returncode == 0 and done.stdout == "ok\n")
+    for arguments in (["faults"], ["messages", str(seed)]):
+        done = _run([*program, *arguments])
+        _expect(done, done.returncode == 0 and done.stdout == "ok\n")
     for flag in NEEDED if sanitizer == "thread" else ():
         done = _run([*program, "calls", str(folder / "calls 3"), str(FLAGS.index(flag))])
         _expect(done, "ThreadSanitizer: data race" in done.stdout)

@@ -84,10 +84,6 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     sources = [p for p in native.source_dir().glob("*.cpp") if p.name not in others]
     sources += HERE.glob("*.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
-<<<<<<< HEAD
-    sources += [HERE / "ranks.cpp", HERE / "send_receive.cpp"]
-=======
->>>>>>> h-sanitize
     objects = [folder / f"{source.stem}.o" for source in sources]
 
     def compile_one(source: Path, target: Path) -> None:
@@ -118,18 +114,6 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
 
     print(f"  ranks as threads: {CALLS} calls each, seed {seed}", flush=True)
     for world_size in (1, 2, 3, 4):
-<<<<<<< HEAD
-        file = folder / f"calls {world_size}"
-        file.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
-        done = _run([*program, "calls", str(file)])
-        _expect(done, done.returncode == 0 and done.stdout == "ok\n")
-    for arguments in (["faults"], ["messages", str(seed)]):
-        done = _run([*program, *arguments])
-        _expect(done, done.returncode == 0 and done.stdout == "ok\n")
-    for flag in NEEDED if sanitizer == "thread" else ():
-        done = _run([*program, "calls", str(folder / "calls 3"), str(FLAGS.index(flag))])
-        _expect(done, "ThreadSanitizer: data race" in done.stdout)
-=======
         calls, loops = folder / f"calls {world_size}", folder / f"loops {world_size}"
         calls.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
         loops.write_bytes(plans.write_loops(world_size))
@@ -143,7 +127,6 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         expect_race("calls", str(folder / "calls 3"), str(FLAGS.index(flag)))
     for flag in NEEDED_IN_EXCHANGES:
         expect_race("exchanges", str(folder / "loops 3"), str(seed), str(FLAGS.index(flag)))
->>>>>>> h-sanitize
 
 
 def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:

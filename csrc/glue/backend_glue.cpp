@@ -40,8 +40,8 @@ pybind11::object open_backend(Open open, pybind11::handle store, const char* nam
   void* opened;
   {
     const pybind11::gil_scoped_release without_gil;
-    opened = open(native_store.get(), name, rank, size, timeout_ms, local.get(),
-                  transport.get(), hosts.ranks, hosts.count, &error);
+    opened = open(native_store.get(), name, rank, size, timeout_ms, local.get(), transport.get(),
+                  hosts.ranks, hosts.count, &error);
   }
   if (opened == nullptr) throw std::runtime_error(error);
   return pybind11::cast(

@@ -260,11 +260,11 @@ extern "C" {
 
 // A backend of torch's, of which the caller owns a reference; null on failure, whose text is
 // written to `error`. The objects are borrowed. For the glue, which knows Python's objects.
-// Of a group on several hosts: the group of the ranks on this host, a backend of all ranks, and the
-// ranks by host; else null.
+// Of a group on several hosts: the group of the ranks on this host, which lives as long as its
+// object in Python does, a backend of all ranks, and the ranks by host; else null.
 void* symm_cp_backend_open(void* store, const char* name, int rank, int size, int64_t timeout_ms,
-                           void* local, void* transport, const int32_t* ranks, int hosts,
-                           std::string* error) {
+                           void* local, std::shared_ptr<void> local_object, void* transport,
+                           const int32_t* ranks, int hosts, std::string* error) {
   const auto borrowed = [](auto* object) {
     return c10::intrusive_ptr<std::remove_pointer_t<decltype(object)>>::reclaim_copy(object);
   };
@@ -279,7 +279,7 @@ void* symm_cp_backend_open(void* store, const char* name, int rank, int size, in
       backend = c10::make_intrusive<symm_cp::TwoLevelBackend>(
           std::move(own_store), name, rank, size, timeout,
           symm_cp::Spread(rank, size, ranks, hosts),
-          borrowed(static_cast<c10d::ProcessGroup*>(local)),
+          borrowed(static_cast<c10d::ProcessGroup*>(local)), std::move(local_object),
           borrowed(static_cast<c10d::Backend*>(transport)));
     return backend.release();
   } catch (const c10::Error& failure) {

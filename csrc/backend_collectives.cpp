@@ -16,9 +16,6 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
-// From this size on, an all-reduce among several ranks is split: each rank reduces a part.
-constexpr int64_t kTwoShotFrom = int64_t{32} << 10;
-
 bool same_sizes(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.sizes() == tensors.front().sizes();
@@ -134,12 +131,12 @@ void Backend::add_all_reduce(Collective& collective, const char* op, CallName na
   const Extent all =
       takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
   // With a root the other ranks take nothing, so that there is nothing to gather.
-  const bool two_shot = !root && size_ > 2 && all.bytes > kTwoShotFrom;
+  const bool in_parts = !root && two_shot(size_, all.bytes);
   Exchange exchange = exchange_of(
-      two_shot ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
+      in_parts ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;
   exchange.reduce_op = static_cast<ReduceOp>(reduce_op.op_);
-  if (two_shot) {
+  if (in_parts) {
     exchange.input = aligned_parts_of(all, size_);
     exchange.output = exchange.input;
   } else {

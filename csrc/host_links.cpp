@@ -88,8 +88,8 @@ class Round {
     std::vector<at::Tensor> tensors{tensor};
     kept_.push_back(tensor);
     try {
-      LinkWork work = sends ? transport_.send(tensors, peer, tag)
-                            : transport_.recv(tensors, peer, tag);
+      LinkWork work =
+          sends ? transport_.send(tensors, peer, tag) : transport_.recv(tensors, peer, tag);
       if (sends) started_.emplace_back(work, peer);
       return work;
     } catch (const std::exception& error) {
@@ -157,8 +157,8 @@ class Round {
 }  // namespace
 
 void HostLinks::exchange(const std::string& call_name, const std::string& failure,
-                     const std::vector<Parcel>& sends, const std::vector<Parcel>& receives,
-                     milliseconds timeout) {
+                         const std::vector<Parcel>& sends, const std::vector<Parcel>& receives,
+                         milliseconds timeout) {
   Round round(*transport_, rank_, call_name, failure, timeout);
   for (const Parcel& parcel : receives) round.receive(parcel);
   for (const Parcel& parcel : sends) round.send(parcel);

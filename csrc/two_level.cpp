@@ -24,8 +24,16 @@ constexpr int64_t kSplitBytes = int64_t{64} << 10;
 constexpr std::chrono::seconds kLastCallsGrace{10};
 
 // What a collective does, whatever it is called.
-enum class Action { kAllReduce, kReduce, kReduceScatter, kAllGather, kBroadcast, kGather, kScatter,
-                    kAllToAll };
+enum class Action {
+  kAllReduce,
+  kReduce,
+  kReduceScatter,
+  kAllGather,
+  kBroadcast,
+  kGather,
+  kScatter,
+  kAllToAll
+};
 
 Action action_of(OpType type) {
   switch (type) {
@@ -163,9 +171,9 @@ void TwoLevelBackend::all_reduce(Stages& stages, const Exchange& exchange, milli
 }
 
 void TwoLevelBackend::reduce_to(Stages& stages, const Exchange& exchange, int root) {
-  const Extent in = exchange.input.front();
+  const Extent in = joined(exchange.input);
   const bool takes = rank_ == root;
-  const Extent out = takes ? exchange.output.front() : scratch_of(stages, in.bytes);
+  const Extent out = takes ? joined(exchange.output) : scratch_of(stages, in.bytes);
   const std::vector<Extent> parts = aligned_parts_of(out, places());
   const Extent mine = parts[spread_.place];
 
@@ -320,8 +328,7 @@ Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_
     case Action::kAllReduce:
     case Action::kReduceScatter:
     case Action::kAllGather:
-      made.first.resize(action == Action::kReduceScatter ? hosts()
-                                                         : action == Action::kAllReduce);
+      made.first.resize(action == Action::kReduceScatter ? hosts() : action == Action::kAllReduce);
       made.last.resize(action == Action::kAllGather ? hosts() : action == Action::kAllReduce);
       meet(column(), made.sends);
       meet(column(), made.receives);
@@ -364,9 +371,11 @@ Stages TwoLevelBackend::refused(const Routing& routing, const std::string& call_
 TwoLevelBackend::TwoLevelBackend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank,
                                  int size, milliseconds timeout, Spread spread,
                                  c10::intrusive_ptr<c10d::ProcessGroup> local,
+                                 std::shared_ptr<void> local_object,
                                  c10::intrusive_ptr<c10d::Backend> transport)
     : Backend(std::move(store), std::move(name), rank, size, timeout, nullptr),
       spread_(std::move(spread)),
+      local_object_(std::move(local_object)),
       local_(std::move(local)),
       links_(std::move(transport), rank),
       thread_([this] { carry_out_all(); }) {}
@@ -421,9 +430,8 @@ void TwoLevelBackend::run_stages(Stages stages, std::string failure, millisecond
     }
   };
   run_all(stages.first);
-  attempt([&] {
-    links_.exchange(stages.call_name, failure, stages.sends, stages.receives, timeout);
-  });
+  attempt(
+      [&] { links_.exchange(stages.call_name, failure, stages.sends, stages.receives, timeout); });
   if (failure.empty() && stages.then) attempt(stages.then);
   run_all(stages.last);
   if (!failure.empty()) throw PeerError(failure);
@@ -437,8 +445,7 @@ void TwoLevelBackend::prepare(const char* op) {
 
 c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
                                                           Collective collective) {
-  const milliseconds timeout =
-      manner.timeout == kGroupTimeout ? timeout_.load() : manner.timeout;
+  const milliseconds timeout = manner.timeout == kGroupTimeout ? timeout_.load() : manner.timeout;
   auto exchanges = std::make_shared<std::vector<Exchange>>(std::move(collective.exchanges));
   auto ending = std::make_shared<Ending>(std::move(collective), 1);
   const Routing routing{manner.type, static_cast<int>(manner.root)};
@@ -460,8 +467,7 @@ c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
 }
 
 void TwoLevelBackend::refuse_call(const Manner& manner, const std::string& reason) {
-  const milliseconds timeout =
-      manner.timeout == kGroupTimeout ? timeout_.load() : manner.timeout;
+  const milliseconds timeout = manner.timeout == kGroupTimeout ? timeout_.load() : manner.timeout;
   const Routing routing{manner.type, static_cast<int>(manner.root)};
   const std::string call_name = manner.op;
   enqueue([=, this] {

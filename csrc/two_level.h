@@ -38,10 +38,10 @@ struct Spread {
 // The steps of one exchange.
 struct Stages {
   std::string call_name;
-  std::vector<Exchange> first;            // within the host,
-  std::vector<Parcel> sends, receives;    // then between hosts,
-  std::function<void()> then;             // then with what was received,
-  std::vector<Exchange> last;             // then within the host
+  std::vector<Exchange> first;          // within the host,
+  std::vector<Parcel> sends, receives;  // then between hosts,
+  std::function<void()> then;           // then with what was received,
+  std::vector<Exchange> last;           // then within the host
   std::vector<at::Tensor> scratch;
 };
 
@@ -53,10 +53,11 @@ struct Routing {
 
 class TwoLevelBackend : public Backend {
  public:
-  // `local`: the process group of the ranks on this host. `transport`: a backend of all ranks.
+  // `local`: the process group of the ranks on this host, and what it lives as long as.
+  // `transport`: a backend of all ranks.
   TwoLevelBackend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
                   std::chrono::milliseconds timeout, Spread spread,
-                  c10::intrusive_ptr<c10d::ProcessGroup> local,
+                  c10::intrusive_ptr<c10d::ProcessGroup> local, std::shared_ptr<void> local_object,
                   c10::intrusive_ptr<c10d::Backend> transport);
   ~TwoLevelBackend() override;
 
@@ -65,10 +66,8 @@ class TwoLevelBackend : public Backend {
   void abort() override;
   void shutdown() override;
 
-  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer,
-                                      int tag) override;
-  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer,
-                                      int tag) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int peer, int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int peer, int tag) override;
   c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
@@ -112,6 +111,7 @@ class TwoLevelBackend : public Backend {
   void carry_out_all();
 
   Spread spread_;
+  std::shared_ptr<void> local_object_;
   c10::intrusive_ptr<c10d::ProcessGroup> local_;
   HostLinks links_;
   std::shared_ptr<Group> local_group_;

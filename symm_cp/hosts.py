@@ -238,4 +238,5 @@ def local_group(
     with contextlib.suppress(RuntimeError):
         _unregister_process_group(name)  # of an earlier group of that name
     _register_process_group(name, local)
+    resolve(local).put(SPREADS, {"cpu": None})  # its ranks need not ask each other
     return local

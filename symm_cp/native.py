@@ -386,8 +386,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_explain": (None, [_TEXT]),
     "symm_cp_group_known": (None, [_VOID]),
     "symm_cp_on_unknown_group": (None, [FindGroup]),
-    "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
-    "symm_cp_plan_free": (None, [_VOID]),
     "symm_cp_shard": (_VOID, [_VOID, _INT]),
     "symm_cp_slot": (_VOID, [_VOID]),
     "symm_cp_probe_links": (_VOID, [_TEXT]),
@@ -481,8 +479,10 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    of_hosts = [ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT]
-    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG, *of_hosts]
+    make.argtypes = [
+        *(_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG),
+        *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT),
+    ]
     return glue
 
 

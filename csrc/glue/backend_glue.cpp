@@ -9,7 +9,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <memory>
 #include <string>
+#include <utility>
 
 PYBIND11_DECLARE_HOLDER_TYPE(T, c10::intrusive_ptr<T>, true)
 
@@ -17,8 +19,8 @@ namespace {
 
 // symm_cp_backend_open of csrc/backend.cpp.
 using Open = void* (*)(void* store, const char* name, int rank, int size, int64_t timeout_ms,
-                       void* local, void* transport, const int32_t* ranks, int hosts,
-                       std::string* error);
+                       void* local, std::shared_ptr<void> local_object, void* transport,
+                       const int32_t* ranks, int hosts, std::string* error);
 
 // Of a group on several hosts.
 struct Hosts {
@@ -27,12 +29,23 @@ struct Hosts {
   int count;
 };
 
+// Keeps an object of Python alive.
+std::shared_ptr<void> reference_to(pybind11::handle object) {
+  return {object.inc_ref().ptr(), [](void* kept) {
+            if (Py_IsInitialized() == 0) return;
+            const pybind11::gil_scoped_acquire gil;
+            Py_DECREF(static_cast<PyObject*>(kept));
+          }};
+}
+
 pybind11::object open_backend(Open open, pybind11::handle store, const char* name, int rank,
                               int size, int64_t timeout_ms, const Hosts& hosts) {
   auto native_store = pybind11::cast<c10::intrusive_ptr<c10d::Store>>(store);
   c10::intrusive_ptr<c10d::ProcessGroup> local;
   c10::intrusive_ptr<c10d::Backend> transport;
+  std::shared_ptr<void> local_object;
   if (hosts.count > 1) {
+    local_object = reference_to(hosts.local);
     local = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(hosts.local);
     transport = pybind11::cast<c10::intrusive_ptr<c10d::Backend>>(hosts.transport);
   }
@@ -40,8 +53,8 @@ pybind11::object open_backend(Open open, pybind11::handle store, const char* nam
   void* opened;
   {
     const pybind11::gil_scoped_release without_gil;
-    opened = open(native_store.get(), name, rank, size, timeout_ms, local.get(), transport.get(),
-                  hosts.ranks, hosts.count, &error);
+    opened = open(native_store.get(), name, rank, size, timeout_ms, local.get(),
+                  std::move(local_object), transport.get(), hosts.ranks, hosts.count, &error);
   }
   if (opened == nullptr) throw std::runtime_error(error);
   return pybind11::cast(

@@ -296,7 +296,7 @@ void run_calls(Rank& rank, const std::vector<Pattern>& calls, int skip) {
       if (skip < 0) check_results(rank, call, running);
       continue;
     }
-    // As collectives.cpp does: on an idle lane the caller publishes.
+    // As `start` does: on an idle lane the caller publishes.
     const bool publish = lane.idle() && background.begins_at_once(kSlotBytes);
     const auto plan = plan_of(part, call.name);
     running.ticket = rank.group->next(kAsync);

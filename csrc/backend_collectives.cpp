@@ -81,15 +81,15 @@ template <class Describe>
 WorkPtr Backend::call(const Manner& manner, Describe describe) {
   sequence_number_.fetch_add(1, std::memory_order_relaxed);
   return translated([&]() -> WorkPtr {
-    Group* all = size_ == 1 ? nullptr : &group(manner.op);
+    prepare(manner.op);
     Collective collective;
     try {
       describe(collective);
     } catch (const std::exception& error) {
-      if (all != nullptr) refuse(*all, manner.async ? kAsync : kSync, refusal_of(error, rank_));
+      refuse_call(manner, refusal_of(error, rank_));
       throw;
     }
-    return carry_out(all, manner, std::move(collective));
+    return carry_out(manner, std::move(collective));
   });
 }
 
@@ -456,18 +456,32 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 // --- barriers ------------------------------------------------------------------------------------
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
-  return call(manner("barrier", OpType::BARRIER, opts), [&](Collective& collective) {
-    Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName("barrier"));
+  return meet(manner("barrier", OpType::BARRIER, opts));
+}
+
+WorkPtr Backend::meet(const Manner& manner) {
+  return call(manner, [&](Collective& collective) {
+    Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName(manner.op));
     exchange.input.resize(1);
     exchange.output.resize(static_cast<size_t>(size_));
     collective.exchanges.push_back(std::move(exchange));
   });
 }
 
+// `wait_all_ranks`: all that are late are named in any case.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
-  c10d::BarrierOptions barrier_opts = opts;
-  barrier_opts.asyncOp = false;
-  barrier(barrier_opts);
+  try {
+    meet({"monitored_barrier", OpType::BARRIER, false, of_call(opts.timeout)});
+  } catch (const c10::DistBackendError& error) {
+    const int64_t own = group("monitored_barrier").made(kSync);
+    std::string late;
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != rank_ && peers_->board(peer).entered(kSync) < own)
+        late += (late.empty() ? "rank " : ", rank ") + std::to_string(peer);
+    if (late.empty()) throw;
+    C10_THROW_ERROR(DistBackendError, "monitored_barrier: not reached by " + late + ": " +
+                                          error.what_without_backtrace());
+  }
 }
 
 }  // namespace symm_cp

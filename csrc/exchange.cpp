@@ -252,7 +252,7 @@ void run(Group& group, Exchange exchange) {
   const int64_t number = group.next(kSync);
   try {
     ExchangeRun all(group, kSync, std::move(exchange));
-    Call call = workspace.begin(number, all.slot_bytes(), all.call_name());
+    Call call = workspace.begin(number, all.slot_bytes(), all.call_name(), all.timeout());
     all.publish(*workspace.channel(), call);
     all.finish(*workspace.channel(), call);
   } catch (const std::exception& error) {
@@ -276,7 +276,8 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
     const bool publish = group.lane().idle() && workspace.begins_at_once(program.slot_bytes);
     const bool published = publish && all->pieces() == 1;
     if (publish) {
-      program.begun = workspace.begin(number, program.slot_bytes, program.call_name);
+      program.begun =
+          workspace.begin(number, program.slot_bytes, program.call_name, all->timeout());
       all->publish(*workspace.channel(), *program.begun);
     }
     program.exchange = std::move(all);

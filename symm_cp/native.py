@@ -45,7 +45,15 @@ TORCH_UNITS = (
         "pool.cpp",
         "symmetric_memory.cpp",
     ),
-    ("backend.cpp", "backend_collectives.cpp", "backend_tensors.cpp", "backend_work.cpp"),
+    (
+        "backend.cpp",
+        "backend_collectives.cpp",
+        "backend_messages.cpp",
+        "backend_tensors.cpp",
+        "backend_work.cpp",
+        "host_links.cpp",
+        "two_level.cpp",
+    ),
 )
 TORCH_SOURCES = tuple(name for unit in TORCH_UNITS for name in unit)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
@@ -471,7 +479,10 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG]
+    make.argtypes = [
+        *(_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG),
+        *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT),
+    ]
     return glue
 
 

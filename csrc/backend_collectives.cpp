@@ -123,9 +123,10 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
   });
 }
 
-void Backend::add_all_reduce(Collective& collective, CallName name, const at::Tensor& tensor,
-                             const c10d::ReduceOp& reduce_op, std::optional<int64_t> root) const {
-  const DType dtype = dtype_of("all_reduce", tensor, reduce_op);
+void Backend::add_all_reduce(Collective& collective, const char* op, CallName name,
+                             const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
+                             std::optional<int64_t> root) const {
+  const DType dtype = dtype_of(op, tensor, reduce_op);
   const bool takes = !root || *root == rank_;
   const Extent all =
       takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
@@ -150,7 +151,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
     const at::Tensor& tensor = single("all_reduce", "tensor", tensors);
     CallName name("all_reduce ");
     name << name_of(reduce_op_of("all_reduce", opts.reduceOp));
-    add_all_reduce(collective, name, tensor, opts.reduceOp, std::nullopt);
+    add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt);
     collective.outputs = tensors;
   });
 }
@@ -164,7 +165,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
       check_dense("all_reduce", "tensors", tensor);
       CallName name("all_reduce ");
       name << operation << " " << ++number << " of " << static_cast<int64_t>(tensors.size());
-      add_all_reduce(collective, name, tensor, opts.reduceOp, std::nullopt);
+      add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt);
     }
     collective.outputs = tensors;
   });
@@ -176,7 +177,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
     CallName name("reduce ");
     name << name_of(reduce_op_of("reduce", opts.reduceOp)) << " to rank " << opts.rootRank;
-    add_all_reduce(collective, name, tensor, opts.reduceOp, opts.rootRank);
+    add_all_reduce(collective, "reduce", name, tensor, opts.reduceOp, opts.rootRank);
     collective.outputs = tensors;
   });
 }

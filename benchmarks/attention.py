@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Case, main
+from benchmarks.rivals import unfused_groups
 from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import HeadTail
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -40,7 +42,7 @@ def _leaves(tensors: Tensors) -> Tensors:
 
 
 class _GatheredKeys(torch.autograd.Function):
-    """Unfused: gathers keys or values with gloo, and reduce-scatters their gradient."""
+    """Unfused: gathers keys or values, and reduce-scatters their gradient."""
 
     @staticmethod
     def forward(ctx: object, shard: torch.Tensor, group: str) -> torch.Tensor:
@@ -62,7 +64,7 @@ def _backward_of(attention: Attention, tensors: Tensors) -> Callable[[], object]
 
 def _cases(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Iterator[Case]:
     q, k, v = _shards(group, tokens, dtype)
-    name = group.group_name
+    name, baselines = group.group_name, unfused_groups(group)
     full = (unfused_all_gather(k, 2, name), unfused_all_gather(v, 2, name))
     balancer = HeadTail(tokens, group.size())
 
@@ -72,15 +74,16 @@ def _cases(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Iterato
     def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return all_gather_attention(q, k, v, group=group, is_causal=True, load_balancer=balancer)
 
-    def unfused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        keys, values = (_GatheredKeys.apply(t, name) for t in (k, v))
+    def unfused(over: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys, values = (_GatheredKeys.apply(t, over) for t in (k, v))
         return F.scaled_dot_product_attention(q, keys, values)
 
     def check() -> None:
         close = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
         limit = F.scaled_dot_product_attention(q, *full)
         torch.testing.assert_close(fused(q, k, v), limit, **close)
-        torch.testing.assert_close(unfused(q, k, v), limit, **close)
+        for over in baselines.values():
+            torch.testing.assert_close(unfused(over, q, k, v), limit, **close)
 
     label = f"{str(dtype)[6:]}, {tokens} tokens"
     repetitions = 9 if tokens >= 4096 else 25
@@ -91,7 +94,7 @@ def _cases(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Iterato
                 "attention alone": lambda: F.scaled_dot_product_attention(q, *full),
                 "fused": lambda: fused(q, k, v),
                 "fused, causal head-tail": lambda: causal(q, k, v),
-                "unfused (gloo)": lambda: unfused(q, k, v),
+                **{label: partial(unfused, over, q, k, v) for label, over in baselines.items()},
             },
             check,
             repetitions,
@@ -102,7 +105,10 @@ def _cases(group: dist.ProcessGroup, tokens: int, dtype: torch.dtype) -> Iterato
             "attention alone": _backward_of(F.scaled_dot_product_attention, (q, *full)),
             "fused": _backward_of(fused, (q, k, v)),
             "fused, causal head-tail": _backward_of(causal, (q, k, v)),
-            "unfused (gloo)": _backward_of(unfused, (q, k, v)),
+            **{
+                label: _backward_of(partial(unfused, over), (q, k, v))
+                for label, over in baselines.items()
+            },
         },
         repetitions=repetitions,
     )

@@ -9,6 +9,7 @@ each timing starts at a barrier, and its time is that of the slowest rank.
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,31 +23,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Case, main
 from benchmarks.matmul import symmetric
-from benchmarks.rivals import NAMES, Call, Rival, TorchRival
+from benchmarks.rivals import NAMES, Call, Rival, TorchRival, groups_over
 
 _KIB = 1024
 #: Of a tensor to sum, of what a rank gives to an all-gather, or takes from a reduce-scatter.
 SIZES = (1, 8, 64, 512, 4096, 32768)
 
-#: The backend of this package, and one that does nothing, which shows what torch's wrappers take.
-_BACKENDS = {"symm_cp": "symm_cp", "no backend": "fake"}
+# Registers "fake", a backend that does nothing: what torch's wrappers take.
+_FAKE = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
 
 _ops = torch.ops.symm_mem
 _functional = torch.ops._c10d_functional
 
 Rivals = Mapping[str, Rival]
-
-
-def backends(group: dist.ProcessGroup) -> dict[str, dist.ProcessGroup]:
-    """Returns a group over each backend that is there. Collective."""
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers "fake"
-
-    known = dist.Backend.backend_list
-    return {
-        name: dist.new_group(backend=backend)
-        for name, backend in _BACKENDS.items()
-        if backend in known
-    }
 
 
 def _size(kib: int) -> str:
@@ -118,7 +107,7 @@ def _all_gather_case(
         dist.all_gather_into_tensor(full, shard, group=group)
         for tensor in (shard, shared):
             assert torch.equal(wait(gather(tensor, name)), full)
-        checked = [*rivals.values(), *(TorchRival(on[key]) for key in on if key == "symm_cp")]
+        checked = [*rivals.values(), *(TorchRival(on[key]) for key in on if key != _FAKE)]
         for rival in checked:
             out = torch.zeros_like(full)
             if (call := rival.all_gather(out, shard)) is not None:
@@ -150,7 +139,7 @@ def _reduce_scatter_case(
         dist.reduce_scatter_tensor(want, full, group=group)
         for tensor in (full, shared):
             torch.testing.assert_close(scatter(tensor, name, False, out), want)
-        checked = [*rivals.values(), *(TorchRival(on[key]) for key in on if key == "symm_cp")]
+        checked = [*rivals.values(), *(TorchRival(on[key]) for key in on if key != _FAKE)]
         for rival in checked:
             got = torch.zeros(count)
             if (call := rival.reduce_scatter(got, full)) is not None:
@@ -178,7 +167,7 @@ def cases(group: dist.ProcessGroup, rivals: Rivals) -> Iterator[Case]:
     """Yields all cases."""
     handle = symm_mem.rendezvous(symm_mem.empty(1, device="cpu"), group)
     yield Case("barrier", {"handle": handle.barrier}, inner=2000)
-    on = backends(group)
+    on = groups_over(group, "symm_cp", _FAKE)
     for make in _KINDS.values():
         for kib in SIZES:
             case = make(group, on, rivals, kib)

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
+from benchmarks.rivals import unfused_groups
 from symm_cp import inductor
 
 ROWS, DIM, HIDDEN = 2048, 2048, 2048  # rows of a rank, features, hidden features of a rank
@@ -43,9 +44,12 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     down = (torch.randn(HIDDEN, DIM) / HIDDEN**0.5).requires_grad_()
     inputs = (x, up, down)
 
-    def plain(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        full = funcol.all_gather_tensor_autograd(x, 0, group)
-        return funcol.reduce_scatter_tensor_autograd(F.gelu(full @ up) @ down, "sum", 0, group)
+    def plain_over(over: str) -> Block:
+        def plain(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+            full = funcol.all_gather_tensor_autograd(x, 0, over)
+            return funcol.reduce_scatter_tensor_autograd(F.gelu(full @ up) @ down, "sum", 0, over)
+
+        return plain
 
     def by_hand(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         hidden = F.gelu(symm_cp.all_gather_matmul(x, up, group=group))
@@ -57,12 +61,18 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
         # As many rows as after a gather, without communication.
         return F.gelu(x.expand(size, -1, -1).reshape(-1, DIM) @ up) @ down
 
-    fused = torch.compile(plain, options=inductor.compile_options(inductor.Options(strict=True)))
+    fused = torch.compile(
+        plain_over(group.group_name),
+        options=inductor.compile_options(inductor.Options(strict=True)),
+    )
     variants = {
         "compiled, compute alone": _trained(torch.compile(alone), inputs),
         "compiled, fused": _trained(fused, inputs),
         "eager, fused by hand": _trained(by_hand, inputs),
-        "compiled, not fused (gloo)": _trained(torch.compile(plain), inputs),
+        **{
+            f"compiled, {label}": _trained(torch.compile(plain_over(over)), inputs)
+            for label, over in unfused_groups(group).items()
+        },
     }
 
     def check() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import symm_cp
 from benchmarks.harness import Case, main
+from benchmarks.rivals import unfused_groups
 from symm_cp import tuning
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
@@ -36,38 +37,49 @@ def ways(run: Callable[[], object]) -> dict[str, Callable[[], object]]:
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     W, name = group.size(), group.group_name
-    ops = torch.ops.symm_mem
+    ops, baselines = torch.ops.symm_mem, unfused_groups(group)
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.randn(ROWS, HIDDEN).to(dtype)
         up = torch.randn(HIDDEN, FEED // W).to(dtype)
         full, grad = unfused_all_gather(x, 0, name), torch.randn(W * ROWS, FEED // W).to(dtype)
-        label = str(dtype)[6:]
+        kind = str(dtype)[6:]
         yield Case(
-            f"up: all-gather-matmul, {label}",
+            f"up: all-gather-matmul, {kind}",
             {
                 "matmul alone": lambda full=full, up=up: full @ up,
                 **ways(partial(symm_cp.all_gather_matmul, x, up, group=group)),
-                "unfused (gloo)": lambda x=x, up=up: unfused_all_gather(x, 0, name) @ up,
+                **{
+                    label: lambda x=x, up=up, over=over: unfused_all_gather(x, 0, over) @ up
+                    for label, over in baselines.items()
+                },
             },
         )
         yield Case(
-            f"up: gradient of the weight, {label}",
+            f"up: gradient of the weight, {kind}",
             {
                 "matmul alone": lambda full=full, grad=grad: full.t() @ grad,
                 **ways(partial(ops._fused_all_gather_weight_grad, x, [grad], 0, name)),
-                "unfused (gloo)": lambda x=x, grad=grad: unfused_all_gather(x, 0, name).t() @ grad,
+                **{
+                    label: lambda x=x, grad=grad, over=over: (
+                        unfused_all_gather(x, 0, over).t() @ grad
+                    )
+                    for label, over in baselines.items()
+                },
             },
         )
         down = torch.randn(FEED // W, HIDDEN).to(dtype)
         scatter = partial(symm_cp.matmul_reduce_scatter, grad, down, group=group)
         yield Case(
-            f"down: matmul-reduce-scatter, {label}",
+            f"down: matmul-reduce-scatter, {kind}",
             {
                 "matmul alone": lambda grad=grad, down=down: grad @ down,
                 **ways(scatter),
-                "unfused (gloo)": lambda grad=grad, down=down: unfused_reduce_scatter(
-                    grad @ down, "sum", 0, name
-                ),
+                **{
+                    label: lambda grad=grad, down=down, over=over: unfused_reduce_scatter(
+                        grad @ down, "sum", 0, over
+                    )
+                    for label, over in baselines.items()
+                },
             },
         )
 

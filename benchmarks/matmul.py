@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
+from benchmarks.rivals import unfused_groups
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 M, K, N = 4096, 4096, 1024
@@ -34,6 +36,7 @@ def _gather_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case
     shared = symmetric(shard, group)
     weight = torch.randn(K, N).to(dtype)
     gathered = unfused_all_gather(shard, 0, group.group_name)
+    baselines = unfused_groups(group)
 
     # Every variant allocates its results, as an op does.
     def limit() -> torch.Tensor:
@@ -42,8 +45,8 @@ def _gather_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case
     def limit_and_copy() -> object:
         return gathered.clone(), limit()
 
-    def unfused() -> torch.Tensor:
-        return unfused_all_gather(shard, 0, group.group_name) @ weight
+    def unfused(name: str) -> torch.Tensor:
+        return unfused_all_gather(shard, 0, name) @ weight
 
     def fused(a: torch.Tensor, return_gathered: bool) -> object:
         return symm_cp.all_gather_matmul(
@@ -62,7 +65,7 @@ def _gather_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case
             "matmul alone": limit,
             "fused, symmetric input": lambda: fused(shared, False),
             "fused, plain input": lambda: fused(shard, False),
-            "unfused (gloo)": unfused,
+            **{label: partial(unfused, over) for label, over in baselines.items()},
         },
         check,
         repetitions=9,
@@ -79,25 +82,26 @@ def _gather_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case
 
 
 def _scatter_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
-    ranks = group.size()
+    ranks, baselines = group.size(), unfused_groups(group)
     a = torch.randn(ranks * M, K).to(dtype)
     weight = torch.randn(K, N).to(dtype)
 
-    def unfused() -> torch.Tensor:
-        return unfused_reduce_scatter(a @ weight, "sum", 0, group.group_name)
+    def unfused(name: str) -> torch.Tensor:
+        return unfused_reduce_scatter(a @ weight, "sum", 0, name)
 
     def fused() -> torch.Tensor:
         return symm_cp.matmul_reduce_scatter(a, weight, scatter_dim=0, group=group)
 
     def check() -> None:
-        torch.testing.assert_close(fused(), unfused(), rtol=4e-2, atol=5e-1)
+        for name in baselines.values():
+            torch.testing.assert_close(fused(), unfused(name), rtol=4e-2, atol=5e-1)
 
     return Case(
         f"matmul_reduce_scatter {str(dtype)[6:]}",
         {
             "matmul alone": lambda: a @ weight,
             "fused": fused,
-            "unfused (gloo)": unfused,
+            **{label: partial(unfused, over) for label, over in baselines.items()},
         },
         check,
         repetitions=9,

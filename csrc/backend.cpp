@@ -1,6 +1,7 @@
 #include "backend.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 #include <map>
 #include <thread>
@@ -9,7 +10,9 @@
 #include "error.h"
 #include "group.h"
 #include "groups.h"
+#include "messages.h"
 #include "python.h"
+#include "two_level.h"
 
 namespace symm_cp {
 
@@ -22,7 +25,8 @@ constexpr std::chrono::seconds kShutdownGrace{10};
 
 class BackendStore : public Bootstrap {
  public:
-  explicit BackendStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
+  BackendStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Peers> peers)
+      : store_(std::move(store)), peers_(std::move(peers)) {}
   void set(const std::string& key, const std::string& value) override {
     store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
   }
@@ -31,9 +35,11 @@ class BackendStore : public Bootstrap {
     const auto value = store_->get(key);
     return std::string(value.begin(), value.end());
   }
+  bool lost(int rank) override { return peers_ != nullptr && peers_->dead(rank); }
 
  private:
   c10::intrusive_ptr<c10d::Store> store_;
+  std::shared_ptr<Peers> peers_;
 };
 
 // The peers of the backends of this process by the names of their groups.
@@ -57,18 +63,24 @@ std::shared_ptr<Peers> peers_of_backend(const std::string& name) {
 }
 
 Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
-                 milliseconds timeout)
+                 milliseconds timeout, std::nullptr_t)
     : c10d::Backend(rank, size),
-      store_(std::move(store)),
       name_(std::move(name)),
-      timeout_(timeout) {
+      timeout_(timeout),
+      forks_(fork_count()),
+      store_(std::move(store)) {
   setGroupUid(name_);
+}
+
+Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
+                 milliseconds timeout)
+    : Backend(std::move(store), std::move(name), rank, size, timeout, nullptr) {
   translated([this] { find_peers(); });
 }
 
 void Backend::find_peers() {
   const WithoutGil without_gil;
-  BackendStore store(store_);
+  BackendStore store(store_, nullptr);
   WaitBudget budget(timeout_.load());
   const std::string call_name = "making group '" + name_ + "'";
   peers_ = std::make_shared<Peers>(store, name_, rank_, size_, timeout_.load(),
@@ -85,6 +97,7 @@ Backend::~Backend() {
       const auto it = backends().peers.find(name_);
       if (it != backends().peers.end() && it->second.lock() == peers_) backends().peers.erase(it);
     }
+    messages_.reset();
     known_group_ = nullptr;
     group_.reset();
     peers_.reset();
@@ -101,7 +114,7 @@ c10::intrusive_ptr<c10d::Backend::Options> Backend::getBackendOptions() {
 void Backend::setTimeout(milliseconds timeout) {
   timeout_ = timeout;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (group_ != nullptr) group_->set_timeout(timeout);
+  if (group_ != nullptr) group_->set_timeout(wait_limit());
 }
 
 c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::Store>& store,
@@ -120,10 +133,14 @@ c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::
   return c10::make_intrusive<Backend>(store->clone(), opts->group_name, rank, size, opts->timeout);
 }
 
-Group& Backend::group(const char* op) {
+void Backend::throw_if_aborted(const char* op) const {
   if (aborted_)
     C10_THROW_ERROR(DistBackendError,
                     std::string(op) + ": group '" + name_ + "' was aborted: make a new one");
+}
+
+Group& Backend::group(const char* op) {
+  throw_if_aborted(op);
   if (Group* known = known_group_.load(std::memory_order_acquire)) return *known;
   // Without the lock: this runs Python.
   auto resolved = group_of(name_);
@@ -135,36 +152,67 @@ Group& Backend::group(const char* op) {
   return *group_;
 }
 
+milliseconds Backend::wait_limit() const {
+  const char* chosen = std::getenv("SYMM_CP_TIMEOUT_MS");
+  const int64_t limit = chosen != nullptr ? std::atoll(chosen) : 0;
+  return limit > 0 ? milliseconds(limit) : timeout_.load();
+}
+
+Messages& Backend::messages(const char* op) {
+  throw_if_aborted(op);
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (messages_ == nullptr)
+    messages_ = std::make_shared<Messages>(std::make_shared<BackendStore>(store_->clone(), peers_),
+                                           name_, rank_, size_, wait_limit());
+  return *messages_;
+}
+
 void Backend::abort() {
   aborted_ = true;
   std::lock_guard<std::mutex> lock(mutex_);
   if (group_ != nullptr) group_->abort();
+  if (messages_ != nullptr) messages_->abort("group '" + name_ + "' was aborted");
 }
 
 void Backend::shutdown() {
+  if (forks_ != fork_count()) return;
   std::shared_ptr<Group> group;
+  std::shared_ptr<Messages> messages;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     group = group_;
+    messages = messages_;
   }
-  if (group == nullptr || !group->owned()) return;
   const WithoutGil without_gil;
+  if (messages != nullptr) messages->close(kShutdownGrace);
+  if (group == nullptr) return;
   group->lane().wake();
   const auto until = Clock::now() + kShutdownGrace;
   while (!group->lane().idle() && Clock::now() < until)
     std::this_thread::sleep_for(milliseconds(1));
 }
 
-c10::intrusive_ptr<c10d::Work> Backend::carry_out(Group* group, const Manner& manner,
-                                                  Collective collective) {
-  if (group == nullptr) {
+void Backend::prepare(const char* op) {
+  if (size_ > 1) group(op);
+}
+
+void Backend::refuse_call(const Manner& manner, const std::string& reason) {
+  if (size_ > 1) refuse(group(manner.op), manner.async ? kAsync : kSync, reason);
+}
+
+c10::intrusive_ptr<c10d::Work> Backend::carry_out(const Manner& manner, Collective collective) {
+  Group* all = size_ == 1 ? nullptr : &group(manner.op);
+  if (all == nullptr) {
     for (const Exchange& exchange : collective.exchanges) run_alone(exchange);
     collective.exchanges.clear();
     collective.deliver();
   } else if (manner.async) {
-    return start_all(*group, manner, std::move(collective));
+    return start_all(*all, manner, std::move(collective));
   } else {
-    for (Exchange& exchange : collective.exchanges) run(*group, std::move(exchange));
+    for (Exchange& exchange : collective.exchanges) {
+      exchange.timeout = manner.timeout;
+      run(*all, std::move(exchange));
+    }
     collective.deliver();
   }
   if (!manner.async) return {};
@@ -180,6 +228,7 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
   int64_t last = 0;
   for (size_t i = 0; i < exchanges.size(); ++i) {
     const bool background = wants_engine(exchanges[i]);
+    exchanges[i].timeout = manner.timeout;
     try {
       last =
           start(group, std::move(exchanges[i]), background, [ending](const std::string& failure) {
@@ -201,13 +250,28 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
 extern "C" {
 
 // A backend of torch's, of which the caller owns a reference; null on failure, whose text is
-// written to `error`. `store` is borrowed. For the glue, which knows Python's objects.
+// written to `error`. The objects are borrowed. For the glue, which knows Python's objects.
+// Of a group on several hosts: the group of the ranks on this host, a backend of all ranks, and the
+// ranks by host; else null.
 void* symm_cp_backend_open(void* store, const char* name, int rank, int size, int64_t timeout_ms,
+                           void* local, void* transport, const int32_t* ranks, int hosts,
                            std::string* error) {
+  const auto borrowed = [](auto* object) {
+    return c10::intrusive_ptr<std::remove_pointer_t<decltype(object)>>::reclaim_copy(object);
+  };
+  const std::chrono::milliseconds timeout(timeout_ms);
   try {
-    auto borrowed = c10::intrusive_ptr<c10d::Store>::reclaim_copy(static_cast<c10d::Store*>(store));
-    c10::intrusive_ptr<c10d::Backend> backend = c10::make_intrusive<symm_cp::Backend>(
-        std::move(borrowed), name, rank, size, std::chrono::milliseconds(timeout_ms));
+    auto own_store = borrowed(static_cast<c10d::Store*>(store));
+    c10::intrusive_ptr<c10d::Backend> backend;
+    if (local == nullptr)
+      backend =
+          c10::make_intrusive<symm_cp::Backend>(std::move(own_store), name, rank, size, timeout);
+    else
+      backend = c10::make_intrusive<symm_cp::TwoLevelBackend>(
+          std::move(own_store), name, rank, size, timeout,
+          symm_cp::Spread(rank, size, ranks, hosts),
+          borrowed(static_cast<c10d::ProcessGroup*>(local)),
+          borrowed(static_cast<c10d::Backend*>(transport)));
     return backend.release();
   } catch (const c10::Error& failure) {
     *error = failure.what_without_backtrace();

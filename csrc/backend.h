@@ -21,6 +21,7 @@
 namespace symm_cp {
 
 class Group;
+class Messages;
 
 class Backend : public c10d::Backend {
  public:
@@ -90,38 +91,73 @@ class Backend : public c10d::Backend {
                                           const c10d::AllToAllOptions& opts) override;
   c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions& opts) override;
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+  c10::intrusive_ptr<c10d::Work> send(std::vector<at::Tensor>& tensors, int destination,
+                                      int tag) override;
+  c10::intrusive_ptr<c10d::Work> recv(std::vector<at::Tensor>& tensors, int source,
+                                      int tag) override;
+  c10::intrusive_ptr<c10d::Work> recvAnysource(std::vector<at::Tensor>& tensors, int tag) override;
 
   const std::shared_ptr<Peers>& peers() const { return peers_; }
 
- private:
+ protected:
+  // torch says "unset" for the time-out of the group.
+  static std::chrono::milliseconds of_call(std::chrono::milliseconds timeout) {
+    return timeout.count() > 0 ? timeout : kGroupTimeout;
+  }
   // How a call is made; `op` is the name of torch.distributed's function.
   struct Manner {
     const char* op;
     c10d::OpType type;
     bool async;
     std::chrono::milliseconds timeout;
+    int64_t root = -1;  // -1: there is none
   };
+
+  // For backends that find the other ranks by themselves; `find` is ignored.
+  Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int rank, int size,
+          std::chrono::milliseconds timeout, std::nullptr_t find);
+
+  // Throws where no call can be made.
+  virtual void prepare(const char* op);
+  virtual c10::intrusive_ptr<c10d::Work> carry_out(const Manner& manner, Collective collective);
+  // Tells the peers, which may be making this call, that this rank does not.
+  virtual void refuse_call(const Manner& manner, const std::string& reason);
+
+  std::string name_;
+  std::atomic<std::chrono::milliseconds> timeout_;
+  std::atomic<bool> aborted_{false};
+  std::atomic<uint64_t> sequence_number_{0};
+  int forks_;
+
+ private:
   template <class Options>
   static Manner manner(const char* op, c10d::OpType type, const Options& opts) {
-    return {op, type, opts.asyncOp, opts.timeout};
+    Manner made{op, type, opts.asyncOp, of_call(opts.timeout)};
+    if constexpr (requires { opts.rootRank; }) made.root = opts.rootRank;
+    return made;
   }
 
   // `describe` fills a collective, or throws where its tensors do not fit, which the peers are
   // told.
   template <class Describe>
   c10::intrusive_ptr<c10d::Work> call(const Manner& manner, Describe describe);
-  // `group`: null where this rank is alone.
-  c10::intrusive_ptr<c10d::Work> carry_out(Group* group, const Manner& manner,
-                                           Collective collective);
   c10::intrusive_ptr<c10d::Work> start_all(Group& group, const Manner& manner,
                                            Collective collective);
+  c10::intrusive_ptr<c10d::Work> meet(const Manner& manner);
+  c10::intrusive_ptr<c10d::Work> receive(const char* op, c10d::OpType type,
+                                         const std::vector<at::Tensor>& tensors, int source,
+                                         int tag);
+  void throw_if_aborted(const char* op) const;
+  Messages& messages(const char* op);
+  // How long a call waits for its peers.
+  std::chrono::milliseconds wait_limit() const;
   // The group of this process group, which is made at the first call.
   Group& group(const char* op);
   void find_peers();
 
   // Add an exchange to a collective:
   void add_all_reduce(Collective& collective, CallName name, const at::Tensor& tensor,
-                      const c10d::ReduceOp& reduce_op, bool takes) const;
+                      const c10d::ReduceOp& reduce_op, std::optional<int64_t> root) const;
   void add_all_gather(Collective& collective, const char* op, const at::Tensor& output,
                       const at::Tensor& input) const;
   void add_all_gather(Collective& collective, const char* op,
@@ -133,14 +169,11 @@ class Backend : public c10d::Backend {
   void check_root(const char* op, int64_t root) const;
 
   c10::intrusive_ptr<c10d::Store> store_;
-  std::string name_;
-  std::atomic<std::chrono::milliseconds> timeout_;
   std::shared_ptr<Peers> peers_;
   std::mutex mutex_;
   std::shared_ptr<Group> group_;
+  std::shared_ptr<Messages> messages_;
   std::atomic<Group*> known_group_{nullptr};
-  std::atomic<bool> aborted_{false};
-  std::atomic<uint64_t> sequence_number_{0};
 };
 
 // The peers that the backend of a process group has found; null for another backend.

@@ -17,7 +17,7 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
 // From this size on, an all-reduce among several ranks is split: each rank reduces a part.
-constexpr int64_t kTwoShotBytes = int64_t{32} << 10;
+constexpr int64_t kTwoShotFrom = int64_t{32} << 10;
 
 bool same_sizes(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
@@ -84,15 +84,15 @@ template <class Describe>
 WorkPtr Backend::call(const Manner& manner, Describe describe) {
   sequence_number_.fetch_add(1, std::memory_order_relaxed);
   return translated([&]() -> WorkPtr {
-    Group* all = size_ == 1 ? nullptr : &group(manner.op);
+    prepare(manner.op);
     Collective collective;
     try {
       describe(collective);
     } catch (const std::exception& error) {
-      if (all != nullptr) refuse(*all, manner.async ? kAsync : kSync, refusal_of(error, rank_));
+      refuse_call(manner, refusal_of(error, rank_));
       throw;
     }
-    return carry_out(all, manner, std::move(collective));
+    return carry_out(manner, std::move(collective));
   });
 }
 
@@ -127,11 +127,13 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
 }
 
 void Backend::add_all_reduce(Collective& collective, CallName name, const at::Tensor& tensor,
-                             const c10d::ReduceOp& reduce_op, bool takes) const {
+                             const c10d::ReduceOp& reduce_op, std::optional<int64_t> root) const {
   const DType dtype = dtype_of("all_reduce", tensor, reduce_op);
+  const bool takes = !root || *root == rank_;
   const Extent all =
       takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
-  const bool two_shot = takes && size_ > 2 && all.bytes > kTwoShotBytes;
+  // With a root the other ranks take nothing, so that there is nothing to gather.
+  const bool two_shot = !root && size_ > 2 && all.bytes > kTwoShotFrom;
   Exchange exchange = exchange_of(
       two_shot ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;
@@ -151,7 +153,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
     const at::Tensor& tensor = single("all_reduce", "tensor", tensors);
     CallName name("all_reduce ");
     name << name_of(reduce_op_of("all_reduce", opts.reduceOp));
-    add_all_reduce(collective, name, tensor, opts.reduceOp, true);
+    add_all_reduce(collective, name, tensor, opts.reduceOp, std::nullopt);
     collective.outputs = tensors;
   });
 }
@@ -165,7 +167,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
       check_dense("all_reduce", "tensors", tensor);
       CallName name("all_reduce ");
       name << operation << " " << ++number << " of " << static_cast<int64_t>(tensors.size());
-      add_all_reduce(collective, name, tensor, opts.reduceOp, true);
+      add_all_reduce(collective, name, tensor, opts.reduceOp, std::nullopt);
     }
     collective.outputs = tensors;
   });
@@ -177,7 +179,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
     CallName name("reduce ");
     name << name_of(reduce_op_of("reduce", opts.reduceOp)) << " to rank " << opts.rootRank;
-    add_all_reduce(collective, name, tensor, opts.reduceOp, rank_ == opts.rootRank);
+    add_all_reduce(collective, name, tensor, opts.reduceOp, opts.rootRank);
     collective.outputs = tensors;
   });
 }
@@ -457,18 +459,32 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 // --- barriers ------------------------------------------------------------------------------------
 
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
-  return call(manner("barrier", OpType::BARRIER, opts), [&](Collective& collective) {
-    Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName("barrier"));
+  return meet(manner("barrier", OpType::BARRIER, opts));
+}
+
+WorkPtr Backend::meet(const Manner& manner) {
+  return call(manner, [&](Collective& collective) {
+    Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName(manner.op));
     exchange.input.resize(1);
     exchange.output.resize(static_cast<size_t>(size_));
     collective.exchanges.push_back(std::move(exchange));
   });
 }
 
+// `wait_all_ranks`: all that are late are named in any case.
 void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
-  c10d::BarrierOptions barrier_opts = opts;
-  barrier_opts.asyncOp = false;
-  barrier(barrier_opts);
+  try {
+    meet({"monitored_barrier", OpType::BARRIER, false, of_call(opts.timeout)});
+  } catch (const c10::DistBackendError& error) {
+    const int64_t own = group("monitored_barrier").made(kSync);
+    std::string late;
+    for (int peer = 0; peer < size_; ++peer)
+      if (peer != rank_ && peers_->board(peer).entered(kSync) < own)
+        late += (late.empty() ? "rank " : ", rank ") + std::to_string(peer);
+    if (late.empty()) throw;
+    C10_THROW_ERROR(DistBackendError, "monitored_barrier: not reached by " + late + ": " +
+                                          error.what_without_backtrace());
+  }
 }
 
 }  // namespace symm_cp

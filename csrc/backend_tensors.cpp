@@ -41,16 +41,6 @@ const char* dtype_name(at::ScalarType dtype) {
   }
 }
 
-// Until csrc/reduce.cpp knows more.
-bool can_reduce(DType dtype, ReduceOp op) {
-  if (dtype == DType::kComplex64 || dtype == DType::kComplex128 || dtype == DType::kBool)
-    return false;
-  const bool floating = dtype == DType::kFloat16 || dtype == DType::kFloat32 ||
-                        dtype == DType::kFloat64 || dtype == DType::kBfloat16;
-  const bool integer = dtype >= DType::kUint8 && dtype <= DType::kInt64;
-  return (op == ReduceOp::kSum && (floating || integer)) || (op == ReduceOp::kAvg && floating);
-}
-
 bool is_plain(const at::Tensor& tensor) {
   return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg();
 }
@@ -59,7 +49,7 @@ at::Tensor plain_like(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().memory_format(std::nullopt));
 }
 
-bool overlap(const Extent& one, const Extent& other) {
+bool extents_overlap(const Extent& one, const Extent& other) {
   const auto* a = static_cast<const char*>(one.data);
   const auto* b = static_cast<const char*>(other.data);
   return a < b + other.bytes && b < a + one.bytes;
@@ -103,7 +93,7 @@ DType dtype_of(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& r
   const auto dtype = static_cast<DType>(tensor.scalar_type());
   static_assert(static_cast<int>(at::kBFloat16) == static_cast<int>(DType::kBfloat16) &&
                 static_cast<int>(at::kBool) == static_cast<int>(DType::kBool));
-  TORCH_CHECK_NOT_IMPLEMENTED(can_reduce(dtype, operation), op, ": ", name_of(operation), " of ",
+  TORCH_CHECK_NOT_IMPLEMENTED(reducible(dtype, operation), op, ": ", name_of(operation), " of ",
                               dtype_name(tensor.scalar_type()), " tensors is not supported");
   return dtype;
 }
@@ -198,7 +188,7 @@ void separate(Collective& collective, Exchange& exchange, int own) {
       const size_t giver = inputs == 1 ? static_cast<size_t>(own) : i;
       const size_t taker = outputs == 1 ? static_cast<size_t>(own) : j;
       const bool in_place = giver == taker && input.data == output.data;
-      if (!in_place && overlap(input, output)) return true;
+      if (!in_place && extents_overlap(input, output)) return true;
     }
     return false;
   };

@@ -23,6 +23,7 @@ void Collective::deliver() {
 Ending::Ending(Collective collective, size_t exchanges)
     : collective_(std::move(collective)),
       outputs_(collective_.outputs),
+      delivers_(!collective_.results.empty()),
       remaining_(exchanges),
       ended_(exchanges == 0) {}
 
@@ -106,7 +107,7 @@ CollectiveWork::~CollectiveWork() {
 bool CollectiveWork::isCompleted() {
   if (ending_->ended()) return true;
   // Who asks again and again waits, but leaves the transfer to the engine.
-  group_->lane().wake();
+  if (group_ != nullptr) group_->lane().wake();
   return false;
 }
 
@@ -131,14 +132,14 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     const WithoutGil without_gil;
     if (timeout == kNoTimeout) {
       try {
-        group_->lane().wait(last_);
+        if (group_ != nullptr) group_->lane().wait(last_);
       } catch (const Interrupted& interrupted) {
         C10_THROW_ERROR(DistBackendError, interrupted.what());
       } catch (const PeerError&) {  // which its ending knows
       }
       while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
     } else {
-      group_->lane().wake();
+      if (group_ != nullptr) group_->lane().wake();
       if (!ending_->await(timeout))
         C10_THROW_ERROR(DistBackendError, "the collective did not end within " +
                                               std::to_string(timeout.count()) + " ms");
@@ -150,7 +151,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   auto future = ending_->future();
-  if (!future->completed()) group_->lane().wake();
+  if (!future->completed() && group_ != nullptr) group_->lane().wake();
   return future;
 }
 

@@ -3,6 +3,7 @@
 
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
+#include <atomic>
 #include <condition_variable>
 #include <memory>
 #include <mutex>
@@ -11,6 +12,7 @@
 #include <vector>
 
 #include "exchange.h"
+#include "messages.h"
 
 namespace symm_cp {
 
@@ -42,6 +44,8 @@ class Ending {
   bool await(std::chrono::milliseconds limit);
   // Why it failed; empty when it did not. Only after it has ended.
   std::string failure() const;
+  // Whether results are copied to the caller's tensors at the end.
+  bool delivers() const { return delivers_; }
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> future();
 
@@ -50,6 +54,7 @@ class Ending {
 
   Collective collective_;  // until it has ended
   std::vector<at::Tensor> outputs_;
+  bool delivers_;
   mutable std::mutex mutex_;
   std::condition_variable end_;
   size_t remaining_;
@@ -58,9 +63,38 @@ class Ending {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// A send or a receive.
+class MessageWork : public c10d::Work {
+ public:
+  // `limit`: how long `wait` waits for the peer.
+  MessageWork(c10d::OpType type, Delivery delivery, std::shared_ptr<Ending> ending,
+              std::chrono::milliseconds limit, uint64_t sequence_number);
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override { return delivery_.peer(); }
+  std::vector<at::Tensor> result() override { return ending_->outputs(); }
+  void synchronize() override { wait(); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  uint64_t getSequencenumber() const override { return sequence_number_; }
+
+ private:
+  // Has the delivery end `ending_`, which until then has nothing to do.
+  void connect();
+
+  Delivery delivery_;
+  std::shared_ptr<Ending> ending_;
+  std::once_flag connected_once_;
+  std::atomic<bool> connected_{false};
+  std::chrono::milliseconds limit_;
+  uint64_t sequence_number_;
+};
+
 class CollectiveWork : public c10d::Work {
  public:
-  // `last`: the number of the last exchange on the lane; 0: all have ended.
+  // `last`: the number of the last exchange on the group's lane. Without a group others end it.
   CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group, std::shared_ptr<Ending> ending,
                  int64_t last, uint64_t sequence_number);
   ~CollectiveWork() override;

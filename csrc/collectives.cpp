@@ -102,7 +102,7 @@ void two_shot_out(const c10::OperatorHandle& op, Stack* stack) {
 // torch's ops copy the input to the buffer, where the peers read it. Here the group has memory for
 // that, and the buffer is only checked.
 void check_buffer(const at::Tensor& buffer, const at::Tensor& input) {
-  check_dense(kOneShotCopy, "symm_buffer", buffer);
+  kernels::check_dense(kOneShotCopy, "symm_buffer", buffer);
   TORCH_CHECK_VALUE(buffer.scalar_type() == input.scalar_type() && buffer.numel() >= input.numel(),
                     kOneShotCopy, ": symm_buffer is ", name_dtype(buffer.scalar_type()), " ",
                     buffer.sizes(), ", needs ", name_dtype(input.scalar_type()),

@@ -150,7 +150,7 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
     sources_.push_back(
         address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
   reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
-         exchange_.dtype, exchange_.reduce_op, streamed_);
+         exchange_.dtype, exchange_.reduce_op, streamed_ && step.to.buffer == Buffer::kOutput);
   return bytes;
 }
 
@@ -256,7 +256,7 @@ void run(Group& group, Exchange exchange) {
   const int64_t number = group.next(kSync);
   try {
     ExchangeRun all(group, kSync, std::move(exchange));
-    Call call = workspace.begin(number, all.slot_bytes(), all.call_name());
+    Call call = workspace.begin(number, all.slot_bytes(), all.call_name(), all.timeout());
     all.publish(*workspace.channel(), call);
     all.finish(*workspace.channel(), call);
   } catch (const std::exception& error) {
@@ -281,7 +281,8 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
     const bool handed_over = publish && all->pieces() == 1;
     const bool published = handed_over && all->leaves_input();
     if (publish) {
-      program.begun = workspace.begin(number, program.slot_bytes, program.call_name);
+      program.begun =
+          workspace.begin(number, program.slot_bytes, program.call_name, all->timeout());
       all->publish(*workspace.channel(), *program.begun);
     }
     program.exchange = std::move(all);

@@ -6,6 +6,7 @@
 // and addresses come with the call.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -17,6 +18,9 @@
 namespace symm_cp {
 
 class Group;
+
+// Stands for the time-out of the group.
+inline constexpr std::chrono::milliseconds kGroupTimeout{0};
 
 // Bytes in memory; none where `bytes` is 0. They are contiguous, or (of kAllGather and kAllToAll
 // only) in rows of `row` bytes that begin `pitch` bytes apart.
@@ -58,6 +62,8 @@ struct Exchange {
   // piece: a caller that wants all its data to have left its input when `start` returns gives what
   // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.
   int64_t piece_bytes = kPieceBytes;
+  // How long this rank waits for its peers.
+  std::chrono::milliseconds timeout = kGroupTimeout;
 };
 
 // Parts of a piece begin at multiples of this.

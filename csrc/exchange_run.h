@@ -14,6 +14,7 @@ class ExchangeRun {
   ExchangeRun(Group& group, int channel, Exchange exchange);
 
   const std::string& call_name() const { return exchange_.call_name; }
+  std::chrono::milliseconds timeout() const { return exchange_.timeout; }
   int64_t slot_bytes() const { return slot_bytes_; }
   // That this rank knows of; after its first waits, of all ranks.
   int64_t pieces() const { return pieces_; }

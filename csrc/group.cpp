@@ -55,10 +55,11 @@ bool Workspace::begins_at_once(int64_t slot_bytes) const {
   return serves(base_, slot_bytes) && !channel_->has_failed_call();
 }
 
-Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name) {
+Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
+                      std::chrono::milliseconds timeout) {
   group_.check_owned(call_name);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
-            Place::kSlot, group_.budget()};
+            Place::kSlot, group_.budget(timeout)};
   group_.set_entered(index_, number);
   last_ = number;
   if (channel_ != nullptr) channel_->begin(call);

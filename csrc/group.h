@@ -24,7 +24,8 @@ class Workspace {
 
   // Begins the call of that number, whose slots take `slot_bytes`. Collective, and waits for the
   // peers, when memory has to be made, or after a call that failed.
-  Call begin(int64_t number, int64_t slot_bytes, const std::string& call_name);
+  Call begin(int64_t number, int64_t slot_bytes, const std::string& call_name,
+             std::chrono::milliseconds timeout = kGroupTimeout);
   // Whether `begin` would return at once.
   bool begins_at_once(int64_t slot_bytes) const;
   // Ends a call that failed on this rank or that it refuses to make. `other` is a call of another
@@ -82,7 +83,9 @@ class Group {
   int world_size() const { return world_size_; }
   int64_t offset() const { return offset_; }
   void set_offset(int64_t offset) { offset_ = offset; }
-  WaitBudget budget() const { return WaitBudget(timeout_.load()); }
+  WaitBudget budget(std::chrono::milliseconds timeout) const {
+    return WaitBudget(timeout == kGroupTimeout ? timeout_.load() : timeout);
+  }
   void set_timeout(std::chrono::milliseconds timeout) { timeout_ = timeout; }
   Workspace& workspace(int index) { return workspaces_[index]; }
   Lane& lane() { return lane_; }
@@ -90,6 +93,8 @@ class Group {
   // The number of a new call on a channel. For the threads that call ops, in the order of the
   // calls.
   int64_t next(int index, bool by_user = true);
+  // How many calls of a channel have begun.
+  int64_t made(int index) const { return board().made(index); }
   // The peers, once they are known.
   std::shared_ptr<Peers> known_peers() const { return std::atomic_load(&peers_); }
   // The steps of an exchange, which Python has lowered for this group.

@@ -57,10 +57,10 @@ std::shared_ptr<Group> group_of(const std::string& name) {
   const auto process_group = process_group_of(name);
   if (auto known = known_group(name, process_group.get())) return known;
   const auto find = find_in_python.load();
-  if (find == nullptr) throw std::invalid_argument("group: symm_cp is not imported");
-  if (find(name.c_str()) != 0) throw std::invalid_argument(explanation);
+  if (find == nullptr) throw std::runtime_error("symm_cp is not imported");
+  if (find(name.c_str()) != 0) throw std::runtime_error(explanation);
   auto made = known_group(name, process_group.get());
-  if (made == nullptr) throw std::invalid_argument("group: '" + name + "' is being destroyed");
+  if (made == nullptr) throw std::runtime_error("group '" + name + "' is being destroyed");
   return made;
 }
 

@@ -65,8 +65,10 @@ void Lane::refuse(int64_t number, const std::string& cause, const CallSite* othe
 
 void Lane::run_program(Program& program, Workspace& workspace) {
   const bool begun = program.begun.has_value();
-  Call call = begun ? std::move(*program.begun)
-                    : workspace.begin(program.number, program.slot_bytes, program.call_name);
+  const auto timeout = program.exchange != nullptr ? program.exchange->timeout() : kGroupTimeout;
+  Call call = begun
+                  ? std::move(*program.begun)
+                  : workspace.begin(program.number, program.slot_bytes, program.call_name, timeout);
   if (program.exchange != nullptr) {
     if (!begun) program.exchange->publish(*workspace.channel(), call);
     program.exchange->finish(*workspace.channel(), call);

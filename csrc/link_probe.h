@@ -1,5 +1,6 @@
-// Detects that a rank's process has ended before its first call: gloo connects all ranks of a group
-// when the group is made, and a pending receive fails when the connection breaks.
+// Detects that a rank's process has ended before its first call: the ranks of a group are connected
+// when the group is made. This package's backend watches its peers; with gloo a pending receive
+// fails when the connection breaks.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
@@ -10,18 +11,25 @@
 #include <thread>
 #include <utility>
 
+#include "backend.h"
+#include "peers.h"
+
 namespace symm_cp {
 
 class LinkProbe {
  public:
   // Null for backends that do not report it; then only the time-out applies.
-  static std::unique_ptr<LinkProbe> of(c10::intrusive_ptr<c10d::Backend> backend) {
-    if (!backend || backend->getBackendName() != "gloo") return nullptr;
-    return std::unique_ptr<LinkProbe>(new LinkProbe(std::move(backend)));
+  static std::unique_ptr<LinkProbe> of(c10::intrusive_ptr<c10d::Backend> backend,
+                                       const std::string& group) {
+    if (!backend) return nullptr;
+    auto peers = backend->getBackendName() == "symm_cp" ? peers_of_backend(group) : nullptr;
+    if (peers == nullptr && backend->getBackendName() != "gloo") return nullptr;
+    return std::unique_ptr<LinkProbe>(new LinkProbe(std::move(backend), std::move(peers)));
   }
 
   // Whether the link to a rank is broken. The first call for a rank only starts its probe.
   bool lost(int rank) {
+    if (peers_ != nullptr) return peers_->dead(rank);
     auto& probe = probes_[rank];
     if (probe == nullptr) probe = std::make_unique<Probe>(*backend_, rank);
     return probe->broken;
@@ -61,9 +69,11 @@ class LinkProbe {
     std::thread waiter;
   };
 
-  explicit LinkProbe(c10::intrusive_ptr<c10d::Backend> backend) : backend_(std::move(backend)) {}
+  LinkProbe(c10::intrusive_ptr<c10d::Backend> backend, std::shared_ptr<Peers> peers)
+      : backend_(std::move(backend)), peers_(std::move(peers)) {}
 
   c10::intrusive_ptr<c10d::Backend> backend_;
+  std::shared_ptr<Peers> peers_;  // of this package's backend
   std::map<int, std::unique_ptr<Probe>> probes_;
 };
 

@@ -320,7 +320,7 @@ void MessageEngine::deliver(const TransmissionPtr& transmission, int peer, const
   } else {
     if (bytes == nullptr)
       link.in.read(receive.data(), frame.length);
-    else
+    else if (frame.length > 0)
       std::memcpy(receive.data(), bytes, frame.length);
     finish(receive);
   }

@@ -160,6 +160,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   bool stirring() const;
   void wake_waiters();
   bool spin(const Transmission& transmission);
+  bool yield(const Transmission& transmission);
   void sleep(Transmission& transmission, const Waiting& waiting, const WaitBudget& budget);
   void serve();
   void serve_links();

@@ -156,6 +156,17 @@ bool MessageEngine::spin(const Transmission& transmission) {
   return transmission.ended.load(std::memory_order_acquire);
 }
 
+// Gives the processor away for a while: the peer may be waiting for it.
+bool MessageEngine::yield(const Transmission& transmission) {
+  const auto end = Clock::now() + kYieldTime;
+  do {
+    sched_yield();
+    if (transmission.ended.load(std::memory_order_acquire)) return true;
+    if (stirring()) return spin(transmission);
+  } while (Clock::now() < end);
+  return false;
+}
+
 // Until something stirs, or for a slice. Throws when the wait cannot go on.
 void MessageEngine::sleep(Transmission& transmission, const Waiting& waiting,
                           const WaitBudget& budget) {
@@ -190,9 +201,10 @@ void MessageEngine::wait(Transmission& transmission, milliseconds timeout) {
       const WithoutGil without_gil;
       WaitBudget budget(timeout.count() > 0 ? timeout : timeout_);
       const Waiting waiting(budget);
-      do {
+      while (!yield(transmission)) {
         sleep(transmission, waiting, budget);
-      } while (!spin(transmission));
+        if (spin(transmission)) break;
+      }
     }
   }
   if (!transmission.failure.empty()) throw PeerError(transmission.failure);

@@ -123,7 +123,14 @@ bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGrou
 StoreBootstrap bootstrap_of(const std::string& name,
                             const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
   if (!process_group) return {symm::get_group_info(name).store, nullptr};
-  return {process_group->getStore(), LinkProbe::of(cpu_backend(*process_group))};
+  return {process_group->getStore(), LinkProbe::of(cpu_backend(*process_group), name)};
+}
+
+// Those that this package's backend found when the group was made.
+std::shared_ptr<Peers> peers_of_its_backend(c10d::ProcessGroup& process_group,
+                                            const std::string& name) {
+  const auto backend = cpu_backend(process_group);
+  return backend && backend->getBackendName() == "symm_cp" ? peers_of_backend(name) : nullptr;
 }
 
 std::shared_ptr<GroupPeers> make_group_peers(
@@ -133,6 +140,8 @@ std::shared_ptr<GroupPeers> make_group_peers(
   StoreBootstrap bootstrap = bootstrap_of(name, process_group);
   if (process_group) {
     group_peers->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
+    group_peers->peers = peers_of_its_backend(*process_group, name);
+    if (group_peers->peers != nullptr) return group_peers;
     group_peers->peers =
         std::make_shared<Peers>(bootstrap, name, process_group->getRank(), process_group->getSize(),
                                 timeout_of(*process_group), rendezvous);
@@ -401,7 +410,7 @@ extern "C" {
 void* symm_cp_probe_links(const char* group) {
   const auto process_group = symm_cp::try_resolve(group);
   if (!process_group) return nullptr;
-  return symm_cp::LinkProbe::of(symm_cp::cpu_backend(*process_group)).release();
+  return symm_cp::LinkProbe::of(symm_cp::cpu_backend(*process_group), group).release();
 }
 
 int symm_cp_link_lost(void* links, int rank) {

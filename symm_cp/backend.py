@@ -20,11 +20,14 @@ package declares none: each program of the environment would pay for importing i
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from symm_cp import native
+from symm_cp.hosts import Place, local_group, spread
 from symm_cp.liveness import host_identity
 
 NAME = "symm_cp"
@@ -47,31 +50,66 @@ def _create_from(
 def _create(
     store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
 ) -> dist.Backend:
-    """Makes the backend of one process group. Collective."""
-    if size > 1:
-        _check_one_host(store, name, rank, size, timeout)
-    return native_backend(store, name, rank, size, timeout)
+    """Makes the backend of one process group. Collective.
+
+    Of a group that spans hosts: shared memory within a host, gloo between them (csrc/two_level.h).
+    Where hosts hold different numbers of ranks it is gloo alone, which is said.
+    """
+    hosts = hosts_of_ranks(store, name, rank, size, timeout) if size > 1 else [""]
+    ranks = spread([Place(host) for host in hosts])
+    if len(ranks) == 1:
+        return native_backend(store, name, rank, size, timeout)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    if len({len(on_host) for on_host in ranks}) == 1:
+        return _two_level_backend(store, name, rank, ranks, timeout, gloo)
+    if rank == 0:
+        counts = ", ".join(str(len(on_host)) for on_host in ranks)
+        native.say(
+            f"group {name!r} uses gloo: hosts share memory only if all hold the same number of "
+            f"ranks, these hold {counts}"
+        )
+    return gloo
+
+
+def _two_level_backend(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    ranks: Sequence[Sequence[int]],
+    timeout: datetime.timedelta,
+    gloo: dist.Backend,
+) -> dist.Backend:
+    host = next(index for index, on_host in enumerate(ranks) if rank in on_host)
+    place, size = ranks[host].index(rank), len(ranks[host])
+    host_store = dist.PrefixStore(f"host {host}", store)
+    local = local_group(host_store, f"{name}, host {host}", place, size, timeout)
+    return _open(store, name, rank, sum(map(len, ranks)), timeout, (local, gloo, ranks))
 
 
 def native_backend(
     store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
 ) -> dist.Backend:
     """Makes a backend of ranks that are all on this host. Collective."""
+    return _open(store, name, rank, size, timeout, None)
+
+
+def _open(
+    store: dist.Store,
+    name: str,
+    rank: int,
+    size: int,
+    timeout: datetime.timedelta,
+    hosts: tuple[dist.ProcessGroup, dist.Backend, Sequence[Sequence[int]]] | None,
+) -> dist.Backend:
     glue, library = native.load_glue(), native.load()
     milliseconds = int(timeout.total_seconds() * 1000)
     open_backend = native.address_of(library.symm_cp_backend_open)
-    return glue.symm_cp_backend_object(open_backend, store, name.encode(), rank, size, milliseconds)
-
-
-def _check_one_host(
-    store: dist.Store, name: str, rank: int, size: int, timeout: datetime.timedelta
-) -> None:
-    hosts = hosts_of_ranks(store, name, rank, size, timeout)
-    other = next((peer for peer in range(size) if hosts[peer] != hosts[rank]), None)
-    if other is not None:
-        raise NotImplementedError(
-            f"group {name!r} spans hosts: rank {other} is not on the host of rank {rank}; use gloo"
-        )
+    local, gloo, ranks = hosts or (None, None, ())
+    by_host = (ctypes.c_int32 * size)(*(peer for on_host in ranks for peer in on_host))
+    return glue.symm_cp_backend_object(
+        open_backend, store, name.encode(), rank, size, milliseconds,
+        local, gloo, by_host, len(ranks),
+    )  # fmt: skip
 
 
 def hosts_of_ranks(

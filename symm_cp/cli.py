@@ -44,6 +44,7 @@ def _build() -> int:
 
     try:
         print(native.build(verbose=True))
+        print(native.build_glue(verbose=True))
     except native.BuildError as error:
         print(f"symm-cp build: {error}", file=sys.stderr)
         return 1

@@ -9,6 +9,7 @@ access) count as on different hosts.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import json
 import secrets
 import warnings
@@ -212,12 +213,12 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     store = dist.PrefixStore(f"symm_cp/local/{tokens[ranks[host][0]]}", group.store())
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     name = f"{group.name}, {device.type}, host {host}"
-    local = _local_group(process_group, store, name, place, len(ranks[host]))
+    local = local_group(store, name, place, len(ranks[host]), timeout_of(process_group))
     return Hosts(ranks, host, place, resolve(local), local)
 
 
-def _local_group(
-    process_group: dist.ProcessGroup, store: dist.Store, name: str, place: int, size: int
+def local_group(
+    store: dist.Store, name: str, place: int, size: int, timeout: datetime.timedelta
 ) -> dist.ProcessGroup:
     """Makes a group of the ranks of a group that are on this host, for symmetric memory.
 
@@ -230,7 +231,7 @@ def _local_group(
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
     # Longer than that of the links between hosts: a rank that loses one tells the ranks that wait
     # for it on this host.
-    options._timeout = timeout_of(process_group) * 1.5
+    options._timeout = timeout * 1.5
     backend = dist.ProcessGroupGloo(store, place, size, options)
     local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)
     local._set_group_name(name)

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -30,23 +30,32 @@ import torch
 
 from . import env, trusted, wire
 
-# The sources that include torch's headers, which cost ten times what the sources do: all of them
-# are one unit. (A precompiled header takes 500 MB with g++, and more time than it saves.)
-TORCH_SOURCES = (
-    "attention.cpp",
-    "backend.cpp",
-    "backend_collectives.cpp",
-    "backend_tensors.cpp",
-    "backend_work.cpp",
-    "collectives.cpp",
-    "gather_kv.cpp",
-    "gradients.cpp",
-    "groups.cpp",
-    "kernels.cpp",
-    "low_contention.cpp",
-    "pool.cpp",
-    "symmetric_memory.cpp",
+# The sources that include torch's headers, which cost ten times what the sources do: one unit for
+# the ops and one for the backend, which compile beside each other. (A precompiled header takes 500
+# MB with g++, and more time than it saves.)
+TORCH_UNITS = (
+    (
+        "attention.cpp",
+        "collectives.cpp",
+        "gather_kv.cpp",
+        "gradients.cpp",
+        "groups.cpp",
+        "kernels.cpp",
+        "low_contention.cpp",
+        "pool.cpp",
+        "symmetric_memory.cpp",
+    ),
+    (
+        "backend.cpp",
+        "backend_collectives.cpp",
+        "backend_messages.cpp",
+        "backend_tensors.cpp",
+        "backend_work.cpp",
+        "host_links.cpp",
+        "two_level.cpp",
+    ),
 )
+TORCH_SOURCES = tuple(name for unit in TORCH_UNITS for name in unit)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
     "channel.cpp": "-O3",
@@ -55,6 +64,8 @@ _LEVELS = {
     "group.cpp": "-O2",
     "lane.cpp": "-O2",
     "merge.cpp": "-O3",
+    "message_engine.cpp": "-O2",
+    "messages.cpp": "-O2",
     "reduce.cpp": "-O3",
 }
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")
@@ -200,9 +211,9 @@ def _open_verified(library: Path) -> int:
     return fd
 
 
-def _torch_unit() -> list[str]:
-    """The arguments that compile all of `TORCH_SOURCES` as one unit."""
-    *others, last = (str(source_dir() / name) for name in TORCH_SOURCES)
+def _torch_unit(names: Sequence[str]) -> list[str]:
+    """The arguments that compile sources with torch's headers as one unit."""
+    *others, last = (str(source_dir() / name) for name in names)
     included = (part for name in others for part in ("-include", name))
     return [*_torch_flags(), *included, "-c", last]
 
@@ -228,8 +239,11 @@ def _torch_libraries(*names: str) -> list[str]:
 def _compile(target: Path) -> None:
     compiler = shlex.split(find_compiler())
     with _scratch(target) as scratch:
-        # The slow unit first, so that the others compile beside it.
-        jobs = [[*compiler, *_FLAGS, *_torch_unit(), "-o", str(scratch / "torch.o")]]
+        # The slow units first, so that the others compile beside them.
+        jobs = [
+            [*compiler, *_FLAGS, *_torch_unit(unit), "-o", str(scratch / f"torch{number}.o")]
+            for number, unit in enumerate(TORCH_UNITS)
+        ]
         for source in sorted(source_dir().glob("*.cpp")):
             if source.name not in TORCH_SOURCES:
                 level = [_LEVELS[source.name]] if source.name in _LEVELS else []
@@ -467,7 +481,10 @@ def load_glue() -> ctypes.CDLL:
     glue = _open_library(build_glue(), ctypes.PyDLL)
     make = glue.symm_cp_backend_object
     make.restype = ctypes.py_object
-    make.argtypes = [_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG]
+    make.argtypes = [
+        *(_VOID, ctypes.py_object, _TEXT, _INT, _INT, _LONG),
+        *(ctypes.py_object, ctypes.py_object, ctypes.POINTER(ctypes.c_int32), _INT),
+    ]
     return glue
 
 

@@ -26,7 +26,7 @@ from symm_cp import native, wire
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
 # Those with torch's headers are compiled together.
-UNITS = len(SOURCES) - len(native.TORCH_SOURCES) + 1
+UNITS = len(SOURCES) - len(native.TORCH_SOURCES) + len(native.TORCH_UNITS)
 
 # Writes down its arguments, then makes the file that -o names.
 _STAND_IN = """#!{python}

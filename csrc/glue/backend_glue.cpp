@@ -6,6 +6,7 @@
 #include <pybind11/pybind11.h>
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <string>
@@ -16,16 +17,31 @@ namespace {
 
 // symm_cp_backend_open of csrc/backend.cpp.
 using Open = void* (*)(void* store, const char* name, int rank, int size, int64_t timeout_ms,
+                       void* local, void* transport, const int32_t* ranks, int hosts,
                        std::string* error);
 
+// Of a group on several hosts.
+struct Hosts {
+  pybind11::handle local, transport;
+  const int32_t* ranks;
+  int count;
+};
+
 pybind11::object open_backend(Open open, pybind11::handle store, const char* name, int rank,
-                              int size, int64_t timeout_ms) {
+                              int size, int64_t timeout_ms, const Hosts& hosts) {
   auto native_store = pybind11::cast<c10::intrusive_ptr<c10d::Store>>(store);
+  c10::intrusive_ptr<c10d::ProcessGroup> local;
+  c10::intrusive_ptr<c10d::Backend> transport;
+  if (hosts.count > 1) {
+    local = pybind11::cast<c10::intrusive_ptr<c10d::ProcessGroup>>(hosts.local);
+    transport = pybind11::cast<c10::intrusive_ptr<c10d::Backend>>(hosts.transport);
+  }
   std::string error;
   void* opened;
   {
     const pybind11::gil_scoped_release without_gil;
-    opened = open(native_store.get(), name, rank, size, timeout_ms, &error);
+    opened = open(native_store.get(), name, rank, size, timeout_ms, local.get(),
+                  transport.get(), hosts.ranks, hosts.count, &error);
   }
   if (opened == nullptr) throw std::runtime_error(error);
   return pybind11::cast(
@@ -36,9 +52,11 @@ pybind11::object open_backend(Open open, pybind11::handle store, const char* nam
 
 // Returns a new reference; null with an exception set. The caller holds Python's lock.
 extern "C" __attribute__((visibility("default"))) PyObject* symm_cp_backend_object(
-    void* open, PyObject* store, const char* name, int rank, int size, int64_t timeout_ms) {
+    void* open, PyObject* store, const char* name, int rank, int size, int64_t timeout_ms,
+    PyObject* local, PyObject* transport, const int32_t* ranks, int hosts) {
   try {
-    return open_backend(reinterpret_cast<Open>(open), store, name, rank, size, timeout_ms)
+    return open_backend(reinterpret_cast<Open>(open), store, name, rank, size, timeout_ms,
+                        {local, transport, ranks, hosts})
         .release()
         .ptr();
   } catch (pybind11::error_already_set& error) {

@@ -38,7 +38,8 @@ HELP = "measure what kernels, copies and calls cost here, for predictions (trace
 Point: TypeAlias = tuple[float, float]
 
 _COPIES = tuple(1 << n for n in range(12, 27, 2))  # 4 KiB to 64 MiB
-# From 32 MiB on the C library returns freed memory at once, so every use touches fresh pages.
+# The memory of large results is used again (symm_cp/results.py), unless SYMM_CP_KEEP_MIB is less
+# than they take: from 32 MiB on the C library returns freed memory at once.
 _FRESH = (*_COPIES[:-1], (1 << 25) - (1 << 20), 1 << 25, 1 << 26)
 _CUBES = (32, 64, 128, 256, 512, 1024)
 _FEW_ROWS, _WEIGHTS = 32, (256, 512, 1024, 2048, 4096)

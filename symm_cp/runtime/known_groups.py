@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import threading
+
 import torch
 
 from symm_cp import native
@@ -22,8 +25,12 @@ def _find(name: bytes) -> int:
             together = False  # the op says why
         library.symm_cp_set_on_one_host(group.handle, together)
         library.symm_cp_group_known(group.handle)
-    except Exception as error:
+    except BaseException as error:
         library.symm_cp_explain(str(error).encode())
+        if not isinstance(error, Exception):
+            # Ctrl-C: raised as soon as Python runs again in this thread, as C++ cannot pass it on.
+            thread = ctypes.c_ulong(threading.get_ident())
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(type(error)))
         return -1
     return 0
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import env, hosts, liveness, memory
+from symm_cp import env, hosts, liveness, memory, native
 from tests.exhaustive import some
 from tests.hosts.fabric import fabric
 from tests.ops import test_attention, test_gradients, test_random, test_uneven
@@ -53,10 +53,13 @@ def spread_out(group: dist.ProcessGroup, per_host: int) -> Iterator[dist.Process
     before = state.state(hosts.SPREADS, dict)
     state.put(hosts.SPREADS, _found.setdefault(key, {}))
     os.environ["SYMM_CP_HOST"] = f"host {group.rank() // per_host}"
+    set_on_one_host = native.load().symm_cp_set_on_one_host
+    set_on_one_host(state.handle, 0)
     _forget(group)
     try:
         yield group
     finally:
+        set_on_one_host(state.handle, 1)
         state.put(hosts.SPREADS, before)
         del os.environ["SYMM_CP_HOST"]
         _forget(group)

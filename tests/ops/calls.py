@@ -97,6 +97,9 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
             [rand(sum(sizes), 4)],
         ),
         "one_shot_all_reduce": Call(lambda x: [OPS.one_shot_all_reduce(x, "sum", name)], [x]),
+        "one_shot_all_reduce_copy": Call(
+            lambda x: [OPS.one_shot_all_reduce_copy(x.detach(), x, "sum", name)], [x]
+        ),
         "two_shot_all_reduce_": Call(in_place, [x]),
         "fused_all_gather_attention": Call(attention, [q, k, v]),
         "flex_all_gather_attention": Call(flex, [q, k, v]),
@@ -115,6 +118,7 @@ NAMES = (
     "_low_contention_all_gather_split",
     "_low_contention_reduce_scatter_split",
     "one_shot_all_reduce",
+    "one_shot_all_reduce_copy",
     "two_shot_all_reduce_",
     *ATTENTION,
 )

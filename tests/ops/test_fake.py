@@ -85,6 +85,7 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
             (OPS.fused_all_gather_matmul, (a, [b], 0, name), {"return_A": False}),
             (OPS.fused_matmul_reduce_scatter, (a, b, "sum", 0, name), {}),
             (OPS.one_shot_all_reduce, (a, "sum", name), {}),
+            (OPS.one_shot_all_reduce_copy, (A.clone(), a, "sum", name), {}),
         ]
         for op, args, kwargs in calls:
             torch.library.opcheck(op.default, args, kwargs, test_utils=CHECKS)
@@ -113,6 +114,8 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
         ),
         (OPS.two_shot_all_reduce_, (A.clone(), "sum", name)),
         (OPS.one_shot_all_reduce_out, (A, "sum", name, torch.empty_like(A))),
+        (OPS.one_shot_all_reduce_copy_out, (A, A, "sum", name, torch.empty_like(A))),
+        (OPS.two_shot_all_reduce_out, (A, "sum", name, torch.empty_like(A))),
         (OPS.reduce_scatter_out, (A, name, False, torch.empty(4, 8))),
     ]
     for op, args in plain:

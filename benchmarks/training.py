@@ -1,0 +1,94 @@
+"""Training steps of a model of 10 M parameters with torch's DDP and FSDP2, over both backends.
+
+    python benchmarks/training.py --json benchmarks/results/training.json
+
+The programs are the same but for the backend of the process group. The limit is the step without
+any communication.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.harness import Case, main
+from benchmarks.rivals import groups_over
+from symm_cp.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
+
+CONFIG = ModelConfig(dim=512, layers=3, heads=8, kv_heads=4, hidden=1536)
+SEQUENCE, BATCH = 128, 2  # on each rank
+
+Wrap = Callable[[Transformer, dist.ProcessGroup], nn.Module]
+Step = Callable[[], torch.Tensor]
+
+
+def _ddp(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
+    return DistributedDataParallel(model, process_group=over)
+
+
+def _fsdp(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
+    mesh = DeviceMesh.from_group(over, "cpu")
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _step(model: nn.Module, rank: int) -> Step:
+    """Returns a training step, which returns the loss of this rank's part of the batch."""
+    generator = torch.Generator().manual_seed(rank)
+    text = torch.randint(VOCABULARY, (SEQUENCE + 1, BATCH), generator=generator)
+    positions = rotation(SEQUENCE, CONFIG.head_dim, torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+    def step() -> torch.Tensor:
+        logits = model(text[:-1], positions)
+        loss = F.cross_entropy(logits.flatten(0, 1), text[1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _case(group: dist.ProcessGroup, name: str, wrap: Wrap) -> Case:
+    torch.manual_seed(0)
+    model = Transformer(CONFIG)
+    over = {**groups_over(group, "symm_cp"), "gloo": group}
+    steps = {
+        backend: _step(wrap(copy.deepcopy(model), of), group.rank()) for backend, of in over.items()
+    }
+
+    def check() -> None:
+        """Three steps: the third loss depends on sums of gradients of all ranks."""
+        losses = {
+            backend: torch.stack([step() for _ in range(3)]) for backend, step in steps.items()
+        }
+        for loss in losses.values():
+            torch.testing.assert_close(loss, losses["gloo"], rtol=1e-4, atol=1e-4)
+
+    return Case(name, {"limit": _step(copy.deepcopy(model), group.rank()), **steps}, check)
+
+
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    """Yields all cases."""
+    for name, wrap in (("DDP", _ddp), ("FSDP2", _fsdp)):
+        case = _case(group, f"{name}, training step of 10 M parameters", wrap)
+        case.most = 30
+        yield case
+
+
+if __name__ == "__main__":
+    main(cases, __doc__)

@@ -1,0 +1,288 @@
+"""Collectives with native kernels: every op, size and place of its input, to the last bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed._functional_collectives import wait_tensor as wait
+
+import symm_cp
+from symm_cp import memory
+from tests.exhaustive import some
+from tests.ops.calls import leaves
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+#: Elements: none, a few, more than a piece takes up in float32, no multiple of anything.
+LENGTHS = (0, 7, 5_001, 300_007)
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int32, torch.complex64)
+
+
+def numbers(group: dist.ProcessGroup, length: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    """What the ranks give; each rank knows all of it, as generators start alike."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return [torch.randn(length, dtype=dtype) for _ in range(group.size())]
+    return [torch.randint(-100, 100, (length,)).to(dtype) for _ in range(group.size())]
+
+
+def reduced(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
+    """The sum in rank order, 16-bit types in float32."""
+    dtype = parts[0].dtype
+    wide = torch.float32 if dtype == torch.bfloat16 else dtype
+    total = parts[0].to(wide)
+    for part in parts[1:]:
+        total = total + part.to(wide)
+    return (total / len(parts) if reduce_op == "avg" else total).to(dtype)
+
+
+def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """A copy in symmetric memory, at another place on each rank."""
+    block = symm_mem.empty(like.numel() + group.size(), dtype=like.dtype, device="cpu")
+    symm_mem.rendezvous(block, group)
+    return block.narrow(0, group.rank(), like.numel()).view(like.shape).copy_(like)
+
+
+def strided(like: torch.Tensor) -> torch.Tensor:
+    return torch.stack([like, like], -1)[..., 0]
+
+
+def all_reduces(group: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    name, rank = group.group_name, group.rank()
+    reduce_ops = ("sum", "avg") if dtype.is_floating_point or dtype.is_complex else ("sum",)
+    places: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        torch.clone,
+        strided,
+        lambda x: symmetric(x, group),
+    ]
+    for length in LENGTHS:
+        for reduce_op in reduce_ops:
+            given = numbers(group, length, dtype)
+            expected = reduced(given, reduce_op)
+            for place in places:
+                x, out = place(given[rank]), torch.empty_like(expected)
+                buffer = torch.empty(length + 3, dtype=dtype)
+                for found in (
+                    OPS.one_shot_all_reduce(x, reduce_op, name),
+                    OPS.one_shot_all_reduce_out(x, reduce_op, name, out.zero_()),
+                    OPS.one_shot_all_reduce_copy(buffer, x, reduce_op, name),
+                    OPS.one_shot_all_reduce_copy_out(buffer, x, reduce_op, name, out.zero_()),
+                    OPS.two_shot_all_reduce_out(x, reduce_op, name, out.zero_()),
+                ):
+                    assert torch.equal(found, expected), (length, reduce_op)
+                    assert torch.equal(x, given[rank])  # left as it was
+                assert OPS.two_shot_all_reduce_(x, reduce_op, name) is x
+                assert torch.equal(x, expected), (length, reduce_op)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        *((2, dtype) for dtype in DTYPES[:3]), (1, DTYPES[0]), (3, DTYPES[0]), (4, DTYPES[2]),
+        of=[(world_size, dtype) for world_size in (1, 2, 3, 4) for dtype in DTYPES],
+    ),
+)  # fmt: skip
+def test_all_reduces(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    ranks.run(world_size, all_reduces, dtype)
+
+
+def writes_over_its_input(group: dist.ProcessGroup) -> None:
+    """Results in the memory of inputs, exactly or in part."""
+    name, rank, W = group.group_name, group.rank(), group.size()
+    for place in (torch.clone, lambda x: symmetric(x, group)):
+        for length in (5_000, 300_000):
+            given = numbers(group, length * W, torch.float32)
+            x = place(given[rank])
+            OPS.one_shot_all_reduce_out(x, "sum", name, x)
+            assert torch.equal(x, reduced(given, "sum"))
+            x = place(given[rank])
+            OPS.one_shot_all_reduce_out(x[: length - 5], "sum", name, x[5:length])
+            assert torch.equal(x[5:length], reduced([g[: length - 5] for g in given], "sum"))
+            x = place(given[rank])
+            OPS.reduce_scatter_out(x, name, False, x[:length])
+            assert torch.equal(x[:length], reduced([g.chunk(W)[rank] for g in given], "sum"))
+
+
+@WORLD_SIZES
+def test_a_result_in_the_memory_of_the_input(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, writes_over_its_input)
+
+
+def scatters(group: dist.ProcessGroup) -> None:
+    name, rank, W = group.group_name, group.rank(), group.size()
+    for rows, columns in ((1, 3), (0, 2), (300, 700)):
+        given = [t.view(rows * W, columns * W) for t in numbers(group, rows * columns * W * W,
+                                                                torch.float32)]  # fmt: skip
+        for place in (torch.clone, strided, lambda x: symmetric(x, group)):
+            x = place(given[rank])
+            for last, dim in ((False, 0), (True, 1)):
+                expected = reduced([g.chunk(W, dim)[rank] for g in given], "sum")
+                out = torch.empty_like(expected, memory_format=torch.contiguous_format)
+                assert torch.equal(OPS.reduce_scatter_out(x, name, last, out), expected)
+                assert torch.equal(out, expected)
+
+
+@WORLD_SIZES
+def test_reduce_scatter(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, scatters)
+
+
+def overwrites(group: dist.ProcessGroup) -> None:
+    """A plain input may be overwritten at once, whatever is under way."""
+    name, rank, W = group.group_name, group.rank(), group.size()
+    for length in (10, 60_000, 150_001, 700_003):
+        given = numbers(group, length * W, torch.float32)
+        uneven = [length * W - (W - 1), *(1 for _ in range(W - 1))]
+        x = given[rank].clone()
+        pending = []
+        for _ in range(3):
+            pending += [
+                OPS._low_contention_reduce_scatter(x, "avg", name),
+                OPS._low_contention_reduce_scatter_split(x, "sum", name, uneven, rank),
+                OPS._low_contention_all_gather(x, name),
+            ]
+            x.zero_()
+            x.copy_(given[rank])
+        x.zero_()
+        expected = [
+            reduced([g.chunk(W)[rank] for g in given], "avg"),
+            reduced([g.split(uneven)[rank] for g in given], "sum"),
+            torch.cat(given),
+        ]
+        for found, want in zip(pending, expected * 3, strict=True):
+            assert torch.equal(wait(found), want)
+
+
+@WORLD_SIZES
+def test_inputs_of_background_collectives_may_be_overwritten(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, overwrites)
+
+
+def gathers_kv(group: dist.ProcessGroup) -> None:
+    """Rows that pieces cut anywhere."""
+    W, rank = group.size(), group.rank()
+    for length, uneven in ((1000, None), (3, None), (500, [500, *(rank for rank in range(1, W))])):
+        sizes = uneven or [length] * W
+        shards = [[torch.randn(2, 3, size, n) for size in sizes] for n in (61, 37)]
+        key, value = (of_all[rank] for of_all in shards)
+        found = symm_cp.all_gather_kv(
+            key.transpose(0, 1).contiguous().transpose(0, 1), value, group=group, sizes=uneven
+        )
+        for whole, of_all in zip(found, shards, strict=True):
+            assert torch.equal(whole, torch.cat(of_all, 2))
+            assert whole.is_contiguous()
+
+
+@WORLD_SIZES
+def test_large_keys_and_values(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gathers_kv)
+
+
+def differentiates(group: dist.ProcessGroup) -> None:
+    name, x = group.group_name, torch.randn(5, 3, dtype=torch.float64)
+    buffer = torch.empty(20, dtype=torch.float64)
+    results = []
+    for run in (
+        lambda x: OPS.one_shot_all_reduce(x, "avg", name),
+        lambda x: OPS.one_shot_all_reduce_copy(buffer, x, "avg", name),
+    ):
+        (given,) = leaves([x])
+        (grad,) = torch.autograd.grad(run(given).pow(3).sum(), given, create_graph=True)
+        (second,) = torch.autograd.grad(grad.square().sum(), given)
+        results.append((grad.detach(), second))
+    assert all(map(torch.equal, *results))
+    # A rank whose result has no gradient takes part in the backward pass of the others.
+    (given,) = leaves([x])
+    out = OPS.one_shot_all_reduce(given, "sum", name)
+    (out.sum() * float(group.rank() == 0)).backward()
+    assert torch.equal(given.grad, torch.ones_like(x))
+
+
+@WORLD_SIZES
+def test_gradients(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, differentiates)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    """On one rank, whose peers hear of it; then all make a good call."""
+    name, ones = group.group_name, torch.ones
+    x, out = ones(4), ones(4)
+    half, gaps = ones(4).half(), ones(4, 2)[:, 0]
+    leaf = ones(4, requires_grad=True)
+    cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, r"one_shot_all_reduce_copy: symm_buffer is torch.float32 \[3\], needs torch.fl"
+         r"oat32 and room for local_input of shape \[4\]",
+         lambda: OPS.one_shot_all_reduce_copy(ones(3), x, "sum", name)),
+        (ValueError, r"one_shot_all_reduce_copy: symm_buffer is torch.float16 \[4\]",
+         lambda: OPS.one_shot_all_reduce_copy_out(half, x, "sum", name, out)),
+        (ValueError, r"one_shot_all_reduce_copy: symm_buffer must be contiguous, has shape \[4\] an"
+         r"d strides \[2\]",
+         lambda: OPS.one_shot_all_reduce_copy(gaps, x, "sum", name)),
+        (ValueError, r"one_shot_all_reduce_copy: out is torch.float32 \[3\], needs torch.float32 ",
+         lambda: OPS.one_shot_all_reduce_copy_out(x, x, "sum", name, ones(3))),
+        (ValueError, r"one_shot_all_reduce_copy: reduce_op='max' must be 'sum' or 'avg'",
+         lambda: OPS.one_shot_all_reduce_copy(x, x, "max", name)),
+        (ValueError, r"two_shot_all_reduce_out: out is torch.float16 \[4\]",
+         lambda: OPS.two_shot_all_reduce_out(x, "sum", name, half)),
+        (ValueError, r"two_shot_all_reduce_out: out must be contiguous",
+         lambda: OPS.two_shot_all_reduce_out(x, "sum", name, gaps)),
+        (TypeError, r"two_shot_all_reduce_out: input is torch.bool, which cannot be summed",
+         lambda: OPS.two_shot_all_reduce_out(x.bool(), "sum", name, out.bool())),
+        (TypeError, r"one_shot_all_reduce: reduce_op='avg' of torch.int32 is not defined",
+         lambda: OPS.one_shot_all_reduce(x.int(), "avg", name)),
+    ]  # fmt: skip
+    unheard: list[tuple[type[Exception], str, Callable[[], object]]] = [
+        (ValueError, r"group: there is no process group named 'nobody'",
+         lambda: OPS.one_shot_all_reduce_copy(x, x, "sum", "nobody")),
+        (NotImplementedError, r"one_shot_all_reduce_copy_out: has no gradient",
+         lambda: OPS.one_shot_all_reduce_copy_out(x, leaf, "sum", name, out)),
+        (NotImplementedError, r"two_shot_all_reduce_out: has no gradient",
+         lambda: OPS.two_shot_all_reduce_out(leaf, "sum", name, out)),
+    ]  # fmt: skip
+    victim = group.size() - 1
+    OPS.one_shot_all_reduce(x, "sum", name)
+    for error, message, call in cases:
+        if group.rank() == victim:
+            with pytest.raises(error, match=message):
+                call()
+        else:
+            with pytest.raises(RuntimeError, match=rf"{error.__name__} on rank {victim}: \w+: "):
+                OPS.one_shot_all_reduce(x, "sum", name)
+        assert torch.equal(OPS.one_shot_all_reduce(x, "sum", name), x * group.size())
+    for error, message, call in unheard:
+        with pytest.raises(error, match=message):
+            call()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_refusals(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, refuses)
+
+
+def in_test_mode(group: dist.ProcessGroup) -> None:
+    name, W = group.group_name, group.size()
+    x = torch.randn(4 * W, 3)
+    uneven = [4 * W, *(0 for _ in range(W - 1))]
+    calls: list[Callable[[], torch.Tensor]] = [
+        lambda: OPS._low_contention_all_gather(x, name),
+        lambda: OPS._low_contention_reduce_scatter(x, "sum", name),
+        lambda: OPS._low_contention_reduce_scatter_split(x, "sum", name, uneven, group.rank()),
+    ]
+    fused = [wait(call()) for call in calls]
+    workspace = memory.resolve(group).workspace("async")
+    before = workspace.epoch
+    with symm_mem._test_mode():
+        unfused = [wait(call()) for call in calls]
+    assert workspace.epoch == before
+    torch.testing.assert_close(fused, unfused)
+    wait(calls[0]())
+    assert workspace.epoch == before + 1
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_test_mode_of_torch(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_test_mode)

@@ -42,6 +42,15 @@ class BackendStore : public Bootstrap {
   std::shared_ptr<Peers> peers_;
 };
 
+// For another thread; stores in Python may have no such copies.
+c10::intrusive_ptr<c10d::Store> copy_of(const c10::intrusive_ptr<c10d::Store>& store) {
+  try {
+    return store->clone();
+  } catch (const std::exception&) {
+    return store;
+  }
+}
+
 // The peers of the backends of this process by the names of their groups.
 struct Backends {
   std::mutex mutex;
@@ -122,7 +131,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
                                                  const c10::intrusive_ptr<Options>& opts) {
   const auto own = std::find(ranks.begin(), ranks.end(), rank_);
   if (own == ranks.end()) return {};
-  return c10::make_intrusive<Backend>(store->clone(), opts->group_name,
+  return c10::make_intrusive<Backend>(copy_of(store), opts->group_name,
                                       static_cast<int>(own - ranks.begin()),
                                       static_cast<int>(ranks.size()), opts->timeout);
 }
@@ -130,7 +139,7 @@ c10::intrusive_ptr<c10d::Backend> Backend::split(const c10::intrusive_ptr<c10d::
 c10::intrusive_ptr<c10d::Backend> Backend::merge(const c10::intrusive_ptr<c10d::Store>& store,
                                                  const c10::intrusive_ptr<Options>& opts,
                                                  const int& rank, const int& size) {
-  return c10::make_intrusive<Backend>(store->clone(), opts->group_name, rank, size, opts->timeout);
+  return c10::make_intrusive<Backend>(copy_of(store), opts->group_name, rank, size, opts->timeout);
 }
 
 void Backend::throw_if_aborted(const char* op) const {
@@ -162,7 +171,7 @@ Messages& Backend::messages(const char* op) {
   throw_if_aborted(op);
   std::lock_guard<std::mutex> lock(mutex_);
   if (messages_ == nullptr)
-    messages_ = std::make_shared<Messages>(std::make_shared<BackendStore>(store_->clone(), peers_),
+    messages_ = std::make_shared<Messages>(std::make_shared<BackendStore>(copy_of(store_), peers_),
                                            name_, rank_, size_, wait_limit());
   return *messages_;
 }

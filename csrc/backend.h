@@ -156,8 +156,10 @@ class Backend : public c10d::Backend {
   void find_peers();
 
   // Add an exchange to a collective:
-  void add_all_reduce(Collective& collective, CallName name, const at::Tensor& tensor,
-                      const c10d::ReduceOp& reduce_op, std::optional<int64_t> root) const;
+  // `root`: the only rank that takes the result.
+  void add_all_reduce(Collective& collective, const char* op, CallName name,
+                      const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
+                      std::optional<int64_t> root) const;
   void add_all_gather(Collective& collective, const char* op, const at::Tensor& output,
                       const at::Tensor& input) const;
   void add_all_gather(Collective& collective, const char* op,

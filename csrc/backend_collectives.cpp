@@ -16,9 +16,6 @@ using c10d::OpType;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 using Tensors = std::vector<at::Tensor>;
 
-// From this size on, an all-reduce among several ranks is split: each rank reduces a part.
-constexpr int64_t kTwoShotFrom = int64_t{32} << 10;
-
 bool same_sizes(const Tensors& tensors) {
   return std::all_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.sizes() == tensors.front().sizes();
@@ -126,19 +123,20 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
   });
 }
 
-void Backend::add_all_reduce(Collective& collective, CallName name, const at::Tensor& tensor,
-                             const c10d::ReduceOp& reduce_op, std::optional<int64_t> root) const {
-  const DType dtype = dtype_of("all_reduce", tensor, reduce_op);
+void Backend::add_all_reduce(Collective& collective, const char* op, CallName name,
+                             const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
+                             std::optional<int64_t> root) const {
+  const DType dtype = dtype_of(op, tensor, reduce_op);
   const bool takes = !root || *root == rank_;
   const Extent all =
       takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
   // With a root the other ranks take nothing, so that there is nothing to gather.
-  const bool two_shot = !root && size_ > 2 && all.bytes > kTwoShotFrom;
+  const bool in_parts = !root && two_shot(size_, all.bytes);
   Exchange exchange = exchange_of(
-      two_shot ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
+      in_parts ? ExchangeKind::kTwoShotAllReduce : ExchangeKind::kAllReduce, name.describe(tensor));
   exchange.dtype = dtype;
   exchange.reduce_op = static_cast<ReduceOp>(reduce_op.op_);
-  if (two_shot) {
+  if (in_parts) {
     exchange.input = aligned_parts_of(all, size_);
     exchange.output = exchange.input;
   } else {
@@ -153,7 +151,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
     const at::Tensor& tensor = single("all_reduce", "tensor", tensors);
     CallName name("all_reduce ");
     name << name_of(reduce_op_of("all_reduce", opts.reduceOp));
-    add_all_reduce(collective, name, tensor, opts.reduceOp, std::nullopt);
+    add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt);
     collective.outputs = tensors;
   });
 }
@@ -167,7 +165,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
       check_dense("all_reduce", "tensors", tensor);
       CallName name("all_reduce ");
       name << operation << " " << ++number << " of " << static_cast<int64_t>(tensors.size());
-      add_all_reduce(collective, name, tensor, opts.reduceOp, std::nullopt);
+      add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt);
     }
     collective.outputs = tensors;
   });
@@ -179,7 +177,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
     CallName name("reduce ");
     name << name_of(reduce_op_of("reduce", opts.reduceOp)) << " to rank " << opts.rootRank;
-    add_all_reduce(collective, name, tensor, opts.reduceOp, opts.rootRank);
+    add_all_reduce(collective, "reduce", name, tensor, opts.reduceOp, opts.rootRank);
     collective.outputs = tensors;
   });
 }

@@ -224,16 +224,6 @@ void symm_cp_unlock(void* group) { of(group).unlock_calls(); }
 void symm_cp_on_unknown_group(int (*find)(const char* name)) { on_unknown_group(find); }
 void symm_cp_explain(const char* why) { explain(why); }
 
-// A handle of a plan, for collectives.cpp.
-void* symm_cp_plan(const Command* commands, int count, const Reference* references,
-                   int reference_count, const char* call_name) {
-  return new std::shared_ptr<const Plan>(std::make_shared<const Plan>(
-      std::vector<Command>(commands, commands + count),
-      std::vector<Reference>(references, references + reference_count), call_name));
-}
-
-void symm_cp_plan_free(void* plan) { delete static_cast<std::shared_ptr<const Plan>*>(plan); }
-
 // Address of a peer's shard in the call that is under way, or null on failure.
 void* symm_cp_shard(void* group, int peer) {
   void* result = nullptr;

@@ -18,9 +18,6 @@ constexpr const char* kTwoShot = "two_shot_all_reduce_";
 constexpr const char* kTwoShotOut = "two_shot_all_reduce_out";
 constexpr const char* kReduceScatter = "reduce_scatter_out";
 
-// From this size on three and more ranks reduce a part each, and gather the parts.
-constexpr int64_t kTwoShotBytes = int64_t{16} << 10;
-
 // Divides the bytes of a tensor into the parts that the ranks reduce; those at the end may be
 // shorter.
 void add_parts(CheckedCall& call, int64_t bytes, int ranks) {
@@ -53,7 +50,7 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
     const int64_t bytes = static_cast<int64_t>(input.nbytes());
     call.exchange.call_name = name_call(op, dtype, input.sizes(), std::string(reduce_by));
     set_reduction(call.exchange, dtype, reduce_op);
-    if ((in_place && onto_itself) || (ranks > 2 && bytes >= kTwoShotBytes)) {
+    if ((in_place && onto_itself) || two_shot(ranks, bytes)) {
       call.exchange.kind = ExchangeKind::kTwoShotAllReduce;
       add_parts(call, bytes, ranks);
     } else {
@@ -135,7 +132,7 @@ void one_shot_copy_out(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(output);
 }
 
-void two_shot(const c10::OperatorHandle& op, Stack* stack) {
+void two_shot_in_place(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor input = arguments.tensor(0);
   if (!guarded(kTwoShot, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
@@ -219,7 +216,7 @@ TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
   m.impl("one_shot_all_reduce_copy", torch::CppFunction::makeFromBoxedFunction<&one_shot_copy>());
   m.impl("one_shot_all_reduce_copy_out",
          torch::CppFunction::makeFromBoxedFunction<&one_shot_copy_out>());
-  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot>());
+  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_in_place>());
   m.impl("two_shot_all_reduce_out", torch::CppFunction::makeFromBoxedFunction<&two_shot_out>());
   for (const char* name : {"reduce_scatter_out", "_reduce_scatter"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&reduce_scatter_kernel>());

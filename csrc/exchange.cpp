@@ -237,6 +237,10 @@ void ExchangeRun::publish(Channel& channel, Call& call) {
   steps(channel, call, 0, 0, loop_.published);
 }
 
+bool ExchangeRun::leaves_input() const {
+  return !exchange_.in_place && exchange_.kind != ExchangeKind::kTwoShotAllReduce;
+}
+
 void ExchangeRun::finish(Channel& channel, Call& call) {
   steps(channel, call, 0, loop_.published, loop_.steps.size());
   // By now the pieces of all ranks are known.
@@ -268,20 +272,21 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
   const int64_t number = group.next(kAsync);
   try {
     auto all = std::make_unique<ExchangeRun>(group, kAsync, std::move(exchange));
-    Lane::Program program{number};
+    Lane::Program program{number, nullptr, {}};
     program.call_name = all->call_name();
     program.slot_bytes = all->slot_bytes();
     program.done = std::move(done);
     // When the engine is idle the slot is free: the peers can begin with the first piece.
     const bool publish = group.lane().idle() && workspace.begins_at_once(program.slot_bytes);
-    const bool published = publish && all->pieces() == 1;
+    const bool handed_over = publish && all->pieces() == 1;
+    const bool published = handed_over && all->leaves_input();
     if (publish) {
       program.begun =
           workspace.begin(number, program.slot_bytes, program.call_name, all->timeout());
       all->publish(*workspace.channel(), *program.begun);
     }
     program.exchange = std::move(all);
-    group.lane().submit(std::move(program), background || !published);
+    group.lane().submit(std::move(program), background || !handed_over);
     return {number, published};
   } catch (const std::exception& error) {
     group.lane().refuse(number, cause_of(error, group.rank()), nullptr);

@@ -20,6 +20,9 @@ class ExchangeRun {
   int64_t pieces() const { return pieces_; }
   // Hands the first piece to the peers. Waits for nobody.
   void publish(Channel& channel, Call& call);
+  // Whether `publish` reads all of the first piece of the input; two shots reduce this rank's part
+  // where it is.
+  bool leaves_input() const;
   void finish(Channel& channel, Call& call);
 
  private:

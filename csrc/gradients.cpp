@@ -114,6 +114,23 @@ struct AllReduceBackward : torch::autograd::Node {
   }
 };
 
+// The gradients of keys and values are reduce-scattered together.
+struct GatherKvBackward : torch::autograd::Node {
+  std::vector<c10::IValue> others;  // seq_dim, group, sizes, rank
+
+  std::string name() const override { return "AllGatherKvBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    static const auto op = handle_of("symm_mem::_all_gather_kv_backward");
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    Stack stack;
+    for (uint32_t i = 0; i < 2; ++i)
+      stack.emplace_back(grads[i].defined() ? grads[i] : input_metadata(i).zeros_like());
+    stack.insert(stack.end(), others.begin(), others.end());
+    op.callBoxed(stack);
+    return {stack[0].toTensor(), stack[1].toTensor()};
+  }
+};
+
 struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
                             const c10::IValue& reduce_op, const c10::IValue& group) {
@@ -184,6 +201,19 @@ void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   torch::autograd::set_history(stack->back().toTensor(), node);
 }
 
+void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 6);
+  const at::Tensor &key = arguments[0].toTensor(), &value = arguments[1].toTensor();
+  const bool of_key = needs_gradient("all_gather_kv", key);
+  if (!needs_gradient("all_gather_kv", value) && !of_key) return redispatch(op, keys, stack);
+  const auto node = make_node<GatherKvBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(key, value));
+  node->others.assign(arguments.begin() + 2, arguments.end());
+  redispatch(op, keys, stack);
+  for (const c10::IValue& gathered : torch::jit::last(*stack, 2))
+    torch::autograd::set_history(gathered.toTensor(), node);
+}
+
 void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);
   const at::Tensor tensor = arguments[0].toTensor();
@@ -230,6 +260,7 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot_autograd>());
   m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_autograd>());
+  m.impl("all_gather_kv", torch::CppFunction::makeFromBoxedFunction<&gather_kv_autograd>());
   for (const char* name : {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
                            "two_shot_all_reduce_out", "reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());

@@ -8,11 +8,9 @@
 
 #include "error.h"
 #include "groups.h"
+#include "mapping.h"
 
 namespace symm_cp {
-
-std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers);
-std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& name);
 
 namespace kernels {
 

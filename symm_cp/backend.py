@@ -106,10 +106,13 @@ def _open(
     open_backend = native.address_of(library.symm_cp_backend_open)
     local, gloo, ranks = hosts or (None, None, ())
     by_host = (ctypes.c_int32 * size)(*(peer for on_host in ranks for peer in on_host))
-    return glue.symm_cp_backend_object(
-        open_backend, store, name.encode(), rank, size, milliseconds,
-        local, gloo, by_host, len(ranks),
-    )  # fmt: skip
+    try:
+        return glue.symm_cp_backend_object(
+            open_backend, store, name.encode(), rank, size, milliseconds,
+            local, gloo, by_host, len(ranks),
+        )  # fmt: skip
+    except RuntimeError as error:
+        raise dist.DistBackendError(str(error)) from None
 
 
 def hosts_of_ranks(

@@ -386,8 +386,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_explain": (None, [_TEXT]),
     "symm_cp_group_known": (None, [_VOID]),
     "symm_cp_on_unknown_group": (None, [FindGroup]),
-    "symm_cp_plan": (_VOID, [_VOID, _INT, _VOID, _INT, _TEXT]),
-    "symm_cp_plan_free": (None, [_VOID]),
     "symm_cp_shard": (_VOID, [_VOID, _INT]),
     "symm_cp_slot": (_VOID, [_VOID]),
     "symm_cp_probe_links": (_VOID, [_TEXT]),

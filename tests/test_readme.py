@@ -118,7 +118,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
 
 
 def test_named_ops_and_entry_points_exist() -> None:
-    (table,) = re.findall(r"\| same result as .*?\n\n", README, re.DOTALL)
+    ops = (PACKAGE / "ops" / "README.md").read_text()
+    (table,) = re.findall(r"\| same result as .*?\n\n", ops, re.DOTALL)
     cells = [line.split("|")[2:4] for line in table.strip().splitlines()[2:]]
     names = [[re.findall(r"`(\w+)`", cell) for cell in row] for row in cells]
     entries = {name for entry, _ in names for name in entry}
@@ -172,7 +173,8 @@ def names_of_the_walk() -> Iterator[str]:
 
 
 def test_the_walk_names_what_exists() -> None:
-    sources = [*PACKAGE.rglob("*.py"), *(ROOT / "csrc").iterdir()]
+    native = (path for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    sources = [*PACKAGE.rglob("*.py"), *native]
     text = "\n".join(path.read_text() for path in sources)
     for name in names_of_the_walk():
         if "/" in name or name.endswith(".py"):

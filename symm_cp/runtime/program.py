@@ -7,7 +7,6 @@ the addresses of the operands and the epoch differ.
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -65,24 +64,6 @@ class Program:
                     recording.kernel(kernels[item], item, number, call_name, epoch)
             elif run(workspace.handle, item, number, self.references, addresses) < 0:
                 raise RuntimeError(native.error())
-
-    def plan(self, call_name: bytes) -> Plan:
-        """Makes the native plan of a program without Python kernels."""
-        library = native.load()
-        commands, count = self.items[0] if self.items else (None, 0)
-        assert isinstance(self.references, ctypes.Array)
-        handle: int = library.symm_cp_plan(
-            commands, count, self.references, len(self.references), call_name
-        )
-        return Plan(handle)
-
-
-class Plan:
-    """A native plan, freed with this object; background calls keep their own share of it."""
-
-    def __init__(self, handle: int) -> None:
-        self.handle = handle
-        weakref.finalize(self, native.load().symm_cp_plan_free, handle).atexit = False
 
 
 class Lowering:

@@ -45,6 +45,9 @@ CASES = [
     Case("failures", "-DRANKS=2 -DPIECES=3 -DNO_MARK", right=False),
     Case("failures", "-DRANKS=2 -DPIECES=3 -DNO_DEBT", right=False),
     Case("failures", "-DRANKS=2 -DPIECES=3 -DSHORT_MARK", right=False),
+    Case("sleep", "-DRANKS=3"),
+    Case("sleep", "-DEARLY", right=False),
+    Case("sleep", "-DLATE", right=False),
     Case("messages"),
     Case("messages", "-DDEATHS"),
     Case("messages", "-DEARLY_TAIL", right=False),
@@ -52,9 +55,6 @@ CASES = [
     Case("messages", "-DSILENT", right=False),
     Case("messages", "-DNO_LOOK", right=False),
     Case("messages", "-DLATE", right=False),
-    Case("sleep", "-DRANKS=3"),
-    Case("sleep", "-DEARLY", right=False),
-    Case("sleep", "-DLATE", right=False),
 ]
 MORE = [
     Case("protocol", "-DRANKS=2 -DCALLS=9"),

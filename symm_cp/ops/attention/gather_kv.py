@@ -160,13 +160,6 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.uneven = uneven_of(last)
 
 
-def _gather_backward(ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor) -> tuple[Any, ...]:
-    grads = torch.ops.symm_mem._all_gather_kv_backward(
-        grad_key, grad_value, ctx.seq_dim, ctx.group_name, *ctx.uneven
-    )
-    return (*grads, None, None, *(None for _ in ctx.uneven))
-
-
 def _scatter_backward(
     ctx: Any, grad_key: torch.Tensor, grad_value: torch.Tensor
 ) -> tuple[Any, ...]:
@@ -184,8 +177,7 @@ def register() -> None:
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
     autocast.register(autocast.widen, _GATHER)
-    # Each is the gradient of the other.
-    register_gradient(_GATHER, _gather_backward, _setup)
+    # Each is the gradient of the other; that of the gather is in csrc/gradients.cpp.
     register_gradient(_SCATTER, _scatter_backward, _setup)
 
 

@@ -1,0 +1,288 @@
+"""What ranks do of which one dies, stops, is interrupted, disagrees or aborts; for `ranks.own`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tests.backend.common import fresh, shared
+from tests.rank_process import say
+
+SHORT = datetime.timedelta(milliseconds=600)
+Call = Callable[[dist.ProcessGroup], object]
+
+
+def _lists(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
+    return [torch.ones(elements) for _ in range(group.size())]
+
+
+def _ring(group: dist.ProcessGroup) -> None:
+    size, rank = group.size(), group.rank()
+    work = dist.isend(torch.ones(100_000), group=group, group_dst=(rank + 1) % size)
+    dist.recv(torch.ones(100_000), group=group, group_src=(rank - 1) % size)
+    work.wait()
+
+
+#: Calls of all kinds, small and in several pieces, at once and in the background.
+CALLS: dict[str, Call] = {
+    "all_reduce": lambda group: dist.all_reduce(torch.ones(10), group=group),
+    "large all_reduce": lambda group: dist.all_reduce(torch.ones(400_000), group=group),
+    "background all_reduce": lambda group: dist.all_reduce(
+        torch.ones(400_000), group=group, async_op=True
+    ).wait(),
+    "future of all_reduce": lambda group: (
+        dist.all_reduce(torch.ones(10), group=group, async_op=True).get_future().wait()
+    ),
+    "broadcast": lambda group: dist.broadcast(torch.ones(10), group=group, group_src=0),
+    "all_gather": lambda group: dist.all_gather(_lists(group, 10), torch.ones(10), group=group),
+    "all_to_all": lambda group: dist.all_to_all(_lists(group, 9), _lists(group, 9), group=group),
+    "reduce_scatter": lambda group: dist.reduce_scatter(
+        torch.ones(70_000), _lists(group, 70_000), group=group
+    ),
+    "barrier": lambda group: dist.barrier(group=group),
+    "recv": _ring,
+}
+
+
+def until_told(call: Call, group: dist.ProcessGroup) -> tuple[str, float]:
+    """The text and time of the first error."""
+    while True:
+        try:
+            call(group)
+        except RuntimeError as error:
+            return str(error), time.monotonic()
+
+
+def death(group: dist.ProcessGroup, name: str, *, first: bool) -> tuple[str, float]:
+    """The last rank dies in a series of calls, or before any; the others go on without it."""
+    ours, call = fresh(group), CALLS[name]
+    dist.barrier(group)
+    if group.rank() == group.size() - 1:
+        if first:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    elif first:
+        time.sleep(0.5)
+    told = until_told(call, ours)
+    ranks = dist.get_process_group_ranks(group)[:-1]
+    others = dist.new_group(ranks, backend="symm_cp", use_local_synchronization=True)
+    call(others)
+    return told
+
+
+def stopped(group: dist.ProcessGroup, name: str) -> tuple[str, float, float]:
+    """The last rank stops; the others wait as long as the group's time-out."""
+    ours, call = fresh(group, SHORT), CALLS[name]
+    call(ours)
+    dist.barrier(group)
+    if group.rank() == group.size() - 1:
+        time.sleep(0.2)  # until the others have left the barrier
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(0.4)
+    begin = time.monotonic()
+    return *until_told(call, ours), begin
+
+
+def interrupted(group: dist.ProcessGroup, name: str) -> str:
+    """Ctrl-C on rank 0, which waits in a call that the others do not make yet."""
+    ours, call = fresh(group), CALLS[name]
+    call(ours)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if group.rank() == 0:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        begin = time.monotonic()
+        try:
+            call(ours)
+            message = "not interrupted"
+        except KeyboardInterrupt:
+            message = "interrupted" if time.monotonic() - begin < 2 else "late"
+        dist.barrier(group)
+    else:
+        dist.barrier(group)
+        try:
+            call(ours)
+            message = "not told"
+        except RuntimeError as error:
+            message = str(error)
+    dist.barrier(group)
+    call(ours)
+    return message
+
+
+def told(call: Callable[[], object]) -> str:
+    """The type and text of the error of a call."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def disagreement(group: dist.ProcessGroup) -> dict[str, str]:
+    """Rank 0 makes another call than the others."""
+    ours, first = shared(group), group.rank() == 0
+    size = group.size()
+    x, y = torch.ones(4), torch.ones(6 if first else 4)
+    integers = torch.ones(4, dtype=torch.int32) if first else x
+    op = dist.ReduceOp.MAX if first else dist.ReduceOp.SUM
+    # What rank 0 gives to each rank, and what the others give and take, do not fit.
+    splits = [2] * size if first else [1] * size
+    rows = torch.ones(sum(splits))
+    calls: dict[str, Callable[[], object]] = {
+        "shape": lambda: dist.all_reduce(y, group=ours),
+        "shape in the background": lambda: dist.all_reduce(y, group=ours, async_op=True).wait(),
+        "dtype": lambda: dist.all_reduce(integers, group=ours),
+        "op": lambda: dist.all_reduce(x, op, group=ours),
+        "root": lambda: dist.broadcast(x, group=ours, group_src=0 if first else 1),
+        "call": lambda: dist.barrier(ours) if first else dist.all_reduce(x, group=ours),
+        "splits": lambda: dist.all_to_all_single(rows, rows.clone(), splits, splits, group=ours),
+    }
+    messages = {}
+    for name, call in calls.items():
+        messages[name] = told(call)
+        total = torch.ones(2)
+        dist.all_reduce(total, group=ours)  # the group is as good as before
+        assert (total == size).all(), name
+    return messages
+
+
+def refusals(group: dist.ProcessGroup) -> dict[str, str]:
+    """Rank 0 gives what a collective cannot take."""
+    ours, first, size = shared(group), group.rank() == 0, group.size()
+    x = torch.ones(4)
+    expanded = torch.ones(1).expand(4) if first else x
+    sparse = torch.eye(2).to_sparse() if first else torch.eye(2)
+    odd = torch.ones(size * 4 + (1 if first else 0))
+    short = _lists(ours, 4)[1 if first else 0 :]
+    float8 = x.to(torch.float8_e4m3fn) if first else x
+    integers = x.int() if first else x
+    whole = torch.ones(size * 2)
+    split = [1] * size if first else [2] * size
+    wrong = torch.ones(3) if first else x
+    lists = _lists(ours, 4)
+    calls: dict[str, Callable[[], object]] = {
+        "expanded": lambda: dist.all_reduce(expanded, group=ours),
+        "sparse": lambda: ours.allreduce([sparse], dist.AllreduceOptions()),
+        "elements": lambda: dist.all_gather_single(odd, x, group=ours),
+        "list": lambda: ours.allgather([short], [x]).wait(),
+        "float8": lambda: dist.all_reduce(float8, group=ours),
+        "avg": lambda: dist.all_reduce(integers, dist.ReduceOp.AVG, group=ours),
+        "splits": lambda: dist.all_to_all_single(whole, whole.clone(), split, split, group=ours),
+        "own part": lambda: dist.all_gather(lists, wrong, group=ours),
+    }
+    messages = {}
+    for name, call in calls.items():
+        messages[name] = told(call)
+        total = torch.ones(2)
+        dist.all_reduce(total, group=ours)
+        dist.all_reduce(total, group=ours, async_op=True).wait()
+        assert (total == size**2).all(), name
+    return messages
+
+
+def aborted(group: dist.ProcessGroup, name: str) -> tuple[str, float, str]:
+    """Rank 0 aborts a group in which another of its threads waits."""
+    ours, call = fresh(group), CALLS[name]
+    call(ours)
+    messages = []
+
+    def wait() -> None:
+        messages.append(told(lambda: call(ours)))
+
+    if group.rank() == 0:
+        thread = threading.Thread(target=wait)
+        thread.start()
+        time.sleep(0.3)
+        begin = time.monotonic()
+        ours.abort()
+        thread.join()
+        seconds = time.monotonic() - begin
+        result = messages[0], seconds, told(lambda: dist.all_reduce(torch.ones(1), group=ours))
+    else:
+        time.sleep(0.6)
+        result = told(lambda: call(ours)), 0.0, ""
+    dist.barrier(group)
+    return result
+
+
+def destroyed(group: dist.ProcessGroup) -> float:
+    """Groups are destroyed with works in flight, of which some can never end."""
+    begin = time.monotonic()
+    for elements in (10, 300_000):
+        ours = fresh(group)
+        dist.all_reduce(torch.ones(elements), group=ours)
+        kept = [dist.all_reduce(torch.ones(elements), group=ours, async_op=True) for _ in range(3)]
+        kept.append(dist.irecv(torch.ones(5), group=ours, group_src=(group.rank() + 1) % 2))
+        futures = [work.get_future() for work in kept]
+        dist.destroy_process_group(ours)
+        del kept[::2]
+        del futures
+    return time.monotonic() - begin
+
+
+def late_for_barrier(group: dist.ProcessGroup) -> str:
+    ours = fresh(group)
+    ours.monitored_barrier(datetime.timedelta(seconds=20))
+    if group.rank() == 1:
+        dist.barrier(group)
+        return told(lambda: ours.monitored_barrier(SHORT))
+    message = told(lambda: ours.monitored_barrier(SHORT, True))
+    dist.barrier(group)
+    return message
+
+
+def time_outs(group: dist.ProcessGroup) -> list[float]:
+    """How long rank 0 waits with time-outs of the group, changed and of the call."""
+    ours = fresh(group, SHORT)
+    seconds = []
+
+    def measure(call: Callable[[], object]) -> None:
+        dist.barrier(ours)
+        if group.rank() == 0:
+            begin = time.monotonic()
+            assert "DistBackendError" in told(call)
+            seconds.append(time.monotonic() - begin)
+        dist.barrier(group)
+        told(call)
+
+    measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
+    ours._set_default_timeout(2 * SHORT)
+    measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
+    options = dist.AllreduceOptions()
+    options.timeout = SHORT / 2
+    measure(lambda: ours.allreduce([torch.ones(3)], options).wait())
+    return seconds
+
+
+def missing(group: dist.ProcessGroup) -> str:
+    """A rank does not come when a group is made."""
+    if group.rank() == 1:
+        dist.barrier(group)
+        return ""
+    message = told(lambda: fresh(group, SHORT))
+    dist.barrier(group)
+    return message
+
+
+def forked(group: dist.ProcessGroup) -> str:
+    """A forked process uses the group of its parent."""
+    ours = fresh(group)
+    dist.all_reduce(torch.ones(1), group=ours)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writing, told(lambda: dist.all_reduce(torch.ones(1), group=ours)).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    message = os.read(reading, 1000).decode()
+    dist.all_reduce(torch.ones(1), group=ours)
+    say("done")
+    return message

@@ -1,0 +1,119 @@
+"""Ranks of the backend die, stop, disagree or give up: the others are told, and go on."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.backend import faulty
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+#: Seconds from a death to the last survivor's error.
+LIMIT = 2.0
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["before the first call", "in calls"])
+@pytest.mark.parametrize("name", some("all_reduce", "recv", of=faulty.CALLS))
+def test_a_dead_rank(ranks: Ranks, name: str, first: bool) -> None:
+    with ranks.own(3, _death, name, first) as running:
+        *survivors, killed = running.outcomes()
+    assert killed.died_at is not None, killed
+    for outcome in survivors:
+        assert outcome.result is not None, outcome
+        message, at = outcome.result
+        assert re.search(r"rank 2\b.*(ended|died|gone|left)", message), message
+        # Those of a first call wait before they make it.
+        assert at - killed.died_at < LIMIT, (at - killed.died_at, message)
+
+
+def _death(group: object, name: str, first: bool) -> tuple[str, float]:
+    return faulty.death(group, name, first=first)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", some("all_reduce", of=faulty.CALLS))
+def test_a_rank_that_stops(ranks: Ranks, name: str) -> None:
+    with ranks.own(3, faulty.stopped, name) as running:
+        survivors = running.outcomes(apart_from=[2])[:2]
+    for outcome in survivors:
+        message, at, begin = outcome.result
+        assert "rank" in message, message
+        assert faulty.SHORT.total_seconds() * 0.5 < at - begin < 5, (at - begin, message)
+    assert any("rank 2" in outcome.result[0] for outcome in survivors)
+
+
+@pytest.mark.parametrize("name", some("all_reduce", "background all_reduce", of=faulty.CALLS))
+def test_an_interrupt(ranks: Ranks, name: str) -> None:
+    with ranks.own(2, faulty.interrupted, name) as running:
+        first, second = running.outcomes()
+    assert first.result == "interrupted", first
+    assert second.result is not None, second
+
+
+def test_ranks_that_disagree(ranks: Ranks) -> None:
+    one, *others = ranks.run(3, faulty.disagreement)
+    for name in one:
+        for messages in (one, *others):
+            assert "DistBackendError" in messages[name], (name, messages[name])
+            assert "ranks disagree" in messages[name], (name, messages[name])
+    assert "[6]" in one["shape"]
+    assert "[4]" in one["shape"]
+    assert "int32" in others[0]["dtype"]
+    assert "barrier" in others[1]["call"]
+
+
+def test_bad_arguments_on_one_rank(ranks: Ranks) -> None:
+    one, other = ranks.run(2, faulty.refusals)
+    kinds = {"sparse": "NotImplementedError", "float8": "NotImplementedError"}
+    kinds["avg"] = "NotImplementedError"
+    for name in one:
+        assert one[name].startswith(kinds.get(name, "ValueError")), one[name]
+        assert other[name].startswith("DistBackendError"), (name, other[name])
+        assert "on rank 0" in other[name], (name, other[name])
+
+
+@pytest.mark.parametrize("name", some("all_reduce", "recv", of=faulty.CALLS))
+def test_abort(ranks: Ranks, name: str) -> None:
+    with ranks.own(2, faulty.aborted, name) as running:
+        first, second = running.outcomes()
+    message, seconds, later = first.result
+    assert "DistBackendError" in message, message
+    assert seconds < 1.0
+    assert "aborted" in later
+    assert "DistBackendError" in second.result[0], second
+
+
+def test_destruction_with_works_in_flight(ranks: Ranks) -> None:
+    with ranks.own(2, faulty.destroyed) as running:
+        for outcome in running.outcomes():
+            assert outcome.result is not None, outcome
+            assert outcome.result < 30
+
+
+def test_late_for_a_monitored_barrier(ranks: Ranks) -> None:
+    with ranks.own(3, faulty.late_for_barrier) as running:
+        first, second, third = (outcome.result for outcome in running.outcomes())
+    assert "monitored_barrier: not reached by rank 1:" in first + third, (first, third)
+    assert "DistBackendError" in second
+
+
+def test_time_outs(ranks: Ranks) -> None:
+    with ranks.own(2, faulty.time_outs) as running:
+        first, _ = running.outcomes()
+    short = faulty.SHORT.total_seconds()
+    for seconds, limit in zip(first.result, (short, 2 * short, short / 2), strict=True):
+        assert limit * 0.9 < seconds < limit + 1.0, first.result
+
+
+def test_a_rank_that_does_not_come(ranks: Ranks) -> None:
+    with ranks.own(3, faulty.missing) as running:
+        first, _, third = (outcome.result for outcome in running.outcomes())
+    for message in (first, third):
+        assert re.search(r"making group .*rank 1 did not come", message), message
+
+
+def test_a_fork(ranks: Ranks) -> None:
+    with ranks.own(2, faulty.forked) as running:
+        for outcome in running.outcomes():
+            assert "forked" in outcome.result, outcome

@@ -8,6 +8,7 @@ Each of those files names the command that made it, the machine and the date.
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from symm_cp.bench.measure import duration
+from symm_cp.demo.paired import ratio as ratio_of_steps
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -26,10 +28,18 @@ FILES = (
     *(f"predictions_{ranks}" for ranks in (2, 4, 8)),
     "compile",
     "collectives",
+    "collectives_4",
+    "inference",
+    "training",
 )
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 Rows = dict[str, dict[str, Any]]
+
+
+def measured(name: str) -> bool:
+    """Tells whether there is a file of results; sections without one are left out."""
+    return (RESULTS / f"{name}.json").exists()
 
 
 def load(name: str) -> tuple[dict[str, Any], Rows]:
@@ -40,7 +50,7 @@ def load(name: str) -> tuple[dict[str, Any], Rows]:
 
 def machine() -> str:
     """Where and when the results were measured: all of them on one machine, with one torch."""
-    results = [load(name)[0] for name in FILES]
+    results = [load(name)[0] for name in FILES if measured(name)]
     ((cpu, torch),) = {(result["machine"], result["torch"]) for result in results}
     dates = sorted({result["date"] for result in results})
     return f"{cpu}, torch {torch}, {' to '.join(dates[:: max(1, len(dates) - 1)])}"
@@ -58,32 +68,30 @@ def error(of: float) -> str:
     return f"{of:+.0%}".replace("-0%", "+0%")
 
 
-#: The rows of the table in README.md: text, file, case, the fused variant and the unfused one.
+#: The unfused variants: over this package's backend of torch.distributed, and over gloo.
+UNFUSED = ("unfused (symm_cp)", "unfused (gloo)")
+
+#: The rows of the table in README.md: text, file, case, the fused variant and the unfused ones.
 HEAD = (
     (
         "all-gather-matmul, 4096 x 4096 a rank, bfloat16",
         ("matmul", "all_gather_matmul bfloat16"),
-        ("fused, plain input", "unfused (gloo)"),
+        ("fused, plain input", *UNFUSED),
     ),
     (
         "matmul-reduce-scatter, 4096 x 4096 a rank, bfloat16",
         ("matmul", "matmul_reduce_scatter bfloat16"),
-        ("fused", "unfused (gloo)"),
+        ("fused", *UNFUSED),
     ),
     (
         "attention over 4096 tokens, forward, bfloat16",
         ("attention", "attention forward bfloat16, 4096 tokens"),
-        ("fused", "unfused (gloo)"),
+        ("fused", *UNFUSED),
     ),
     (
         "compiled feed-forward block, forward and backward, float32",
         ("compile", "block, forward and backward, float32"),
-        ("compiled, fused", "compiled, not fused (gloo)"),
-    ),
-    (
-        "all-gather of 1 MiB a rank (limit: memcpy of the result)",
-        ("collectives", "all_gather 1024 KiB a rank"),
-        ("plain input", "gloo"),
+        ("compiled, fused", *(f"compiled, {name}" for name in UNFUSED)),
     ),
 )
 
@@ -100,7 +108,7 @@ def head() -> str:
             "Time divided by that of the *limit*, the compute alone"
             " ([all figures](benchmarks/README.md)):",
             "",
-            *table(["", "fused", "unfused (gloo)"], lines),
+            *table(["", "fused", *UNFUSED], lines),
         ]
     )
 
@@ -111,23 +119,23 @@ def matmul() -> list[str]:
     lines = []
     for dtype in ("float32", "bfloat16"):
         row = rows[f"all_gather_matmul {dtype}"]
-        cells = [ratio(row, name) for name in (*fused, "unfused (gloo)")]
+        cells = [ratio(row, name) for name in (*fused, *UNFUSED)]
         lines.append([f"all-gather-matmul, {dtype}", "1", *cells])
         row = rows[f"all_gather_matmul {dtype}, return_A"]
         cells = [ratio(row, name) for name in fused]
         label = f"the same with `return_gathered`, {dtype} (limit: and a memcpy)"
-        lines.append([label, "1", *cells, ""])
+        lines.append([label, "1", *cells, "", ""])
     for dtype in ("float32", "bfloat16"):
         row = rows[f"matmul_reduce_scatter {dtype}"]
-        cells = [ratio(row, name) for name in ("fused", "unfused (gloo)")]
+        cells = [ratio(row, name) for name in ("fused", *UNFUSED)]
         lines.append([f"matmul-reduce-scatter, {dtype}", "1", "", *cells])
     title = "`python benchmarks/matmul.py` (4096 x 4096 a rank, B 4096 x 1024)"
-    return table([title, "limit", *fused, "unfused (gloo)"], lines)
+    return table([title, "limit", *fused, *UNFUSED], lines)
 
 
 def attention() -> list[str]:
     _, rows = load("attention")
-    names = ("fused", "fused, causal head-tail", "unfused (gloo)")
+    names = ("fused", "fused, causal head-tail", *UNFUSED)
     wanted = [
         *(
             (way, dtype, 4096)
@@ -149,10 +157,10 @@ def few_rows() -> list[str]:
     _, rows = load("few_rows")
     lines = []
     for name, row in rows.items():
-        cells = [ratio(row, variant) for variant in ("shards", "whole", "chosen", "unfused (gloo)")]
+        cells = [ratio(row, variant) for variant in ("shards", "whole", "chosen", *UNFUSED)]
         lines.append([name, "1", *cells])
     title = "`python benchmarks/few_rows.py` (a layer of Llama-3 8B, 128 tokens a rank)"
-    return table([title, "limit", "by shards", "whole", "as chosen", "unfused (gloo)"], lines)
+    return table([title, "limit", "by shards", "whole", "as chosen", *UNFUSED], lines)
 
 
 def predictions() -> list[str]:
@@ -177,22 +185,78 @@ def compiled() -> list[str]:
     return table([title, *names], [["feed-forward block, float32", *cells]])
 
 
-def collectives() -> list[str]:
-    _, rows = load("collectives")
-    names = ("symmetric input", "plain input", "gloo")
+def microseconds(row: dict[str, Any], name: str) -> str:
+    if name not in row["ms"]:
+        return ""
+    took = row["ms"][name] * 1e3
+    return f"{took:.3g}" if took < 1e3 else f"{took:,.0f}"
+
+
+def demo() -> list[str]:
+    """The steps of `symm-cp demo --json benchmarks/results/demo.json`."""
+    report = json.loads((RESULTS / "demo.json").read_text())
+    steps = {name: report["seconds"][name][2:] for name in report["seconds"]}
     lines = []
-    for kind in ("all_gather", "reduce_scatter"):
-        for kib in (4, 1024, 16384):
-            row = rows[f"{kind} {kib} KiB a rank"]
-            size = f"{kib} KiB" if kib < 1024 else f"{kib // 1024} MiB"
-            label = f"{kind.replace('_', '-')}, {size} a rank"
-            cells = [duration(row["ms"][name] / 1e3) for name in ("memcpy", *names)]
-            lines.append([label, *cells])
-    lines.append(
-        ["barrier of a handle", "", duration(rows["barrier"]["ms"]["handle"] / 1e3), "", ""]
-    )
-    title = "`python benchmarks/collectives.py`"
-    return table([title, "memcpy of the result", *names], lines)
+    for name, seconds in steps.items():
+        against = ratio_of_steps(seconds, steps["compute alone"]) if name != "one process" else ""
+        hidden = report["hidden"].get(name)
+        share = "" if hidden is None else f"{max(0.0, hidden):.0%}"
+        lines.append([name, duration(statistics.median(seconds)), str(against), share])
+    head = ["`symm-cp demo`", "step", "to compute alone (95% interval)", "of it hidden by fusing"]
+    return table(head, lines)
+
+
+def collectives(file: str, wanted: dict[str, tuple[str, ...]]) -> list[str]:
+    """Medians in microseconds: this package's ops and backend, and the rivals."""
+    head, rows = load(file)
+    names = ("op, plain input", "op, symmetric input", "dist, symm_cp", "vllm", "mpi", "gloo")
+    lines = []
+    for kind, sizes in wanted.items():
+        for size in sizes:
+            row = rows[f"{kind} {size}"]
+            cells = [microseconds(row, name) for name in names]
+            lines.append([f"{kind.replace('_', '-')}, {size}", *cells])
+    title = f"`python benchmarks/collectives.py --ranks {head['ranks']}`, microseconds"
+    own = ("op, plain input", "op, symmetric input", "`dist.*` over `symm_cp`")
+    return table([title, *own, "vLLM", "Intel MPI", "gloo"], lines)
+
+
+def model_steps(file: str, kind: str, title: str, names: dict[str, str]) -> list[str]:
+    """Ratios to the compute alone, one row for each case of a kind."""
+    rows = {case: row for case, row in load(file)[1].items() if kind in case}
+    lines = [[case, "1", *(ratio(row, name) for name in names)] for case, row in rows.items()]
+    return table([title, "compute alone", *names.values()], lines)
+
+
+def inference() -> list[str]:
+    sums = {"op": "`one_shot_all_reduce`", "dist, symm_cp": "`dist.all_reduce` over `symm_cp`"}
+    sums |= {"vllm": "vLLM's op", "gloo": "gloo"}
+    ways = ("fused", UNFUSED[0], "unfused (vllm)", UNFUSED[1])
+    title = "`python benchmarks/inference.py` (4 layers of 1024 features)"
+    return [
+        *model_steps("inference", "decode", title, sums),
+        *model_steps("inference", "prefill", title, dict(zip(ways, ways, strict=True))),
+    ]
+
+
+def training() -> list[str]:
+    names = {"symm_cp": "over `symm_cp`", "gloo": "over gloo"}
+    return model_steps("training", "", "`python benchmarks/training.py`", names)
+
+
+SIZES = ("8 KiB", "64 KiB", "512 KiB", "32 MiB")
+#: Sections that are there once their benchmark has run.
+OPTIONAL: dict[str, Callable[[], list[str]]] = {
+    "demo": demo,
+    "inference": inference,
+    "training": training,
+    "collectives": lambda: collectives(
+        "collectives", dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), SIZES)
+    ),
+    "collectives_4": lambda: collectives(
+        "collectives_4", {"all_reduce": ("8 KiB", "512 KiB"), "all_gather": ("8 KiB", "512 KiB")}
+    ),
+}
 
 
 def figures() -> str:
@@ -208,8 +272,9 @@ def figures() -> str:
         *attention(),
         *predictions(),
         *compiled(),
-        *collectives(),
     ]
+    for name, section in OPTIONAL.items():
+        lines += section() if measured(name) else []
     return "\n".join(lines)
 
 

@@ -20,9 +20,13 @@ class ExchangeRun {
   int64_t pieces() const { return pieces_; }
   // Hands the first piece to the peers. Waits for nobody.
   void publish(Channel& channel, Call& call);
+  // Whether `publish` reads all of the first piece of the input; two shots reduce this rank's part
+  // where it is.
+  bool leaves_input() const;
   void finish(Channel& channel, Call& call);
 
  private:
+  bool gives_alike() const;
   void announce(Channel& channel, Call& call);
   void compare_sizes(Channel& channel, int peer, const Call& call);
   void steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last);

@@ -1,6 +1,8 @@
 #include "two_level.h"
 
 #include <algorithm>
+#include <regex>
+#include <string_view>
 
 #include "backend_call.h"
 #include "backend_tensors.h"
@@ -50,6 +52,28 @@ Action action_of(OpType type) {
     case OpType::ALLTOALL_BASE: return Action::kAllToAll;
     default: return Action::kAllGather;  // barriers, too
   }
+}
+
+// Begins the errors whose ranks are those of the whole group, which the ranks of a host pass on.
+constexpr std::string_view kAcross = "across hosts: ";
+
+std::string across(std::string text) {
+  return text.starts_with(kAcross) ? text : std::string(kAcross) + text;
+}
+
+// The ranks in an error of the group of this host's ranks are counted there.
+std::string across(std::string text, const std::vector<int>& here) {
+  static const std::regex number("\\brank (\\d{1,6})\\b");
+  if (text.starts_with(kAcross)) return text;
+  std::string result(kAcross);
+  auto rest = text.cbegin();
+  for (std::sregex_iterator it(text.cbegin(), text.cend(), number), end; it != end; ++it) {
+    const size_t place = std::stoul((*it)[1]);
+    result.append(rest, (*it)[1].first);
+    result += std::to_string(place < here.size() ? here[place] : static_cast<int>(place));
+    rest = (*it)[0].second;
+  }
+  return result.append(rest, text.cend());
 }
 
 Exchange like(const Exchange& exchange, ExchangeKind kind) {
@@ -411,20 +435,22 @@ void TwoLevelBackend::refuse_here(const std::string& reason) {
 }
 
 void TwoLevelBackend::run_stages(Stages stages, std::string failure, milliseconds timeout) {
-  const auto attempt = [&](const auto& step) {
+  if (!failure.empty()) failure = across(failure);
+  const auto attempt = [&](const auto& step, bool within_host = false) {
     try {
       step();
     } catch (const PeerError& error) {
-      if (failure.empty()) failure = error.cause();
+      if (failure.empty())
+        failure = within_host ? across(error.cause(), here()) : across(error.cause());
     } catch (const std::exception& error) {
-      if (failure.empty()) failure = refusal_of(error, rank_);
+      if (failure.empty()) failure = across(refusal_of(error, rank_));
     }
   };
   const auto run_all = [&](std::vector<Exchange>& exchanges) {
     for (Exchange& exchange : exchanges) {
       exchange.timeout = timeout * 3 / 2;  // a rank that loses a link tells those on this host
       if (failure.empty())
-        attempt([&] { run_here(std::move(exchange)); });
+        attempt([&] { run_here(std::move(exchange)); }, true);
       else
         attempt([&] { refuse_here(failure); });
     }

@@ -123,7 +123,7 @@ def _time_lines(result: Result) -> list[str]:
     lines.append(f"(medians over {steps} steps, made in turn; the slowest rank of each step)")
     for name in result.unfused():
         hidden = result.hidden(name)
-        share = "no communication to hide" if hidden is None else f"{hidden:.0%} hidden by fusing"
+        share = "nothing to hide" if hidden is None else f"{max(hidden, 0.0):.0%} hidden by fusing"
         speed_up = ratio(result.timed(name), result.timed(FUSED))
         communication = max(0.0, result.ratio(name).median - 1)
         lines.append(

@@ -84,8 +84,11 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
             )
             sources += areas
     kinds = [step.kind for step in steps]
+    # A single rank has no peers: all of its data leaves the input at once.
     waits = kinds.index(wire.Kind.WAIT) if wire.Kind.WAIT in kinds else 0
     published = max((at + 1 for at in range(waits) if kinds[at] == wire.Kind.SIGNAL), default=0)
+    if world_size == 1:
+        published = len(kinds)
     return Loop(
         (wire.LoopStep * len(steps))(*steps),
         (wire.Area * max(1, len(sources)))(*sources),

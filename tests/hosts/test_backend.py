@@ -157,7 +157,7 @@ def many(group: dist.ProcessGroup, hosts: str) -> None:
             for index, tensor in enumerate(tensors)
         ]
         shard = torch.randn(W, 4, 6)
-        gathered, _ = symm_cp.all_gather_matmul(shard[rank], torch.eye(6), group=span)
+        gathered = symm_cp.all_gather_matmul(shard[rank], torch.eye(6), group=span)
         torch.testing.assert_close(gathered, shard.flatten(0, 1))
         for work, tensor in zip(works, tensors, strict=True):
             assert work is not None
@@ -209,7 +209,9 @@ def one_refuses(group: dist.ProcessGroup, hosts: str) -> None:
             lambda: dist.reduce_scatter_tensor(
                 torch.empty(2), torch.ones(2 * W + (rank == 1)), group=span
             ),
-            lambda: dist.all_gather_into_tensor(torch.empty(W * 3 + (rank == 1)), bad, group=span),
+            lambda: dist.all_gather_into_tensor(
+                torch.empty(W * 3 + (rank == 1)), torch.ones(3), group=span
+            ),
         ]
         for call in calls:
             began = time.monotonic()

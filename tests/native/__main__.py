@@ -31,8 +31,9 @@ SANITIZERS = {
     "address,undefined": ("libasan.so", "libstdc++.so"),
 }
 CALLS = 400
-#: Flags: without waiting for them ranks race.
+#: Flags: without waiting for them ranks race, in plans and in exchanges.
 NEEDED = ("partial", "reduced", "done")
+NEEDED_IN_EXCHANGES = ("ready", "reduced", "done")
 TESTS = (
     "tests/test_symmetric_memory.py",
     "tests/ops/test_in_flight.py",
@@ -78,11 +79,11 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
 
 
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
-    """Compiles `ranks.cpp` with all of csrc/ that does without torch and CUDA."""
+    """Compiles the programs here with all of csrc/ that does without torch and CUDA."""
     others = {"driver.cpp", "streams.cpp", "watch.cpp", "c_api.cpp", *native.TORCH_SOURCES}
     sources = [p for p in native.source_dir().glob("*.cpp") if p.name not in others]
+    sources += HERE.glob("*.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]
-    sources += [HERE / "ranks.cpp", HERE / "send_receive.cpp"]
     objects = [folder / f"{source.stem}.o" for source in sources]
 
     def compile_one(source: Path, target: Path) -> None:
@@ -99,21 +100,33 @@ def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
 
 
 def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
-    """All patterns in random order on 1 to 4 ranks, faults, and waits left out, which must show."""
+    """Plans, exchanges, messages and faults on 1 to 4 ranks; left-out waits must show."""
     program = [*prefix, build_ranks(compiler, sanitizer, folder)]
     seed = random.randrange(1 << 30)
-    print(f"  ranks as threads: {CALLS} calls each, seed {seed}", flush=True)
-    for world_size in (1, 2, 3, 4):
-        file = folder / f"calls {world_size}"
-        file.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
-        done = _run([*program, "calls", str(file)])
-        _expect(done, done.returncode == 0 and done.stdout == "ok\n")
-    for arguments in (["faults"], ["messages", str(seed)]):
+
+    def expect_ok(*arguments: str) -> None:
         done = _run([*program, *arguments])
         _expect(done, done.returncode == 0 and done.stdout == "ok\n")
-    for flag in NEEDED if sanitizer == "thread" else ():
-        done = _run([*program, "calls", str(folder / "calls 3"), str(FLAGS.index(flag))])
+
+    def expect_race(*arguments: str) -> None:
+        done = _run([*program, *arguments])
         _expect(done, "ThreadSanitizer: data race" in done.stdout)
+
+    print(f"  ranks as threads: {CALLS} calls each, seed {seed}", flush=True)
+    for world_size in (1, 2, 3, 4):
+        calls, loops = folder / f"calls {world_size}", folder / f"loops {world_size}"
+        calls.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
+        loops.write_bytes(plans.write_loops(world_size))
+        expect_ok("calls", str(calls))
+        expect_ok("exchanges", str(loops), str(seed))
+    expect_ok("faults")
+    expect_ok("messages", str(seed))
+    if sanitizer != "thread":
+        return
+    for flag in NEEDED:
+        expect_race("calls", str(folder / "calls 3"), str(FLAGS.index(flag)))
+    for flag in NEEDED_IN_EXCHANGES:
+        expect_race("exchanges", str(folder / "loops 3"), str(seed), str(FLAGS.index(flag)))
 
 
 def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:

@@ -1,9 +1,10 @@
-// What ranks.cpp and send_receive.cpp share.
+// What the sources here share.
 #pragma once
 
 #include <cstdio>
 #include <cstdlib>
 #include <functional>
+#include <istream>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -51,7 +52,18 @@ class Notes : public symm_cp::Bootstrap {
   std::map<std::string, std::string> values_;
 };
 
+// Reads from a file that plans.py has written.
+template <class T>
+void read(std::istream& file, T* to, size_t count = 1) {
+  file.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(count * sizeof(T)));
+  expect(file.good(), "the file is too short");
+}
+
 // send_receive.cpp
 void check_messages(unsigned seed);
+
+// exchanges.cpp. `file` holds the loops of a number of ranks; `skip` is a flag that they do not
+// wait for, or -1.
+void check_exchanges(const char* file, unsigned seed, int skip);
 
 }  // namespace native_test

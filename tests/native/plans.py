@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 
 from symm_cp import wire
+from symm_cp.runtime import loops
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.program import Lowering, Program, Reduction
 from symm_cp.schedule.patterns import Variant, variants
@@ -104,3 +105,23 @@ def write(world_size: int, calls: int, choose: random.Random) -> bytes:
         parts.append(struct.pack("q40s", variant.channel == "async", str(variant).encode()[:39]))
         parts += [_bytes(*lowered) for lowered in known[variant]]
     return b"".join(parts)
+
+
+def write_loops(world_size: int) -> bytes:
+    """The steps of all exchanges on each rank, for `exchanges.cpp`."""
+    parts = []
+    for kind, patterns in loops.PATTERNS.items():
+        for channel, pattern in enumerate(patterns):
+            for variant in pattern.variants("direct"):
+                parts.append(struct.pack("3q", kind, channel, "in_place" in variant.options))
+                for rank in range(world_size):
+                    loop = loops.lower_loop(variant, rank, world_size)
+                    sizes = len(loop.steps), len(loop.sources)
+                    parts.append(
+                        struct.pack("5q", *sizes, loop.published, loop.parted, loop.slotted)
+                    )
+                    parts += [bytes(loop.steps), bytes(loop.sources)]
+    count = sum(
+        len(pattern.variants("direct")) for pair in loops.PATTERNS.values() for pattern in pair
+    )
+    return struct.pack("2q", world_size, count) + b"".join(parts)

@@ -1,11 +1,9 @@
-// Ranks as threads of one process, so that sanitizers see all that ranks do to each other's memory.
+// Plans that ranks as threads of one process carry out, and what goes wrong with them.
 //
-// Peers' memory is mapped where its owner has it (`mmap` is wrapped by the linker): a sanitizer
-// tells memory apart by address. It stands in for symmetric_memory.cpp, which needs torch.
-//
-//   ranks calls FILE [FLAG]   carries out what plans.py wrote, without the waits for that flag
-//   ranks faults              ranks that give up, with work in flight, and strangers
-//   ranks messages SEED       see send_receive.cpp
+//   ranks calls FILE [FLAG]            carries out what plans.py wrote, without the waits for a
+//   flag ranks faults                       ranks that give up, with work in flight, and strangers
+//   ranks exchanges FILE SEED [FLAG]   see exchanges.cpp
+//   ranks messages SEED                see send_receive.cpp
 #include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
@@ -20,7 +18,6 @@
 #include <cstring>
 #include <fstream>
 #include <functional>
-#include <map>
 #include <random>
 #include <thread>
 
@@ -28,128 +25,12 @@
 #include "../../csrc/group.h"
 #include "../../csrc/plan.h"
 #include "../../csrc/segment.h"
-#include "helpers.h"
-
-extern "C" {
-void* __real_mmap(void*, size_t, int, int, int, off_t);
-int __real_munmap(void*, size_t);
-}
+#include "threads.h"
 
 namespace {
 
 using namespace symm_cp;
 using namespace native_test;
-
-// --- one address for each segment ----------------------------------------------------------------
-
-struct Placed {
-  void* address;
-  int users;
-};
-std::mutex places_mutex;
-std::map<ino_t, Placed> places;
-// So many more mappings of a thread succeed; -1: all do.
-thread_local int mappings_left = -1;
-
-// --- what symmetric_memory.cpp knows -------------------------------------------------------------
-
-struct Known {
-  const char* begin;
-  size_t bytes;
-  std::shared_ptr<Mapping> mapping;
-};
-std::mutex known_mutex;
-std::map<const Peers*, std::vector<Known>> known;
-
-// What torch knows of a group, by a name that each rank has for itself.
-struct GroupPeers {
-  Notes* notes;
-  int rank;
-  int world_size;
-  std::mutex mutex;
-  std::shared_ptr<Peers> peers;
-};
-std::mutex parties_mutex;
-std::map<std::string, std::unique_ptr<GroupPeers>> groups;
-
-GroupPeers& group_peers_of(const std::string& name) {
-  std::lock_guard<std::mutex> lock(parties_mutex);
-  return *groups.at(name);
-}
-
-// --- a rank --------------------------------------------------------------------------------------
-
-constexpr size_t kSlotBytes = 1 << 16;
-constexpr size_t kSharedBytes = 1 << 16;
-std::atomic<int> names{0};
-
-class Rank {
- public:
-  Rank(Notes& notes, int rank, int world_size, std::chrono::milliseconds timeout)
-      : rank_(rank), world_size_(world_size), name_("threads " + std::to_string(++names)) {
-    auto group_peers = std::make_unique<GroupPeers>();
-    group_peers->notes = &notes;
-    group_peers->rank = rank;
-    group_peers->world_size = world_size;
-    {
-      std::lock_guard<std::mutex> lock(parties_mutex);
-      groups[name_] = std::move(group_peers);
-    }
-    group = std::make_shared<Group>(name_, rank, world_size, timeout);
-    shared = Segment::create(kSharedBytes, "shared");
-    map(shared);
-  }
-
-  ~Rank() {
-    group.reset();
-    {
-      std::lock_guard<std::mutex> lock(known_mutex);
-      known.erase(peers().get());
-    }
-    std::lock_guard<std::mutex> lock(parties_mutex);
-    groups.erase(name_);
-  }
-
-  int rank() const { return rank_; }
-  int world_size() const { return world_size_; }
-  Segment shared;
-  std::shared_ptr<Group> group;
-
-  std::shared_ptr<Peers> peers() {
-    WaitBudget budget(std::chrono::seconds(30));
-    return peers_of(name_, {"tensor/0", "rendezvous", budget});
-  }
-
-  std::shared_ptr<Mapping> map(const Segment& segment) {
-    WaitBudget budget(std::chrono::seconds(30));
-    const auto mesh = peers();
-    const int64_t sequence = sequence_++;
-    auto mapping = std::make_shared<Mapping>(
-        mesh, segment, segment.size(), 4096, sequence,
-        Rendezvous{"tensor/" + std::to_string(sequence), "rendezvous", budget});
-    std::lock_guard<std::mutex> lock(known_mutex);
-    known[mesh.get()].push_back({segment.data(), segment.size(), mapping});
-    return mapping;
-  }
-
- private:
-  int rank_;
-  int world_size_;
-  std::string name_;
-  int64_t sequence_ = 0;
-};
-
-void on_all_ranks(int world_size, std::chrono::milliseconds timeout,
-                  const std::function<void(Rank&)>& body) {
-  Notes notes;
-  std::vector<std::thread> threads;
-  for (int r = 0; r < world_size; ++r)
-    threads.emplace_back([&, r] {
-      Rank rank(notes, r, world_size, timeout);
-      body(rank);
-    });
-  for (std::thread& thread : threads) thread.join();
-}
 
 // --- calls ---------------------------------------------------------------------------------------
 
@@ -172,11 +53,7 @@ struct Pattern {
   std::vector<Part> parts;
 };
 
-template <class T>
-void read(std::istream& file, T* to, size_t count = 1) {
-  file.read(reinterpret_cast<char*>(to), static_cast<std::streamsize>(count * sizeof(T)));
-  expect(file.good(), "the file is too short");
-}
+constexpr size_t kSlotBytes = 1 << 16;
 
 std::vector<Pattern> read_calls(const char* path, int64_t* world_size) {
   std::ifstream file(path, std::ios::binary);
@@ -469,98 +346,26 @@ void faults() {
   }
   segments();
   strangers();
-  expect(places.empty(), "segments are still mapped");
 }
 
 }  // namespace
 
-extern "C" void* __wrap_mmap(void* at, size_t size, int prot, int flags, int fd, off_t offset) {
-  struct stat about{};
-  if (fd < 0 || fstat(fd, &about) != 0) return __real_mmap(at, size, prot, flags, fd, offset);
-  if (mappings_left == 0) {
-    errno = ENOMEM;
-    return MAP_FAILED;
-  }
-  if (mappings_left > 0) --mappings_left;
-  std::lock_guard<std::mutex> lock(places_mutex);
-  const auto it = places.find(about.st_ino);
-  if (it != places.end()) {
-    ++it->second.users;
-    return it->second.address;
-  }
-  void* address = __real_mmap(at, size, prot, flags, fd, offset);
-  if (address != MAP_FAILED) places[about.st_ino] = {address, 1};
-  return address;
-}
-
-extern "C" int __wrap_munmap(void* address, size_t size) {
-  std::lock_guard<std::mutex> lock(places_mutex);
-  for (auto it = places.begin(); it != places.end(); ++it) {
-    if (it->second.address != address) continue;
-    if (--it->second.users > 0) return 0;
-    places.erase(it);
-    break;
-  }
-  return __real_munmap(address, size);
-}
-
-namespace symm_cp {
-
-std::shared_ptr<Mapping> find_mapping(const void* address, const Peers& peers) {
-  std::lock_guard<std::mutex> lock(known_mutex);
-  const char* at = static_cast<const char*>(address);
-  for (const Known& one : known[&peers])
-    if (at >= one.begin && at < one.begin + one.bytes) return one.mapping;
-  return nullptr;
-}
-
-std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence) {
-  std::lock_guard<std::mutex> lock(known_mutex);
-  for (const Known& one : known[&peers])
-    if (one.mapping->sequence() == sequence) return one.mapping;
-  return nullptr;
-}
-
-std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& group) {
-  const auto peers = group_peers_of(group).peers;
-  return peers == nullptr ? nullptr : find_mapping(address, *peers);
-}
-
-std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous) {
-  GroupPeers& group_peers = group_peers_of(group);
-  std::lock_guard<std::mutex> lock(group_peers.mutex);
-  if (group_peers.peers == nullptr)
-    group_peers.peers =
-        std::make_shared<Peers>(*group_peers.notes, group, group_peers.rank, group_peers.world_size,
-                                std::chrono::seconds(30), rendezvous);
-  return group_peers.peers;
-}
-
-void refuse_peers(const std::string& group, const std::string& key, const std::string& reason) {
-  GroupPeers& group_peers = group_peers_of(group);
-  Peers::refuse_before(*group_peers.notes, group_peers.rank, key, reason);
-}
-
-void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer) {
-  Peers::check_refusal(*group_peers_of(group).notes, rendezvous, peer);
-}
-
-std::chrono::milliseconds timeout_of(const std::string&) { return std::chrono::seconds(30); }
-
-}  // namespace symm_cp
-
 int main(int argc, char** argv) {
-  if (argc == 2 && std::string(argv[1]) == "faults") {
+  const std::string mode = argc > 1 ? argv[1] : "";
+  const auto flag = [&](int at) { return argc > at ? std::atoi(argv[at]) : -1; };
+  if (mode == "faults" && argc == 2) {
     faults();
-  } else if (argc == 3 && std::string(argv[1]) == "messages") {
+  } else if (mode == "messages" && argc == 3) {
     check_messages(static_cast<unsigned>(std::atoi(argv[2])));
-    expect(places.empty(), "segments are still mapped");
+  } else if (mode == "exchanges" && argc >= 4) {
+    check_exchanges(argv[2], static_cast<unsigned>(std::atoi(argv[3])), flag(4));
   } else {
-    expect(argc >= 3, "see the head of ranks.cpp");
+    expect(mode == "calls" && argc >= 3, "see the head of ranks.cpp");
     int64_t world_size = 0;
     const auto calls = read_calls(argv[2], &world_size);
     on_all_ranks(static_cast<int>(world_size), std::chrono::seconds(60),
-                 [&](Rank& rank) { run_calls(rank, calls, argc > 3 ? std::atoi(argv[3]) : -1); });
+                 [&](Rank& rank) { run_calls(rank, calls, flag(3)); });
   }
+  expect(!has_mappings(), "segments are still mapped");
   std::puts("ok");
 }

@@ -252,7 +252,7 @@ def time_outs(group: dist.ProcessGroup) -> list[float]:
         told(call)
 
     measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
-    ours._get_backend(torch.device("cpu"))._set_default_timeout(2 * SHORT)
+    ours.set_timeout(2 * SHORT)
     measure(lambda: dist.all_reduce(torch.ones(3), group=ours))
     options = dist.AllreduceOptions()
     options.timeout = SHORT / 2

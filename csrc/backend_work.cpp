@@ -133,11 +133,12 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
     if (timeout == kNoTimeout) {
       try {
         if (group_ != nullptr) group_->lane().wait(last_);
-      } catch (const Interrupted& interrupted) {
-        C10_THROW_ERROR(DistBackendError, interrupted.what());
-      } catch (const PeerError&) {  // which its ending knows
+        while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
+      } catch (const Interrupted&) {
+        return false;  // Python raises the exception of the handler when this call has returned
+      } catch (const PeerError&) {
+        while (!ending_->await(std::chrono::milliseconds(50)));  // which knows the error
       }
-      while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
     } else {
       if (group_ != nullptr) group_->lane().wake();
       if (!ending_->await(timeout))

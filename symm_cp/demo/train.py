@@ -195,7 +195,7 @@ def _grid(options: DemoOptions, group: dist.ProcessGroup, backend: str) -> RankG
         dist.new_subgroups_by_enumeration(ranks.tolist(), backend=backend)[0]
         for ranks in (numbers, numbers.T)
     )
-    everyone = dist.new_group(backend=backend)
+    everyone = dist.new_group(dist.get_process_group_ranks(group), backend=backend)
     return RankGrid(backend, everyone, tensor, context, HeadTail(options.seq, options.cp))
 
 

@@ -133,6 +133,7 @@ def backend_async(group: dist.ProcessGroup) -> Results:
     for work in works:
         assert work is not None
         work.wait()
+    dist.barrier(shared)  # a message may be lost with its sender
     return [total, whole, received]
 
 

@@ -28,7 +28,7 @@ NAMES = {
     "two_shot_in_place": "two_shot_all_reduce_",
     "gather_in_place": "fused_all_gather_matmul",
     "backend": "(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier)",
-    "backend_async": "(all_reduce|all_gather|send|recv)",
+    "backend_async": "(barrier|all_reduce|all_gather|send|recv)",
 }
 #: Seconds from a death to the last survivor's error. Sleepers look around every 50 ms.
 LIMIT = 2.0

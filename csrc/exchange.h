@@ -95,6 +95,10 @@ struct Started {
 };
 Started start(Group& group, Exchange exchange, bool background, Done done = {});
 
+// Carries an exchange out in the calling thread as `run` does, but in one order with those started:
+// it is the same call to the peers whether a rank starts it or runs it.
+void run_in_turn(Group& group, Exchange exchange);
+
 // Tells the peers that this rank refuses the call which they may be making now (`channel`: kSync
 // for `run`, kAsync for `start`). Never waits.
 void refuse(Group& group, int channel, const std::string& reason);

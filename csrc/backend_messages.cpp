@@ -91,10 +91,16 @@ std::exception_ptr MessageWork::exception() const {
 
 bool MessageWork::wait(std::chrono::milliseconds timeout) {
   const WithoutGil without_gil;
-  translated([&] { delivery_.wait(timeout == kNoTimeout ? limit_ : timeout); });
-  if (connected_)
-    while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
-  return true;
+  return translated([&] {
+    try {
+      delivery_.wait(timeout == kNoTimeout ? limit_ : timeout);
+      if (connected_)
+        while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
+    } catch (const Interrupted&) {
+      return false;  // Python raises the exception of the handler when this call has returned
+    }
+    return true;
+  });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {

@@ -144,8 +144,12 @@ void Channel::announce(Call& call, const void* shard) {
   }
   own.place = call.place;
   own.pieces = call.pieces;
-  std::strncpy(own.call_name, call.call_name.c_str(), kMaxCallName);
-  own.call_name[kMaxCallName] = 0;
+  own.bytes = call.bytes;
+  if (own.digest != call.digest) {
+    own.digest = call.digest;
+    std::strncpy(own.call_name, call.call_name.c_str(), kMaxCallName);
+    own.call_name[kMaxCallName] = 0;
+  }
   own.failed.store(0, std::memory_order_relaxed);
   own.epoch.store(call.epoch, std::memory_order_release);
 }
@@ -171,9 +175,7 @@ void Channel::verify(int peer, const Call& call) {
   const Record& theirs = record(peer, call.epoch);
   if (theirs.epoch.load(std::memory_order_acquire) != call.epoch || theirs.failed.load() != 0)
     throw_failure(peer, call);
-  if (std::strncmp(theirs.call_name, call.call_name.c_str(), kMaxCallName) == 0 &&
-      theirs.place == call.place)
-    return;
+  if (theirs.digest == call.digest && theirs.place == call.place) return;
   const auto place = [&](Place of) {
     return theirs.place == call.place ? "" : kPlaces[static_cast<uint32_t>(of) % 3];
   };

@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "board.h"
@@ -28,7 +29,17 @@ struct Call {
   Place place = Place::kSlot;
   WaitBudget budget;
   uint32_t pieces = 1;  // that this rank has to give or take
+  uint64_t digest = 0;  // of the name, see digest_of
+  int64_t bytes = 0;    // that it gives to all ranks alike
 };
+
+// FNV-1a.
+constexpr uint64_t digest_of(std::string_view text) {
+  uint64_t hash = 14695981039346656037u;
+  for (const char letter : text)
+    hash = (hash ^ static_cast<unsigned char>(letter)) * 1099511628211u;
+  return hash;
+}
 
 class Group;
 
@@ -67,6 +78,8 @@ class Channel {
   void verify_all(const Call& call);
   // The pieces that a peer has in this call; only after a flag of the call was waited for.
   uint32_t pieces_of(int peer, const Call& call) const { return record(peer, call.epoch).pieces; }
+  // What a peer gives to all ranks alike; see `pieces_of`.
+  int64_t bytes_of(int peer, const Call& call) const { return record(peer, call.epoch).bytes; }
   // The bytes that a rank gives to each rank in this call, which it writes before it announces.
   int64_t* sizes_of(int rank, const Call& call) const;
 

@@ -154,12 +154,17 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
   return bytes;
 }
 
+bool ExchangeRun::gives_alike() const {
+  return exchange_.kind == ExchangeKind::kAllGather || exchange_.kind == ExchangeKind::kAllReduce;
+}
+
 void ExchangeRun::announce(Channel& channel, Call& call) {
-  int64_t* sizes = channel.sizes_of(rank_, call);
-  const bool for_each =
-      exchange_.kind != ExchangeKind::kAllGather && exchange_.kind != ExchangeKind::kAllReduce;
-  for (int peer = 0; peer < world_size_; ++peer)
-    sizes[peer] = exchange_.input[for_each ? peer : 0].bytes;
+  if (gives_alike()) {
+    call.bytes = exchange_.input.front().bytes;
+  } else {
+    int64_t* sizes = channel.sizes_of(rank_, call);
+    for (int peer = 0; peer < world_size_; ++peer) sizes[peer] = exchange_.input[peer].bytes;
+  }
   call.pieces = static_cast<uint32_t>(pieces_);
   channel.announce(call, exchange_.in_place ? exchange_.input.front().data : nullptr);
 }
@@ -171,7 +176,8 @@ void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
   if (kind != ExchangeKind::kAllToAll && all_bytes(exchange_.output) == 0) return;
   const size_t own = by_source ? peer : kind == ExchangeKind::kTwoShotAllReduce ? rank_ : 0;
   const int64_t wanted = exchange_.output[own].bytes;
-  const int64_t given = channel.sizes_of(peer, call)[rank_];
+  const int64_t given =
+      gives_alike() ? channel.bytes_of(peer, call) : channel.sizes_of(peer, call)[rank_];
   if (wanted == given) return;
   throw PeerError("ranks disagree: " + exchange_.call_name + ": rank " + std::to_string(peer) +
                   " gives " + std::to_string(given) + " bytes to rank " + std::to_string(rank_) +

@@ -79,8 +79,9 @@ constexpr bool two_shot(int ranks, int64_t bytes) {
 // PeerError and ResourceError, after the peers were told.
 void run(Group& group, Exchange exchange);
 
-// Is told why an exchange failed, or nothing. Runs in the thread that carried it out, in no lock;
-// it must not throw, and may start other exchanges but not wait for one.
+// Is told why an exchange failed, or nothing; perhaps after a wait for it has returned. Runs in the
+// thread that carried it out, in no lock; it must not throw, and may start other exchanges but not
+// wait for one.
 using Done = std::function<void(const std::string& failure)>;
 
 // Leaves an exchange to the copy engine of the group, behind those started before; never waits for

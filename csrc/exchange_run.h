@@ -26,6 +26,7 @@ class ExchangeRun {
   void finish(Channel& channel, Call& call);
 
  private:
+  bool gives_alike() const;
   void announce(Channel& channel, Call& call);
   void compare_sizes(Channel& channel, int peer, const Call& call);
   void steps(Channel& channel, Call& call, int64_t piece, size_t first, size_t last);

@@ -60,6 +60,7 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
   group_.check_owned(call_name);
   Call call{number, static_cast<uint32_t>(number - base_), call_name.substr(0, kMaxCallName),
             Place::kSlot, group_.budget(timeout)};
+  call.digest = digest_of(call.call_name);
   group_.set_entered(index_, number);
   last_ = number;
   if (channel_ != nullptr) channel_->begin(call);

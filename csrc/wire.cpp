@@ -68,9 +68,10 @@ std::string structs() {
               FIELD(S, bytes), FIELD(S, rows), FIELD(S, to_pitch), FIELD(S, from_pitch)}) +
          line<T>("TraceEvent", {FIELD(T, command), FIELD(T, start), FIELD(T, end), FIELD(T, epoch),
                                 FIELD(T, engine), FIELD(T, call_name)}) +
-         line<Record>("Record", {FIELD(Record, epoch), FIELD(Record, failed), FIELD(Record, place),
-                                 FIELD(Record, pieces), FIELD(Record, sequence),
-                                 FIELD(Record, offset), FIELD(Record, call_name)}) +
+         line<Record>("Record",
+                      {FIELD(Record, epoch), FIELD(Record, failed), FIELD(Record, place),
+                       FIELD(Record, pieces), FIELD(Record, sequence), FIELD(Record, offset),
+                       FIELD(Record, digest), FIELD(Record, bytes), FIELD(Record, call_name)}) +
          line<Failure>("Failure", {FIELD(Failure, epoch), FIELD(Failure, other_channel),
                                    FIELD(Failure, other_number), FIELD(Failure, cause)}) +
          line<W>("WorkspaceLayout", {FIELD(W, flags), FIELD(W, flag_count), FIELD(W, records),

@@ -170,6 +170,9 @@ struct Record {
   uint32_t pieces;   // that this rank has to give or take
   int64_t sequence;  // in place: which rendezvous made the memory,
   int64_t offset;    // and where in it the shard begins
+  // Peers compare the digest, so that they need this cache line only; the name is for errors.
+  uint64_t digest;
+  int64_t bytes;  // given to all ranks alike
   char call_name[104];
 };
 inline constexpr int64_t kRecordBytes = 192;  // a multiple of a cache line
@@ -187,7 +190,7 @@ struct Failure {
 inline constexpr int64_t kFailures = 8;
 
 // Behind the failures stands for each slot how many bytes this rank gives to each rank in an
-// exchange.
+// exchange that does not give to all alike.
 constexpr int64_t sizes_bytes(int world_size) { return (8 * world_size + 63) / 64 * 64; }
 
 // Parts of a workspace begin on pages; its slots are taken by the calls in turn.

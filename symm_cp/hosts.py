@@ -238,5 +238,6 @@ def local_group(
     with contextlib.suppress(RuntimeError):
         _unregister_process_group(name)  # of an earlier group of that name
     _register_process_group(name, local)
-    resolve(local).put(SPREADS, {"cpu": None})  # its ranks need not ask each other
+    alone: dict[str, Hosts | None] = {"cpu": None}  # its ranks need not ask each other
+    resolve(local).put(SPREADS, alone)
     return local

@@ -183,6 +183,8 @@ class Record(ctypes.Structure):
         ("pieces", _UINT32),
         ("sequence", _INT64),
         ("offset", _INT64),
+        ("digest", ctypes.c_uint64),
+        ("bytes", _INT64),
         ("call_name", ctypes.c_char * 104),
     ]
 

@@ -166,6 +166,7 @@ def register() -> None:
         "fused_all_gather_scaled_matmul",
         "fused_scaled_matmul_reduce_scatter",
         "one_shot_all_reduce",
+        "one_shot_all_reduce_copy",
         "all_gather_kv",
         "_all_gather_kv_backward",
         "_fused_matmuls_reduce_scatter",

@@ -40,7 +40,8 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 inputs = torch.randn(size, 5, 4)
 expected = torch.autograd.grad(model(inputs).square().mean(), model.weight)[0]
-DistributedDataParallel(model)(inputs[rank]).square().mean().backward()
+parallel = DistributedDataParallel(model)
+parallel(inputs[rank]).square().mean().backward()
 torch.testing.assert_close(model.weight.grad, expected)
 
 if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # whose wrapper cannot be split

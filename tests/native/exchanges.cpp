@@ -384,7 +384,7 @@ class Exchanger {
 void exchange_random(const std::vector<Loops>& loops, int world_size, unsigned seed, int skip) {
   // Without a wait, ranks must not read past the slots.
   const int64_t largest = skip < 0 ? kLargest : 30000;
-  const auto plan = plan_all(seed, skip < 0 ? 150 : 60, world_size, largest);
+  const auto plan = plan_all(seed, skip < 0 ? 150 : 30, world_size, largest);
   const auto prepared = [&](Rank& rank) {
     install(rank, loops, skip);
     return Exchanger(rank, skip);

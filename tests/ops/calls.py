@@ -98,7 +98,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         ),
         "one_shot_all_reduce": Call(lambda x: [OPS.one_shot_all_reduce(x, "sum", name)], [x]),
         "one_shot_all_reduce_copy": Call(
-            lambda x: [OPS.one_shot_all_reduce_copy(x.detach(), x, "sum", name)], [x]
+            lambda x: [OPS.one_shot_all_reduce_copy(x.new_empty(2 * W * 4), x, "sum", name)], [x]
         ),
         "two_shot_all_reduce_": Call(in_place, [x]),
         "fused_all_gather_attention": Call(attention, [q, k, v]),

@@ -193,19 +193,12 @@ def _grid(options: DemoOptions, group: dist.ProcessGroup, backend: str) -> RankG
     grid = torch.tensor(dist.get_process_group_ranks(group)).view(options.cp, -1)
     row, column = divmod(group.rank(), grid.shape[1])
 
-    def group_of(ranks: torch.Tensor) -> dist.ProcessGroup:
-        # Made by its members alone: `group` may be a part of the world.
-        return dist.new_group(
-            ranks.flatten().tolist(), backend=backend, use_local_synchronization=True
-        )
+    def own(parts: torch.Tensor, index: int) -> dist.ProcessGroup:
+        # All ranks make all groups, in the same order: torch names groups by a counter.
+        return [dist.new_group(part.tolist(), backend=backend) for part in parts][index]
 
-    return RankGrid(
-        backend,
-        group_of(grid),
-        group_of(grid[row]),
-        group_of(grid[:, column]),
-        HeadTail(options.seq, options.cp),
-    )
+    everyone, tensor, context = own(grid.view(1, -1), 0), own(grid, row), own(grid.T, column)
+    return RankGrid(backend, everyone, tensor, context, HeadTail(options.seq, options.cp))
 
 
 def run_rank(options: DemoOptions, group: dist.ProcessGroup) -> int:

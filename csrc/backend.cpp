@@ -206,7 +206,7 @@ void Backend::prepare(const char* op) {
 }
 
 void Backend::refuse_call(const Manner& manner, const std::string& reason) {
-  if (size_ > 1) refuse(group(manner.op), manner.async ? kAsync : kSync, reason);
+  if (size_ > 1) refuse(group(manner.op), kAsync, reason);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::carry_out(const Manner& manner, Collective collective) {
@@ -220,7 +220,7 @@ c10::intrusive_ptr<c10d::Work> Backend::carry_out(const Manner& manner, Collecti
   } else {
     for (Exchange& exchange : collective.exchanges) {
       exchange.timeout = manner.timeout;
-      run(*all, std::move(exchange));
+      run_in_turn(*all, std::move(exchange));
     }
     collective.deliver();
   }

@@ -3,6 +3,7 @@
 
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -18,10 +19,17 @@ inline constexpr int64_t kWaiterBytes = int64_t{64} << 10;
 
 inline bool wants_engine(const Exchange& exchange) {
   if (exchange.kind == ExchangeKind::kTwoShotAllReduce) return true;
-  int64_t bytes = 0;
-  for (const Extent& extent : exchange.input) bytes += extent.bytes;
-  for (const Extent& extent : exchange.output) bytes += extent.bytes;
-  return bytes > kWaiterBytes;
+  // The peers may give each other more than this rank knows of, in several pieces.
+  if (exchange.kind == ExchangeKind::kAllToAll) return true;
+  int64_t bytes = 0, largest = 0;
+  for (const auto* extents : {&exchange.input, &exchange.output}) {
+    for (const Extent& extent : *extents) {
+      bytes += extent.bytes;
+      largest = std::max(largest, extent.bytes);
+    }
+  }
+  const auto parts = static_cast<int64_t>(std::max(exchange.input.size(), exchange.output.size()));
+  return bytes > kWaiterBytes || largest * parts > kPieceBytes;
 }
 
 // The exchange of a group of one rank.

@@ -474,10 +474,10 @@ void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all
   try {
     meet({"monitored_barrier", OpType::BARRIER, false, of_call(opts.timeout)});
   } catch (const c10::DistBackendError& error) {
-    const int64_t own = group("monitored_barrier").made(kSync);
+    const int64_t own = group("monitored_barrier").made(kAsync);
     std::string late;
     for (int peer = 0; peer < size_; ++peer)
-      if (peer != rank_ && peers_->board(peer).entered(kSync) < own)
+      if (peer != rank_ && peers_->board(peer).entered(kAsync) < own)
         late += (late.empty() ? "rank " : ", rank ") + std::to_string(peer);
     if (late.empty()) throw;
     C10_THROW_ERROR(DistBackendError, "monitored_barrier: not reached by " + late + ": " +

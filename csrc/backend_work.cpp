@@ -5,6 +5,7 @@
 
 #include <thread>
 
+#include "elsewhere.h"
 #include "error.h"
 #include "group.h"
 #include "python.h"
@@ -49,7 +50,10 @@ void Ending::exchange_ended(const std::string& failure) {
     future = future_;
   }
   end_.notify_all();
-  if (future) settle(*future);
+  // Its callbacks may wait for other collectives, which this thread carries out.
+  if (future)
+    run_elsewhere(
+        [future, outputs = outputs_, failure = failure_] { settle(*future, outputs, failure); });
 }
 
 bool Ending::ended() const {
@@ -67,12 +71,13 @@ std::string Ending::failure() const {
   return failure_;
 }
 
-void Ending::settle(c10::ivalue::Future& future) const {
-  if (failure_.empty())
-    future.markCompleted(c10::IValue(outputs_));
+void Ending::settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
+                    const std::string& failure) {
+  if (failure.empty())
+    future.markCompleted(c10::IValue(outputs));
   else
     future.setErrorIfNeeded(
-        std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, failure_)));
+        std::make_exception_ptr(c10::DistBackendError({__func__, __FILE__, __LINE__}, failure)));
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> Ending::future() {
@@ -84,7 +89,7 @@ c10::intrusive_ptr<c10::ivalue::Future> Ending::future() {
         c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     if (!ended_) return future;
   }
-  settle(*future);
+  settle(*future, outputs_, failure_);
   return future;
 }
 

@@ -50,7 +50,8 @@ class Ending {
   c10::intrusive_ptr<c10::ivalue::Future> future();
 
  private:
-  void settle(c10::ivalue::Future& future) const;
+  static void settle(c10::ivalue::Future& future, const std::vector<at::Tensor>& outputs,
+                     const std::string& failure);
 
   Collective collective_;  // until it has ended
   std::vector<at::Tensor> outputs_;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <stdexcept>
 
 #include "copy.h"
@@ -298,6 +299,43 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
     group.lane().refuse(number, cause_of(error, group.rank()), nullptr);
     throw;
   }
+}
+
+void run_in_turn(Group& group, Exchange exchange) {
+  group.check_owned(exchange.call_name);
+  Workspace& workspace = group.workspace(kAsync);
+  Lane& lane = group.lane();
+  int64_t number = 0;
+  std::optional<ExchangeRun> all;
+  {
+    const CallLock lock(group, kAsync);
+    number = group.next(kAsync);
+    try {
+      all.emplace(group, kAsync, std::move(exchange));
+    } catch (const std::exception& error) {
+      lane.refuse(number, cause_of(error, group.rank()), nullptr);
+      throw;
+    }
+    if (!lane.begin_now(number, all->call_name())) {
+      Lane::Program program{number, nullptr, {}};
+      program.call_name = all->call_name();
+      program.slot_bytes = all->slot_bytes();
+      program.exchange = std::make_unique<ExchangeRun>(std::move(*all));
+      all.reset();
+      lane.submit(std::move(program), true);
+    }
+  }
+  if (!all) return lane.wait(number);
+  try {
+    Call call = workspace.begin(number, all->slot_bytes(), all->call_name(), all->timeout());
+    all->publish(*workspace.channel(), call);
+    all->finish(*workspace.channel(), call);
+  } catch (const std::exception& error) {
+    group.failed(kAsync, number, error);
+    lane.end_now(number);
+    throw;
+  }
+  lane.end_now(number);
 }
 
 void refuse(Group& group, int channel, const std::string& reason) { group.refuse(channel, reason); }

@@ -79,8 +79,9 @@ constexpr bool two_shot(int ranks, int64_t bytes) {
 // PeerError and ResourceError, after the peers were told.
 void run(Group& group, Exchange exchange);
 
-// Is told why an exchange failed, or nothing. Runs in the thread that carried it out, in no lock;
-// it must not throw, and may start other exchanges but not wait for one.
+// Is told why an exchange failed, or nothing; perhaps after a wait for it has returned. Runs in the
+// thread that carried it out, in no lock; it must not throw, and may start other exchanges but not
+// wait for one.
 using Done = std::function<void(const std::string& failure)>;
 
 // Leaves an exchange to the copy engine of the group, behind those started before; never waits for
@@ -93,6 +94,10 @@ struct Started {
   bool published;
 };
 Started start(Group& group, Exchange exchange, bool background, Done done = {});
+
+// Carries an exchange out in the calling thread as `run` does, but in one order with those started:
+// it is the same call to the peers whether a rank starts it or runs it.
+void run_in_turn(Group& group, Exchange exchange);
 
 // Tells the peers that this rank refuses the call which they may be making now (`channel`: kSync
 // for `run`, kAsync for `start`). Never waits.

@@ -122,6 +122,23 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
+bool Lane::begin_now(int64_t number, const std::string& call_name) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (running_ || !queue_.empty()) return false;
+  running_ = true;
+  running_name_ = call_name;
+  submitted_ = number;
+  return true;
+}
+
+void Lane::end_now(int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  running_ = false;
+  completed_ = number;
+  done_.notify_all();
+  if (!queue_.empty()) work_.notify_one();
+}
+
 void Lane::serve() {
   Recorder::enter_engine();
   Group::enter_engine();

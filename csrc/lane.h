@@ -44,6 +44,10 @@ class Lane {
   // With `background` false the engine is not woken: the program runs when a thread waits for
   // it, or with the next program that wakes the engine.
   void submit(Program program, bool background);
+  // Takes the lane for a call that the calling thread carries out itself, up to `end_now`; false
+  // when another program is queued or running.
+  bool begin_now(int64_t number, const std::string& call_name);
+  void end_now(int64_t number);
   // Queues the refusal of a call: its peers are told when its turn comes. Never waits.
   void refuse(int64_t number, const std::string& cause, const CallSite* other);
   // Returns when the call has ended (all calls, for a number beyond the last), and throws if it

@@ -14,11 +14,13 @@ from symm_cp import cli, native
 from symm_cp import doctor as doctor_module
 
 
-def test_build_prints_the_library(capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_prints_the_libraries(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["build"]) == 0
-    path = Path(capsys.readouterr().out.strip())
-    assert path == native.library_path()
-    assert path.is_file()
+    library, glue = map(Path, capsys.readouterr().out.split())
+    assert library == native.library_path()
+    assert glue.parent == library.parent
+    assert library.is_file()
+    assert glue.is_file()
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["demo", "--nonsense"]])

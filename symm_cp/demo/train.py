@@ -190,13 +190,22 @@ def _unfused_backends() -> list[str]:
 
 def _grid(options: DemoOptions, group: dist.ProcessGroup, backend: str) -> RankGrid:
     """Returns the groups: neighbours share features, ranks one tensor group apart a sequence."""
-    numbers = torch.arange(options.ranks).view(options.cp, -1)
-    tensor, context = (
-        dist.new_subgroups_by_enumeration(ranks.tolist(), backend=backend)[0]
-        for ranks in (numbers, numbers.T)
+    grid = torch.tensor(dist.get_process_group_ranks(group)).view(options.cp, -1)
+    row, column = divmod(group.rank(), grid.shape[1])
+
+    def group_of(ranks: torch.Tensor) -> dist.ProcessGroup:
+        # Made by its members alone: `group` may be a part of the world.
+        return dist.new_group(
+            ranks.flatten().tolist(), backend=backend, use_local_synchronization=True
+        )
+
+    return RankGrid(
+        backend,
+        group_of(grid),
+        group_of(grid[row]),
+        group_of(grid[:, column]),
+        HeadTail(options.seq, options.cp),
     )
-    everyone = dist.new_group(backend=backend)
-    return RankGrid(backend, everyone, tensor, context, HeadTail(options.seq, options.cp))
 
 
 def run_rank(options: DemoOptions, group: dist.ProcessGroup) -> int:

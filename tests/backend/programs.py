@@ -263,7 +263,9 @@ def differentiable() -> Results:
     run(lambda x: dist_nn.broadcast(x * 1, 0, world))
     run(lambda x: dist_nn.all_to_all_single(torch.empty_like(x), x, group=world))
     run(
-        lambda x: torch.cat(dist_nn.all_to_all([torch.empty(2, 3) for _ in range(size)], list(x.split(2)), world))
+        lambda x: torch.cat(
+            dist_nn.all_to_all([torch.empty(2, 3) for _ in range(size)], list(x.split(2)), world)
+        )
     )
     return results
 

@@ -17,18 +17,21 @@ from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 
 BACKEND = "symm_cp"
+#: Of sums in 16 bits, which gloo rounds after each rank: three steps at a learning rate of 0.1.
+ROUNDED = {"ddp_hooks": 1e-2}
 Program = Callable[..., Any]
 
 
-def assert_same(expected: Any, actual: Any) -> None:
+def assert_same(expected: Any, actual: Any, rounding: float = 0.0) -> None:
     if isinstance(expected, torch.Tensor):
-        torch.testing.assert_close(actual, expected)
+        limits = {"rtol": 0, "atol": rounding} if rounding else {}
+        torch.testing.assert_close(actual, expected, **limits)
     elif isinstance(expected, dict):
         assert expected.keys() == actual.keys()
-        assert_same(list(expected.values()), list(actual.values()))
+        assert_same(list(expected.values()), list(actual.values()), rounding)
     elif isinstance(expected, list):
         for one, other in zip(expected, actual, strict=True):
-            assert_same(one, other)
+            assert_same(one, other, rounding)
     else:
         assert actual == expected
 
@@ -42,7 +45,7 @@ def compare(group: dist.ProcessGroup, program: Program, *args: Any) -> None:
         with world(group, backend) as inner:
             assert inner._get_backend(torch.device("cpu")).name() == backend
             results.append(program(*args))
-    assert_same(*results)
+    assert_same(*results, ROUNDED.get(program.__name__, 0.0))
 
 
 @pytest.mark.parametrize(

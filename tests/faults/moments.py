@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
 
 from tests.faults.kills import go_on
-from tests.faults.ops import ALL
+from tests.faults.ops import ALL, backend_group
 
 OPS = torch.ops.symm_mem
 EVENTS = ("kill", "stop", "interrupt", "raise")
@@ -56,6 +56,7 @@ def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, 
     and the time between calls.
     """
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
+    backend_group(group)
     store = _get_process_group_store(group)
     dist.barrier(group)
     # The last rank must not be stopped while others still need its part in the barrier.

@@ -95,12 +95,54 @@ def scatter_out(group: dist.ProcessGroup) -> Results:
     return [OPS.reduce_scatter_out(torch.randn(10 * group.size()), group.group_name, False, out)]
 
 
+_backends: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+def backend_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks with the backend symm_cp, made at the first call."""
+    if group not in _backends:
+        ranks = dist.get_process_group_ranks(group)
+        _backends[group] = dist.new_group(ranks, backend="symm_cp")
+    return _backends[group]
+
+
+def backend(group: dist.ProcessGroup) -> Results:
+    """Collectives of torch.distributed over the backend."""
+    shared, W = backend_group(group), group.size()
+    total, part, x = torch.randn(5000), torch.empty(20), torch.randn(20 * W)
+    whole, exchanged = torch.empty(20 * W * W), torch.empty(20 * W)
+    dist.all_reduce(total, group=shared)
+    dist.all_gather_into_tensor(whole, x, group=shared)
+    dist.reduce_scatter_tensor(part, x, group=shared)
+    dist.all_to_all_single(exchanged, x, group=shared)
+    dist.broadcast(x, group_src=W - 1, group=shared)
+    dist.barrier(shared)
+    return [total, whole, part, exchanged, x]
+
+
+def backend_async(group: dist.ProcessGroup) -> Results:
+    """In the background, with messages between neighbours."""
+    shared, W, rank = backend_group(group), group.size(), group.rank()
+    total, whole, received = torch.randn(1 << 15), torch.empty(50 * W), torch.empty(30)
+    works = [
+        dist.all_reduce(total, group=shared, async_op=True),
+        dist.all_gather_into_tensor(whole, torch.randn(50), group=shared, async_op=True),
+        dist.isend(torch.randn(30), group=shared, group_dst=(rank + 1) % W),
+        dist.irecv(received, group=shared, group_src=(rank - 1) % W),
+    ]
+    for work in works:
+        assert work is not None
+        work.wait()
+    dist.barrier(shared)  # a message may be lost with its sender
+    return [total, whole, received]
+
+
 ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
     run.__name__: run
     for run in (
         gather_matmul, gather_matmul_whole, matmul_scatter, attention, attention_backward,
         attention_ring, low_contention, one_shot, two_shot, scatter_out, two_shot_in_place,
-        gather_in_place,
+        gather_in_place, backend, backend_async,
     )
 }  # fmt: skip
 

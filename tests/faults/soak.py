@@ -105,8 +105,41 @@ def _all_reduce(group: dist.ProcessGroup, rows: int) -> None:
     assert OPS.two_shot_all_reduce_(shared, "sum", group.group_name)[-1] == group.size()
 
 
+def _backend(group: dist.ProcessGroup, rows: int) -> None:
+    """What programs of torch.distributed do; over the package's backend in all groups but one."""
+    W, rank, elements = group.size(), group.rank(), rows * 16
+    x, whole = torch.ones(elements), torch.ones(elements * W)
+    works = [
+        dist.all_reduce(x, group=group, async_op=True),
+        dist.all_gather_into_tensor(whole, torch.ones(elements), group, async_op=True),
+    ]
+    dist.broadcast(torch.ones(elements, dtype=torch.int64), group=group, group_src=rows % W)
+    exchanged = torch.empty_like(whole)
+    dist.all_to_all_single(exchanged, torch.full_like(whole, rank), group=group)
+    part = torch.empty(elements, dtype=torch.bfloat16)
+    dist.reduce_scatter_tensor(part, torch.ones(elements * W, dtype=torch.bfloat16), group=group)
+    assert exchanged[-1] == W - 1
+    assert part[-1] == W
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert x[0] == W
+    assert whole[-1] == 1
+    received = torch.empty(elements)
+    peers = (dist.isend, x, (rank + 1) % W), (dist.irecv, received, (rank - 1) % W)
+    for work in dist.batch_isend_irecv(
+        [dist.P2POp(op, tensor, group=group, group_peer=peer) for op, tensor, peer in peers]
+        if W > 1
+        else []
+    ):
+        work.wait()
+    assert W == 1 or received[-1] == W
+    dist.barrier(group)
+
+
 KINDS: tuple[tuple[Callable[[dist.ProcessGroup, int], None], int], ...] = (
     (_gather_matmul, 2), (_matmul_scatter, 2), (_attention, 2), (_collectives, 3), (_all_reduce, 2),
+    (_backend, 7),
 )  # fmt: skip
 
 
@@ -117,7 +150,8 @@ def _new_groups(choose: random.Random) -> list[dist.ProcessGroup]:
     everyone = list(range(world.size()))
     choose.shuffle(everyone)
     half = max(1, len(everyone) // 2)
-    made = [dist.new_group(ranks) for ranks in (everyone, everyone[:half], everyone[half:])]
+    parts = everyone, everyone[:half], everyone[half:]
+    made = [dist.new_group(ranks, backend="symm_cp") for ranks in parts]
     return [world, made[0], made[1] if world.rank() in everyone[:half] else made[2]]
 
 

@@ -13,6 +13,7 @@ from tests.faults import mismatches, moments
 from tests.pool import Ranks
 
 OPS = re.compile(
+    r"all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|barrier|send|recv|making group|"
     r"fused_\w+|_low_contention_\w+|one_shot_\w+|two_shot_\w+|reduce_scatter_out|symm_mem.rendezvous"
 )
 #: Seconds until each rank has heard of it.

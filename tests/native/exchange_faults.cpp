@@ -145,7 +145,8 @@ void leaves(const std::vector<Loops>& loops, int world_size) {
     };
     expect_good(rank, kAsync);
     if (rank.rank() == world_size - 1) {
-      expect_failure([&] { run(*rank.group, exchange()); }, "all_to_all: ");
+      // Rank 0 has left, or another rank waits in the call of the other channel.
+      expect(!failure_of([&] { run(*rank.group, exchange()); }).empty(), "it cannot end");
       return;
     }
     start(*rank.group, exchange(), true, done);

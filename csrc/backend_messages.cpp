@@ -79,11 +79,26 @@ void MessageWork::connect() {
   });
 }
 
-bool MessageWork::isCompleted() { return connected_ ? ending_->ended() : delivery_.done(); }
+// The thread that carries messages out may have to wait for Python's lock where it holds its own,
+// so nobody waits for that with Python's lock.
 
-bool MessageWork::isSuccess() const { return delivery_.done() && delivery_.failure().empty(); }
+bool MessageWork::isCompleted() {
+  const WithoutGil without_gil;
+  return connected_ ? ending_->ended() : delivery_.done();
+}
+
+bool MessageWork::isSuccess() const {
+  const WithoutGil without_gil;
+  return delivery_.done() && delivery_.failure().empty();
+}
+
+int MessageWork::sourceRank() const {
+  const WithoutGil without_gil;
+  return delivery_.peer();
+}
 
 std::exception_ptr MessageWork::exception() const {
+  const WithoutGil without_gil;
   if (!delivery_.done() || delivery_.failure().empty()) return nullptr;
   return std::make_exception_ptr(
       c10::DistBackendError({__func__, __FILE__, __LINE__}, delivery_.failure()));
@@ -104,6 +119,7 @@ bool MessageWork::wait(std::chrono::milliseconds timeout) {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> MessageWork::getFuture() {
+  const WithoutGil without_gil;
   connect();
   return ending_->future();
 }

@@ -105,14 +105,29 @@ CollectiveWork::CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group,
       sequence_number_(sequence_number) {}
 
 CollectiveWork::~CollectiveWork() {
-  // A callback of a future may hold the last work of a group, whose engine cannot end itself.
-  if (group_ != nullptr && Group::in_engine()) std::thread([group = std::move(group_)] {}).detach();
+  if (group_ == nullptr || group_.use_count() > 1) return;
+  try {
+    if (Group::in_engine()) {
+      // A callback of a future held the last work of a group; the engine cannot end itself.
+      std::thread([group = std::move(group_)] {}).detach();
+    } else {
+      const WithoutGil without_gil;  // the engine may be about to take Python's lock
+      group_.reset();
+    }
+  } catch (...) {  // the interpreter is ending
+  }
+}
+
+void CollectiveWork::wake() {
+  if (group_ == nullptr) return;
+  const WithoutGil without_gil;
+  group_->lane().wake();
 }
 
 bool CollectiveWork::isCompleted() {
   if (ending_->ended()) return true;
   // Who asks again and again waits, but leaves the transfer to the engine.
-  if (group_ != nullptr) group_->lane().wake();
+  wake();
   return false;
 }
 
@@ -145,7 +160,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
         while (!ending_->await(std::chrono::milliseconds(50)));  // which knows the error
       }
     } else {
-      if (group_ != nullptr) group_->lane().wake();
+      wake();
       if (!ending_->await(timeout))
         C10_THROW_ERROR(DistBackendError, "the collective did not end within " +
                                               std::to_string(timeout.count()) + " ms");
@@ -157,7 +172,7 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
 
 c10::intrusive_ptr<c10::ivalue::Future> CollectiveWork::getFuture() {
   auto future = ending_->future();
-  if (!future->completed() && group_ != nullptr) group_->lane().wake();
+  if (!future->completed()) wake();
   return future;
 }
 

@@ -74,7 +74,7 @@ class MessageWork : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  int sourceRank() const override { return delivery_.peer(); }
+  int sourceRank() const override;
   std::vector<at::Tensor> result() override { return ending_->outputs(); }
   void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
@@ -110,6 +110,8 @@ class CollectiveWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_number_; }
 
  private:
+  // Has the engine end it.
+  void wake();
   void throw_if_failed() const;
 
   std::shared_ptr<Group> group_;

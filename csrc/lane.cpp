@@ -109,7 +109,7 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   lock.lock();
   running_ = false;
   completed_ = program.number;
-  const Done done = std::move(program.done);
+  Done done = std::move(program.done);
   const std::string told = done ? failure : std::string();
   if (!failure.empty() && item.refusal.empty()) {
     failures_[completed_] = std::move(failure);
@@ -119,6 +119,9 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   if (!done) return;
   lock.unlock();
   done(told);
+  // What it holds goes without the lock: a tensor may have to wait for Python's lock, whose owner
+  // may be waiting for this one.
+  done = nullptr;
   lock.lock();
 }
 

@@ -88,4 +88,5 @@ def settle(
     else:
         while not work.is_completed():
             pass
+        work.wait()  # raises why it failed
         assert work.is_success()

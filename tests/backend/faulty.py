@@ -117,6 +117,25 @@ def interrupted(group: dist.ProcessGroup, name: str) -> str:
     return message
 
 
+def interrupted_receive(group: dist.ProcessGroup) -> str:
+    """Ctrl-C on rank 0, which waits for a message; the next one arrives."""
+    ours, message = fresh(group), "not interrupted"
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if group.rank() == 0:
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        try:
+            dist.irecv(torch.ones(3), group=ours, group_src=1, tag=1).wait()
+        except KeyboardInterrupt:
+            message = "interrupted"
+        x = torch.zeros(3)
+        dist.recv(x, group=ours, group_src=1, tag=2)
+        assert (x == 2).all()
+    else:
+        dist.send(torch.full((3,), 2.0), group=ours, group_dst=0, tag=2)
+    dist.barrier(group)
+    return message
+
+
 def told(call: Callable[[], object]) -> str:
     """The type and text of the error of a call."""
     try:

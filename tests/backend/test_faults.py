@@ -43,9 +43,20 @@ def test_a_rank_that_stops(ranks: Ranks, name: str) -> None:
     assert any("rank 2" in outcome.result[0] for outcome in survivors)
 
 
-@pytest.mark.parametrize("name", some("all_reduce", "background all_reduce", of=faulty.CALLS))
+#: torch's futures leave Ctrl-C until they are complete; peers are not told of a receive given up.
+INTERRUPTIBLE = [name for name in faulty.CALLS if name not in ("future of all_reduce", "recv")]
+
+
+@pytest.mark.parametrize("name", some("all_reduce", "background all_reduce", of=INTERRUPTIBLE))
 def test_an_interrupt(ranks: Ranks, name: str) -> None:
     with ranks.own(2, faulty.interrupted, name) as running:
+        first, second = running.outcomes()
+    assert first.result == "interrupted", first
+    assert second.result is not None, second
+
+
+def test_an_interrupted_receive(ranks: Ranks) -> None:
+    with ranks.own(2, faulty.interrupted_receive) as running:
         first, second = running.outcomes()
     assert first.result == "interrupted", first
     assert second.result is not None, second

@@ -37,6 +37,8 @@ def reduced(parts: list[torch.Tensor], reduce_op: str) -> torch.Tensor:
     total = parts[0].to(wide)
     for part in parts[1:]:
         total = total + part.to(wide)
+    if reduce_op == "avg" and dtype.is_complex:  # torch divides by a complex number
+        return torch.view_as_complex(torch.view_as_real(total) / len(parts))
     return (total / len(parts) if reduce_op == "avg" else total).to(dtype)
 
 

@@ -151,12 +151,14 @@ bool CollectiveWork::wait(std::chrono::milliseconds timeout) {
   if (!ending_->ended()) {
     const WithoutGil without_gil;
     if (timeout == kNoTimeout) {
+      was_interrupted();  // in an earlier call
       try {
         if (group_ != nullptr) group_->lane().wait(last_);
         while (!ending_->await(std::chrono::milliseconds(50))) throw_if_interrupted();
       } catch (const Interrupted&) {
         return false;  // Python raises the exception of the handler when this call has returned
       } catch (const PeerError&) {
+        if (was_interrupted()) return false;  // it carried the exchange out itself
         while (!ending_->await(std::chrono::milliseconds(50)));  // which knows the error
       }
     } else {

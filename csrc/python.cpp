@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <utility>
 
 #include "error.h"
 
@@ -41,6 +42,8 @@ int raise_again(void* pending) {
 
 bool in_main_thread() { return static_cast<pid_t>(syscall(SYS_gettid)) == getpid(); }
 
+thread_local bool interrupted_here = false;
+
 std::atomic<int> forks{0};
 const bool counting = pthread_atfork(nullptr, nullptr, [] { ++forks; }) == 0;
 
@@ -72,7 +75,11 @@ void throw_if_interrupted() {
     delete raised;
   }
   PyGILState_Release(state);
-  if (interrupted) throw Interrupted("interrupted by a signal");
+  if (!interrupted) return;
+  interrupted_here = true;
+  throw Interrupted("interrupted by a signal");
 }
+
+bool was_interrupted() { return std::exchange(interrupted_here, false); }
 
 }  // namespace symm_cp

@@ -38,6 +38,9 @@ void throw_if_interrupted();
 // Whether torch's `_symmetric_memory._test_mode()` asks for the unfused definitions of the ops.
 bool in_test_mode();
 
+// Whether that has thrown in this thread since it was last asked.
+bool was_interrupted();
+
 // Counts how often this process was forked from one that had loaded this library.
 int fork_count();
 

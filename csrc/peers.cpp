@@ -91,9 +91,10 @@ Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
     require_descriptors(3 * world_size + 4, rendezvous.call_name);
     boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
     if (world_size_ == 1) return;
-    connect_all(bootstrap, rendezvous, listener.emplace(group_, rank_, world_size_));
-    listener.reset();
-    exchange_boards(rendezvous);
+    while (!meet(bootstrap, rendezvous, listener)) {
+      peers_ = std::vector<Peer>(static_cast<size_t>(world_size_));
+      ended_.clear();
+    }
   } catch (const std::exception& error) {
     refuse_before(bootstrap, rank_, rendezvous.key, cause_of(error, rank_));
     refuse(kBoards, cause_of(error, rank_));  // for peers that are already connected
@@ -143,6 +144,22 @@ void Peers::find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int pe
     return;
   }
   if (peer < rank_) connect_to(*entry, peer);
+}
+
+// A rank may be found while it makes the mesh for an earlier call, which it then gives up: its
+// socket closes, and it comes again. False: so it was. Of two ranks only: others have this one's
+// socket.
+bool Peers::meet(Bootstrap& bootstrap, const Rendezvous& rendezvous,
+                 std::optional<Listener>& listener) {
+  try {
+    connect_all(bootstrap, rendezvous, listener.emplace(group_, rank_, world_size_));
+    listener.reset();
+    exchange_boards(rendezvous);
+  } catch (const LeftGroup&) {
+    if (world_size_ > 2 || rendezvous.budget.left <= Clock::duration::zero()) throw;
+    return false;
+  }
+  return true;
 }
 
 void Peers::connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous, Listener& listener) {
@@ -363,7 +380,9 @@ void Peers::check_missing(const std::string& key, const std::string& context,
       while (!dead(peer) && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
     }
     if (dead(peer)) throw_missing(peer, context, "died");
-    if (closed) throw_missing(peer, context, "has left the group");
+    if (!closed) continue;
+    const std::string who = "rank " + text(peer) + " has left the group";
+    throw LeftGroup(context + ": " + who, who + " (noticed by rank " + text(rank_) + ")");
   }
   if (!expired) return;
   std::string late;

@@ -52,6 +52,12 @@ class GaveUp : public PeerError {
   std::optional<CallSite> other;
 };
 
+// A peer that lives has closed its sockets.
+class LeftGroup : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
 // What was given up with a call that threw.
 inline const CallSite* other_of(const std::exception& error) {
   const auto* found = dynamic_cast<const GaveUp*>(&error);
@@ -132,6 +138,7 @@ class Peers {
     std::map<std::pair<std::string, int>, Incoming>
         incoming;  // by key and round; refusals: round -1
   };
+  bool meet(Bootstrap& bootstrap, const Rendezvous& rendezvous, std::optional<Listener>& listener);
   void connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous, Listener& listener);
   void find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer, bool thorough,
                  StaleEntry& stale);

@@ -33,7 +33,7 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize(("ranks", "cp"), [(1, 1), (4, 2)])
+@pytest.mark.parametrize(("ranks", "cp"), some((1, 1), of=[(1, 1), (4, 2)]))
 def test_losses_agree(
     ranks: int, cp: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,7 +68,6 @@ print("as it should be")
 @pytest.mark.parametrize(
     ("size", "backend", "debug"),
     some(
-        (1, "symm_cp", "OFF"),
         (2, "cpu:symm_cp", "DETAIL"),
         of=[
             (size, backend, debug)

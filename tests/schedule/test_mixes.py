@@ -8,6 +8,7 @@ import pytest
 
 from symm_cp.schedule import Compute, Copy, Region, Schedule, Signal, Step, Wait, check
 from symm_cp.schedule.patterns import Channel
+from tests.exhaustive import some
 from tests.schedule.calls import CHANNELS, LOOPS, MIX, PLACES, WORKSPACES, Place, Workspace
 
 
@@ -55,7 +56,7 @@ def of_piece(step: Step, piece: int) -> Step:
 
 
 @pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
 def test_loops_mix_with_all_others(channel: Channel, world_size: int) -> None:
     workspace = Workspace(channel, "direct", 2)
     loops = [place for place in LOOPS if place.workspace == workspace and place.pieces == 3]

@@ -18,7 +18,7 @@ from symm_cp.demo import arguments as demo_arguments
 from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, Result, unfused_over
 from symm_cp.demo.data import batches
 from symm_cp.demo.paired import ratio
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, some
 
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
 BRIEF = [*TINY, "--most-steps", "3"]

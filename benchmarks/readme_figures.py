@@ -262,7 +262,7 @@ OPTIONAL: dict[str, Callable[[], list[str]]] = {
 def figures() -> str:
     """What stands between the marks in benchmarks/README.md."""
     lines = [
-        f"Two ranks with one thread each, {machine()}.",
+        f"Two ranks, one thread each, {machine()}.",
         "Each figure is a ratio of times measured in one run, with the variants interleaved: the",
         "time divided by that of the *limit*, which is the compute alone on input that is already",
         "there. The files in [results](results) have the times and 95% confidence intervals.",

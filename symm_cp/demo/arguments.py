@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--most-steps",
         type=positive,
-        default=60,
+        default=24,
         help="go on without the one process up to this step, until the times are certain "
         "(%(default)s)",
     )

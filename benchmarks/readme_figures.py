@@ -104,7 +104,7 @@ def head() -> str:
         lines.append([text, *(ratio(row, variant) for variant in variants)])
     return "\n".join(
         [
-            f"Two ranks with one thread each, {machine()}.",
+            f"Two ranks, one thread each, {machine()}.",
             "Time divided by that of the *limit*, the compute alone"
             " ([all figures](benchmarks/README.md)):",
             "",

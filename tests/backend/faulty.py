@@ -24,10 +24,17 @@ def _lists(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
 
 
 def _ring(group: dist.ProcessGroup) -> None:
+    # The last rank is the one that fails: who waits for another first, which has heard of that and
+    # gone on, would wait until the time-out.
     size, rank = group.size(), group.rank()
-    work = dist.isend(torch.ones(100_000), group=group, group_dst=(rank + 1) % size)
-    dist.recv(torch.ones(100_000), group=group, group_src=(rank - 1) % size)
-    work.wait()
+    before, after = (rank - 1) % size, (rank + 1) % size
+    works = [
+        (before, dist.irecv(torch.ones(100_000), group=group, group_src=before)),
+        (after, dist.isend(torch.ones(100_000), group=group, group_dst=after)),
+    ]
+    for _, work in sorted(works, key=lambda pair: -pair[0]):
+        assert work is not None
+        work.wait()
 
 
 #: Calls of all kinds, small and in several pieces, at once and in the background.

@@ -45,7 +45,7 @@ class Ring {
   explicit Ring(char* base) : header_(reinterpret_cast<Header*>(base)), data_(base + 4096) {}
   bool there() const { return header_ != nullptr; }
 
-  // What a frame with so many bytes behind it takes.
+  // The bytes of the ring that a frame takes up, with `length` bytes of data behind it.
   static constexpr uint64_t space_of(uint64_t length) {
     return sizeof(Frame) + (length + sizeof(Frame) - 1) / sizeof(Frame) * sizeof(Frame);
   }

@@ -191,8 +191,8 @@ _FAKES = {
 
 
 # The compiler refuses ops whose result is an argument; it takes them as ones that return a new
-# tensor, and a copy. It would move a `symm_buffer` to symmetric memory, which there is none of on
-# its own for CPU tensors.
+# tensor, and a copy. A `symm_buffer` is left out there: the compiler would allocate it in symmetric
+# memory itself, which torch cannot do for CPU tensors.
 
 
 def _two_shot_functional(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:

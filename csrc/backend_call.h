@@ -14,11 +14,10 @@
 namespace symm_cp {
 
 // What works in the background must be woken for: a transfer that would keep the waiter busy for
-// long, or that peers need this rank's help with before it waits.
+// long, or of which peers may have more pieces than this rank.
 inline constexpr int64_t kWaiterBytes = int64_t{64} << 10;
 
 inline bool wants_engine(const Exchange& exchange) {
-  if (exchange.kind == ExchangeKind::kTwoShotAllReduce) return true;
   // The peers may give each other more than this rank knows of, in several pieces.
   if (exchange.kind == ExchangeKind::kAllToAll) return true;
   int64_t bytes = 0, largest = 0;

@@ -60,7 +60,40 @@ class Cursor {
   int64_t gap_ = 0;
 };
 
+bool reads_input(const Area& area) {
+  return area.buffer == Buffer::kInput || area.buffer == Buffer::kSymmetric;
+}
+
+bool starts_at_once(Group& group, int64_t slot_bytes) {
+  // When the engine is idle the slot is free.
+  return group.lane().idle() && group.workspace(kAsync).begins_at_once(slot_bytes);
+}
+
+// A call of the lane, not begun.
+Lane::Program program_of(int64_t number, ExchangeRun exchange) {
+  Lane::Program program{number, nullptr, {}};
+  program.call_name = exchange.call_name();
+  program.slot_bytes = exchange.slot_bytes();
+  program.exchange = std::make_unique<ExchangeRun>(std::move(exchange));
+  return program;
+}
+
 }  // namespace
+
+bool Loop::reads_input_later() const {
+  return std::any_of(steps.begin() + static_cast<ptrdiff_t>(published), steps.end(),
+                     [this](const LoopStep& step) {
+                       if (step.kind == Kind::kCopy) return reads_input(step.source);
+                       if (step.kind != Kind::kReduce) return false;
+                       const Area* first = sources.data() + step.first_source;
+                       return std::any_of(first, first + step.source_count, reads_input);
+                     });
+}
+
+bool Loop::helps_later() const {
+  return std::any_of(steps.begin() + static_cast<ptrdiff_t>(published), steps.end(),
+                     [](const LoopStep& step) { return step.kind == Kind::kSignal; });
+}
 
 ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
     : exchange_(std::move(exchange)),
@@ -244,8 +277,14 @@ void ExchangeRun::publish(Channel& channel, Call& call) {
   steps(channel, call, 0, 0, loop_.published);
 }
 
-bool ExchangeRun::leaves_input() const {
-  return !exchange_.in_place && exchange_.kind != ExchangeKind::kTwoShotAllReduce;
+Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
+  return workspace.begin(number, slot_bytes_, exchange_.call_name, exchange_.timeout);
+}
+
+void ExchangeRun::run(Workspace& workspace, int64_t number) {
+  Call call = begin(workspace, number);
+  publish(*workspace.channel(), call);
+  finish(*workspace.channel(), call);
 }
 
 void ExchangeRun::finish(Channel& channel, Call& call) {
@@ -259,17 +298,18 @@ void ExchangeRun::finish(Channel& channel, Call& call) {
 void run(Group& group, Exchange exchange) {
   group.check_owned(exchange.call_name);
   const CallLock lock(group, kSync);
-  Workspace& workspace = group.workspace(kSync);
   const int64_t number = group.next(kSync);
   try {
-    ExchangeRun all(group, kSync, std::move(exchange));
-    Call call = workspace.begin(number, all.slot_bytes(), all.call_name(), all.timeout());
-    all.publish(*workspace.channel(), call);
-    all.finish(*workspace.channel(), call);
+    ExchangeRun(group, kSync, std::move(exchange)).run(group.workspace(kSync), number);
   } catch (const std::exception& error) {
     group.failed(kSync, number, error);
     throw;
   }
+}
+
+bool starts_at_once(Group& group, const Exchange& exchange) {
+  const Loop& loop = group.loop(kAsync, exchange.kind, exchange.in_place);
+  return starts_at_once(group, slot_bytes_of(exchange, loop));
 }
 
 Started start(Group& group, Exchange exchange, bool background, Done done) {
@@ -278,23 +318,17 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
   Workspace& workspace = group.workspace(kAsync);
   const int64_t number = group.next(kAsync);
   try {
-    auto all = std::make_unique<ExchangeRun>(group, kAsync, std::move(exchange));
-    Lane::Program program{number, nullptr, {}};
-    program.call_name = all->call_name();
-    program.slot_bytes = all->slot_bytes();
+    const Loop& loop = group.loop(kAsync, exchange.kind, exchange.in_place);
+    Lane::Program program = program_of(number, ExchangeRun(group, kAsync, std::move(exchange)));
     program.done = std::move(done);
-    // When the engine is idle the slot is free: the peers can begin with the first piece.
-    const bool publish = group.lane().idle() && workspace.begins_at_once(program.slot_bytes);
-    const bool handed_over = publish && all->pieces() == 1;
-    const bool published = handed_over && all->leaves_input();
-    if (publish) {
-      program.begun =
-          workspace.begin(number, program.slot_bytes, program.call_name, all->timeout());
-      all->publish(*workspace.channel(), *program.begun);
+    bool handed_over = false;
+    if (starts_at_once(group, program.slot_bytes)) {
+      handed_over = program.exchange->pieces() == 1;
+      program.begun = program.exchange->begin(workspace, number);
+      program.exchange->publish(*workspace.channel(), *program.begun);
     }
-    program.exchange = std::move(all);
-    group.lane().submit(std::move(program), background || !handed_over);
-    return {number, published};
+    group.lane().submit(std::move(program), background || !handed_over || loop.helps_later());
+    return {number, handed_over && !loop.reads_input_later()};
   } catch (const std::exception& error) {
     group.lane().refuse(number, cause_of(error, group.rank()), nullptr);
     throw;
@@ -303,33 +337,26 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
 
 void run_in_turn(Group& group, Exchange exchange) {
   group.check_owned(exchange.call_name);
-  Workspace& workspace = group.workspace(kAsync);
   Lane& lane = group.lane();
   int64_t number = 0;
-  std::optional<ExchangeRun> all;
+  std::optional<ExchangeRun> own;  // unless the lane is taken
   {
     const CallLock lock(group, kAsync);
     number = group.next(kAsync);
     try {
-      all.emplace(group, kAsync, std::move(exchange));
+      own.emplace(group, kAsync, std::move(exchange));
     } catch (const std::exception& error) {
       lane.refuse(number, cause_of(error, group.rank()), nullptr);
       throw;
     }
-    if (!lane.begin_now(number, all->call_name())) {
-      Lane::Program program{number, nullptr, {}};
-      program.call_name = all->call_name();
-      program.slot_bytes = all->slot_bytes();
-      program.exchange = std::make_unique<ExchangeRun>(std::move(*all));
-      all.reset();
-      lane.submit(std::move(program), true);
+    if (!lane.begin_now(number, own->call_name())) {
+      lane.submit(program_of(number, std::move(*own)), true);
+      own.reset();
     }
   }
-  if (!all) return lane.wait(number);
+  if (!own) return lane.wait(number);
   try {
-    Call call = workspace.begin(number, all->slot_bytes(), all->call_name(), all->timeout());
-    all->publish(*workspace.channel(), call);
-    all->finish(*workspace.channel(), call);
+    own->run(group.workspace(kAsync), number);
   } catch (const std::exception& error) {
     group.failed(kAsync, number, error);
     lane.end_now(number);

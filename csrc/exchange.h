@@ -38,6 +38,11 @@ struct Loop {
   size_t published = 0;       // so many steps hand this rank's data to the peers
   bool parted = false;        // the slot holds a part for each rank
   bool slotted = false;       // data goes through the slot
+
+  // Whether the input is read after this rank's data has been handed over.
+  bool reads_input_later() const;
+  // Whether peers need more of this rank than that: who has only begun must not stay away.
+  bool helps_later() const;
 };
 
 // The bytes of a piece, of all parts together: both halves of all ranks' slots fit into the caches.
@@ -88,12 +93,15 @@ using Done = std::function<void(const std::string& failure)>;
 // a peer. Returns its number, for `group->lane().wait(number)` and `finished(number)`; the memory
 // that it names must live until then. What of the input fits into the first piece may be
 // overwritten once this has returned only if `published` says so. With `background` false the
-// engine is not woken: the exchange goes on when a thread waits for it.
+// engine is woken only for what peers need of this rank later: else the exchange goes on when a
+// thread waits for it.
 struct Started {
   int64_t number;
   bool published;
 };
 Started start(Group& group, Exchange exchange, bool background, Done done = {});
+// Whether `start` would begin the exchange before it returns. Under a CallLock of kAsync.
+bool starts_at_once(Group& group, const Exchange& exchange);
 
 // Carries an exchange out in the calling thread as `run` does, but in one order with those started:
 // it is the same call to the peers whether a rank starts it or runs it.

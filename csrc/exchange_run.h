@@ -8,21 +8,22 @@
 
 namespace symm_cp {
 
+class Workspace;
+
 class ExchangeRun {
  public:
   // Throws std::invalid_argument when it takes more than a call can.
   ExchangeRun(Group& group, int channel, Exchange exchange);
 
   const std::string& call_name() const { return exchange_.call_name; }
-  std::chrono::milliseconds timeout() const { return exchange_.timeout; }
   int64_t slot_bytes() const { return slot_bytes_; }
   // That this rank knows of; after its first waits, of all ranks.
   int64_t pieces() const { return pieces_; }
-  // Hands the first piece to the peers. Waits for nobody.
+  // Carries out the call of that number, all of it.
+  void run(Workspace& workspace, int64_t number);
+  // The same in parts. `publish` hands the first piece to the peers and waits for nobody.
+  Call begin(Workspace& workspace, int64_t number);
   void publish(Channel& channel, Call& call);
-  // Whether `publish` reads all of the first piece of the input; two shots reduce this rank's part
-  // where it is.
-  bool leaves_input() const;
   void finish(Channel& channel, Call& call);
 
  private:

@@ -65,15 +65,11 @@ void Lane::refuse(int64_t number, const std::string& cause, const CallSite* othe
 
 void Lane::run_program(Program& program, Workspace& workspace) {
   const bool begun = program.begun.has_value();
-  const auto timeout = program.exchange != nullptr ? program.exchange->timeout() : kGroupTimeout;
-  Call call = begun
-                  ? std::move(*program.begun)
-                  : workspace.begin(program.number, program.slot_bytes, program.call_name, timeout);
-  if (program.exchange != nullptr) {
-    if (!begun) program.exchange->publish(*workspace.channel(), call);
-    program.exchange->finish(*workspace.channel(), call);
-    return;
-  }
+  if (program.exchange != nullptr && !begun)
+    return program.exchange->run(workspace, program.number);
+  Call call = begun ? std::move(*program.begun)
+                    : workspace.begin(program.number, program.slot_bytes, program.call_name);
+  if (program.exchange != nullptr) return program.exchange->finish(*workspace.channel(), call);
   const Plan& plan = *program.plan;
   const auto& commands = begun ? plan.rest : plan.whole;
   workspace.channel()->run(commands.data(), static_cast<int>(commands.size()),

@@ -114,12 +114,6 @@ void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::stri
   call.in_place_possible = call.background;
 }
 
-// Whether `start` hands all of a plain input to the peers, or to the slot.
-bool starts_at_once(Group& group, const Exchange& exchange) {
-  const int64_t slot = std::max(2 * kPieceBytes, exchange.piece_bytes);
-  return group.lane().idle() && group.workspace(kAsync).begins_at_once(slot);
-}
-
 // A plain input may be overwritten once this has returned.
 at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call,
                           const at::Tensor& given) {
@@ -127,11 +121,11 @@ at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call
   at::Tensor output = new_output(given, call.output_shape);
   const bool in_place =
       call.in_place_possible && input.is_same(given) && is_symmetric(*group, input);
+  call.exchange.in_place = in_place;
   const CallLock lock(*group, kAsync);
   if (!in_place && input.is_same(given) && !starts_at_once(*group, call.exchange))
     input = given.clone();
   call.bind(input.const_data_ptr(), output.mutable_data_ptr());
-  call.exchange.in_place = in_place;
   const Started started = start(*group, call.exchange, call.background);
   c10d::register_work(
       output, c10::make_intrusive<Transfer>(group, started.number, input, output.storage()));

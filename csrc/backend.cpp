@@ -12,6 +12,7 @@
 #include "groups.h"
 #include "messages.h"
 #include "python.h"
+#include "store_bootstrap.h"
 #include "two_level.h"
 
 namespace symm_cp {
@@ -22,25 +23,6 @@ using std::chrono::milliseconds;
 
 // How long the end of a process group waits for works that nobody has waited for.
 constexpr std::chrono::seconds kShutdownGrace{10};
-
-class BackendStore : public Bootstrap {
- public:
-  BackendStore(c10::intrusive_ptr<c10d::Store> store, std::shared_ptr<Peers> peers)
-      : store_(std::move(store)), peers_(std::move(peers)) {}
-  void set(const std::string& key, const std::string& value) override {
-    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    if (!store_->check({key})) return std::nullopt;
-    const auto value = store_->get(key);
-    return std::string(value.begin(), value.end());
-  }
-  bool lost(int rank) override { return peers_ != nullptr && peers_->dead(rank); }
-
- private:
-  c10::intrusive_ptr<c10d::Store> store_;
-  std::shared_ptr<Peers> peers_;
-};
 
 // For another thread; stores in Python may have no such copies.
 c10::intrusive_ptr<c10d::Store> copy_of(const c10::intrusive_ptr<c10d::Store>& store) {
@@ -89,7 +71,7 @@ Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int ra
 
 void Backend::find_peers() {
   const WithoutGil without_gil;
-  BackendStore store(store_, nullptr);
+  StoreBootstrap store(store_);
   WaitBudget budget(timeout_.load());
   const std::string call_name = "making group '" + name_ + "'";
   peers_ = std::make_shared<Peers>(store, name_, rank_, size_, timeout_.load(),
@@ -171,8 +153,10 @@ Messages& Backend::messages(const char* op) {
   throw_if_aborted(op);
   std::lock_guard<std::mutex> lock(mutex_);
   if (messages_ == nullptr)
-    messages_ = std::make_shared<Messages>(std::make_shared<BackendStore>(copy_of(store_), peers_),
-                                           name_, rank_, size_, wait_limit());
+    messages_ = std::make_shared<Messages>(
+        std::make_shared<StoreBootstrap>(copy_of(store_),
+                                         [peers = peers_](int rank) { return peers->dead(rank); }),
+        name_, rank_, size_, wait_limit());
   return *messages_;
 }
 

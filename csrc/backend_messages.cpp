@@ -63,11 +63,9 @@ c10::intrusive_ptr<c10d::Work> Backend::recvAnysource(std::vector<at::Tensor>& t
 
 MessageWork::MessageWork(c10d::OpType type, Delivery delivery, std::shared_ptr<Ending> ending,
                          std::chrono::milliseconds limit, uint64_t sequence_number)
-    : Work(-1, type),
+    : BackendWork(type, std::move(ending), sequence_number),
       delivery_(std::move(delivery)),
-      ending_(std::move(ending)),
-      limit_(limit),
-      sequence_number_(sequence_number) {
+      limit_(limit) {
   if (ending_->delivers()) connect();
 }
 

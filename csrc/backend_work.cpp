@@ -98,11 +98,9 @@ c10::intrusive_ptr<c10::ivalue::Future> Ending::future() {
 CollectiveWork::CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group,
                                std::shared_ptr<Ending> ending, int64_t last,
                                uint64_t sequence_number)
-    : Work(-1, type),
+    : BackendWork(type, std::move(ending), sequence_number),
       group_(std::move(group)),
-      ending_(std::move(ending)),
-      last_(last),
-      sequence_number_(sequence_number) {}
+      last_(last) {}
 
 CollectiveWork::~CollectiveWork() {
   if (group_ == nullptr || group_.use_count() > 1) return;

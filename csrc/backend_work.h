@@ -64,8 +64,25 @@ class Ending {
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
+// What all works of the backend have.
+class BackendWork : public c10d::Work {
+ public:
+  BackendWork(c10d::OpType type, std::shared_ptr<Ending> ending, uint64_t sequence_number)
+      : Work(-1, type), ending_(std::move(ending)), sequence_number_(sequence_number) {}
+
+  std::vector<at::Tensor> result() override { return ending_->outputs(); }
+  void synchronize() override { wait(); }
+  uint64_t getSequencenumber() const override { return sequence_number_; }
+
+ protected:
+  std::shared_ptr<Ending> ending_;
+
+ private:
+  uint64_t sequence_number_;
+};
+
 // A send or a receive.
-class MessageWork : public c10d::Work {
+class MessageWork : public BackendWork {
  public:
   // `limit`: how long `wait` waits for the peer.
   MessageWork(c10d::OpType type, Delivery delivery, std::shared_ptr<Ending> ending,
@@ -75,25 +92,20 @@ class MessageWork : public c10d::Work {
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
   int sourceRank() const override;
-  std::vector<at::Tensor> result() override { return ending_->outputs(); }
-  void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return sequence_number_; }
 
  private:
   // Has the delivery end `ending_`, which until then has nothing to do.
   void connect();
 
   Delivery delivery_;
-  std::shared_ptr<Ending> ending_;
   std::once_flag connected_once_;
   std::atomic<bool> connected_{false};
   std::chrono::milliseconds limit_;
-  uint64_t sequence_number_;
 };
 
-class CollectiveWork : public c10d::Work {
+class CollectiveWork : public BackendWork {
  public:
   // `last`: the number of the last exchange on the group's lane. Without a group others end it.
   CollectiveWork(c10d::OpType type, std::shared_ptr<Group> group, std::shared_ptr<Ending> ending,
@@ -103,11 +115,8 @@ class CollectiveWork : public c10d::Work {
   bool isCompleted() override;
   bool isSuccess() const override;
   std::exception_ptr exception() const override;
-  std::vector<at::Tensor> result() override { return ending_->outputs(); }
-  void synchronize() override { wait(); }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
-  uint64_t getSequencenumber() const override { return sequence_number_; }
 
  private:
   // Has the engine end it.
@@ -115,9 +124,7 @@ class CollectiveWork : public c10d::Work {
   void throw_if_failed() const;
 
   std::shared_ptr<Group> group_;
-  std::shared_ptr<Ending> ending_;
   int64_t last_;
-  uint64_t sequence_number_;
 };
 
 }  // namespace symm_cp

@@ -36,17 +36,10 @@ bool send_descriptors(int socket, const std::vector<int>& fds) {
   uint32_t greeting = kGreeting;
   iovec data{&greeting, sizeof(greeting)};
   alignas(cmsghdr) char control[CMSG_SPACE(kMaxDescriptors * sizeof(int))] = {};
-  const size_t bytes = fds.size() * sizeof(int);
   msghdr header{};
   header.msg_iov = &data;
   header.msg_iovlen = 1;
-  header.msg_control = control;
-  header.msg_controllen = CMSG_SPACE(bytes);
-  cmsghdr* rights = CMSG_FIRSTHDR(&header);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(bytes);
-  std::memcpy(CMSG_DATA(rights), fds.data(), bytes);
+  attach_descriptors(header, control, fds);
   return sendmsg(socket, &header, MSG_NOSIGNAL | MSG_DONTWAIT) == sizeof(greeting);
 }
 

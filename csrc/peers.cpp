@@ -233,16 +233,7 @@ bool Peers::send_message(int peer, const Message& message, const std::vector<int
   msghdr header{};
   header.msg_iov = &data;
   header.msg_iovlen = 1;
-  if (!fds.empty()) {
-    const size_t bytes = fds.size() * sizeof(int);
-    header.msg_control = control;
-    header.msg_controllen = CMSG_SPACE(bytes);
-    cmsghdr* rights = CMSG_FIRSTHDR(&header);
-    rights->cmsg_level = SOL_SOCKET;
-    rights->cmsg_type = SCM_RIGHTS;
-    rights->cmsg_len = CMSG_LEN(bytes);
-    std::memcpy(CMSG_DATA(rights), fds.data(), bytes);
-  }
+  if (!fds.empty()) attach_descriptors(header, control, fds);
   const ssize_t sent = sendmsg(peers_[peer].socket.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
   return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS);
 }

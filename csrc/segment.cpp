@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <fstream>
 #include <utility>
 
@@ -53,6 +54,17 @@ Descriptor& Descriptor::operator=(Descriptor&& other) noexcept {
     fd_ = other.release();
   }
   return *this;
+}
+
+void attach_descriptors(msghdr& header, void* control, const std::vector<int>& fds) {
+  const size_t bytes = fds.size() * sizeof(int);
+  header.msg_control = control;
+  header.msg_controllen = CMSG_SPACE(bytes);
+  cmsghdr* rights = CMSG_FIRSTHDR(&header);
+  rights->cmsg_level = SOL_SOCKET;
+  rights->cmsg_type = SCM_RIGHTS;
+  rights->cmsg_len = CMSG_LEN(bytes);
+  std::memcpy(CMSG_DATA(rights), fds.data(), bytes);
 }
 
 size_t round_to_pages(size_t size) {

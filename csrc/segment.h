@@ -1,8 +1,11 @@
 // Anonymous shared memory (memfd): no name, so nothing can outlive the processes that map it.
 #pragma once
 
+#include <sys/socket.h>
+
 #include <cstddef>
 #include <string>
+#include <vector>
 
 namespace symm_cp {
 
@@ -22,6 +25,9 @@ class Descriptor {
  private:
   int fd_ = -1;
 };
+
+// Has a message carry descriptors; `control` has room for them.
+void attach_descriptors(msghdr& header, void* control, const std::vector<int>& fds);
 
 // A mapping of a whole memfd, unmapped on destruction.
 class Segment {

@@ -15,6 +15,7 @@
 #include "link_probe.h"
 #include "mapping.h"
 #include "python.h"
+#include "store_bootstrap.h"
 
 namespace symm_cp {
 
@@ -22,25 +23,6 @@ namespace {
 
 namespace symm = c10d::symmetric_memory;
 using std::chrono::milliseconds;
-
-class StoreBootstrap : public Bootstrap {
- public:
-  StoreBootstrap(c10::intrusive_ptr<c10d::Store> store, std::unique_ptr<LinkProbe> probe)
-      : store_(std::move(store)), probe_(std::move(probe)) {}
-  void set(const std::string& key, const std::string& value) override {
-    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
-  }
-  std::optional<std::string> get(const std::string& key) override {
-    if (!store_->check({key})) return std::nullopt;
-    const auto value = store_->get(key);
-    return std::string(value.begin(), value.end());
-  }
-  bool lost(int rank) override { return probe_ != nullptr && probe_->lost(rank); }
-
- private:
-  c10::intrusive_ptr<c10d::Store> store_;
-  std::unique_ptr<LinkProbe> probe_;
-};
 
 // The peers of a group. They are tied to the process group object, not to its name: names are used
 // again after a group was destroyed.
@@ -122,8 +104,10 @@ bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGrou
 
 StoreBootstrap bootstrap_of(const std::string& name,
                             const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
-  if (!process_group) return {symm::get_group_info(name).store, nullptr};
-  return {process_group->getStore(), LinkProbe::of(cpu_backend(*process_group), name)};
+  if (!process_group) return StoreBootstrap(symm::get_group_info(name).store);
+  const std::shared_ptr<LinkProbe> probe = LinkProbe::of(cpu_backend(*process_group), name);
+  return StoreBootstrap(process_group->getStore(),
+                        [probe](int rank) { return probe != nullptr && probe->lost(rank); });
 }
 
 // Those that this package's backend found when the group was made.

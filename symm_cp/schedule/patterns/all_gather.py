@@ -11,7 +11,15 @@ Source: DeepEP V2's batched copies with the call number as epoch.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.patterns.pattern import (
+    Draft,
+    Form,
+    Options,
+    Pattern,
+    loop_in_background,
+    loop_in_caller,
+    subsets,
+)
 from symm_cp.schedule.steps import Copy, Region
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background). The own shard is
@@ -40,14 +48,6 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, *draft.waits("done"))
 
 
-def _in_caller(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "compute")
-
-
-def _in_background(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "copy")
-
-
 # Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either.
 #
 #   copy  copy own | copy>slot | signal 1, 2 | wait 1, 2 | pull 1, 2
@@ -72,12 +72,10 @@ def _staged(draft: Draft, options: Options) -> None:
         draft.copy(*draft.waits("done"))
 
 
-ALL_GATHER = Pattern(
-    "ALL_GATHER", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
-)
+ALL_GATHER = Pattern("ALL_GATHER", "sync", direct=loop_in_caller(_direct, subsets("in_place")))
 BACKGROUND_ALL_GATHER = Pattern(
     "BACKGROUND_ALL_GATHER",
     "async",
-    direct=Form(_in_background, subsets("in_place"), looped=True),
+    direct=loop_in_background(_direct, subsets("in_place")),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

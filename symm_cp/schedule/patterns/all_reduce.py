@@ -12,7 +12,14 @@ Direct only, in pieces. Source: torch's ``one_shot_all_reduce``.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.patterns.pattern import (
+    Draft,
+    Options,
+    Pattern,
+    loop_in_background,
+    loop_in_caller,
+    subsets,
+)
 from symm_cp.schedule.steps import Compute
 
 # Rank 0 of 3, direct (lane "compute", or "copy" in the background). The kernel reads the slots of
@@ -32,17 +39,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, reduce)
 
 
-def _in_caller(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "compute")
-
-
-def _in_background(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "copy")
-
-
-ALL_REDUCE = Pattern(
-    "ALL_REDUCE", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
-)
+ALL_REDUCE = Pattern("ALL_REDUCE", "sync", direct=loop_in_caller(_direct, subsets("in_place")))
 BACKGROUND_ALL_REDUCE = Pattern(
-    "BACKGROUND_ALL_REDUCE", "async", direct=Form(_in_background, subsets("in_place"), looped=True)
+    "BACKGROUND_ALL_REDUCE", "async", direct=loop_in_background(_direct, subsets("in_place"))
 )

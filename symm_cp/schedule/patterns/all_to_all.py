@@ -8,7 +8,13 @@ Direct only, in pieces. Source: torch's ``all_to_all_single``.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
+from symm_cp.schedule.patterns.pattern import (
+    Draft,
+    Options,
+    Pattern,
+    loop_in_background,
+    loop_in_caller,
+)
 from symm_cp.schedule.steps import Copy
 
 # Rank 0 of 3, direct (lane "compute", or "copy" in the background).
@@ -27,15 +33,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, Copy(draft.of(peer, "slot", rank), draft.own("output", peer)))
 
 
-def _in_caller(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "compute")
-
-
-def _in_background(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "copy")
-
-
-ALL_TO_ALL = Pattern("ALL_TO_ALL", "sync", direct=Form(_in_caller, looped=True))
+ALL_TO_ALL = Pattern("ALL_TO_ALL", "sync", direct=loop_in_caller(_direct))
 BACKGROUND_ALL_TO_ALL = Pattern(
-    "BACKGROUND_ALL_TO_ALL", "async", direct=Form(_in_background, looped=True)
+    "BACKGROUND_ALL_TO_ALL", "async", direct=loop_in_background(_direct)
 )

@@ -203,6 +203,34 @@ class Form:
     looped: bool = False
 
 
+#: Lists the steps of a rank on a lane.
+LaneBuilder: TypeAlias = Callable[[Draft, Options, str], None]
+
+
+@dataclass(frozen=True)
+class OnLane:
+    """A builder of steps for whichever lane, for one of them."""
+
+    build: LaneBuilder
+    lane: str
+
+    def __call__(self, draft: Draft, options: Options) -> None:
+        """Lists the steps of a rank."""
+        self.build(draft, options, self.lane)
+
+
+def loop_in_caller(build: LaneBuilder, combinations: tuple[Options, ...] = (frozenset(),)) -> Form:
+    """The direct form of an exchange in the calling thread, by the steps of a piece."""
+    return Form(OnLane(build, "compute"), combinations, looped=True)
+
+
+def loop_in_background(
+    build: LaneBuilder, combinations: tuple[Options, ...] = (frozenset(),)
+) -> Form:
+    """The direct form of an exchange in the background, by the steps of a piece."""
+    return Form(OnLane(build, "copy"), combinations, looped=True)
+
+
 def subsets(*options: str) -> tuple[Options, ...]:
     """All combinations of options."""
     sizes = range(len(options) + 1)

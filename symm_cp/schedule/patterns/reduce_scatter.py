@@ -10,7 +10,15 @@ Options
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.patterns.pattern import (
+    Draft,
+    Form,
+    Options,
+    Pattern,
+    loop_in_background,
+    loop_in_caller,
+    subsets,
+)
 from symm_cp.schedule.steps import Compute, Copy, Region
 
 # Rank 0 of 3, direct, in pieces (lane "compute", or "copy" in the background: there the own chunk
@@ -33,14 +41,6 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.publish_and_reduce(lane, source, reduce, published)
     else:
         draft.add(lane, reduce)
-
-
-def _in_caller(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "compute")
-
-
-def _in_background(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "copy")
 
 
 # Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials".
@@ -67,11 +67,11 @@ def _staged(draft: Draft, options: Options) -> None:
 
 
 REDUCE_SCATTER = Pattern(
-    "REDUCE_SCATTER", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
+    "REDUCE_SCATTER", "sync", direct=loop_in_caller(_direct, subsets("in_place"))
 )
 BACKGROUND_REDUCE_SCATTER = Pattern(
     "BACKGROUND_REDUCE_SCATTER",
     "async",
-    direct=Form(_in_background, subsets("in_place"), looped=True),
+    direct=loop_in_background(_direct, subsets("in_place")),
     staged=Form(_staged, subsets("in_place"), one_slot=True),
 )

@@ -14,7 +14,14 @@ Direct only, in pieces. Source: torch's ``two_shot_all_reduce_``.
 
 from __future__ import annotations
 
-from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern, subsets
+from symm_cp.schedule.patterns.pattern import (
+    Draft,
+    Options,
+    Pattern,
+    loop_in_background,
+    loop_in_caller,
+    subsets,
+)
 from symm_cp.schedule.steps import Compute, Copy
 
 # Rank 0 of 3, direct (lane "compute", or "copy" in the background).
@@ -46,19 +53,11 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, Copy(draft.of(peer, "slot", peer), draft.own(taken, peer)))
 
 
-def _in_caller(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "compute")
-
-
-def _in_background(draft: Draft, options: Options) -> None:
-    _direct(draft, options, "copy")
-
-
 TWO_SHOT_ALL_REDUCE = Pattern(
-    "TWO_SHOT_ALL_REDUCE", "sync", direct=Form(_in_caller, subsets("in_place"), looped=True)
+    "TWO_SHOT_ALL_REDUCE", "sync", direct=loop_in_caller(_direct, subsets("in_place"))
 )
 BACKGROUND_TWO_SHOT_ALL_REDUCE = Pattern(
     "BACKGROUND_TWO_SHOT_ALL_REDUCE",
     "async",
-    direct=Form(_in_background, subsets("in_place"), looped=True),
+    direct=loop_in_background(_direct, subsets("in_place")),
 )

@@ -141,9 +141,7 @@ def _driver(kind: type[Device], name: str) -> Finding:
     copies = "batched copies" if level == 2 else "single copies"
     if level < 2 and kind is CudaDevice:
         copies += " (batches require CUDA 12.8)"
-    by_stream = devices.device_of(torch.device(kind.torch_type, 0)).signals_by_stream()
-    signals = "by streams" if by_stream else "by kernels"
-    return Finding("backends", name, "ok", f"{copies}; signals {signals}")
+    return Finding("backends", name, "ok", copies)
 
 
 def _devices(kind: type[Device]) -> list[Finding]:

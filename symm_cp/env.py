@@ -4,7 +4,7 @@
 |---|---|---|
 | `SYMM_CP_BUILD_DIR` | folder of built code and measurements | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
-| `SYMM_CP_SIGNALS` | signals between GPUs: by the `stream` or by torch's `kernel`s | `stream` |
+| `SYMM_CP_SIGNALS` | how GPUs signal each other: by `stream`, our `kernel` or `torch` | what works |
 | `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
@@ -56,11 +56,11 @@ def timeout_ms() -> int:
     return int(text)
 
 
-def signals() -> str:
-    """Returns how GPUs signal each other: "stream" or "kernel"."""
-    text = os.environ.get("SYMM_CP_SIGNALS", "stream")
-    if text not in ("stream", "kernel"):
-        raise ValueError(f"SYMM_CP_SIGNALS={text!r} must be 'stream' or 'kernel'")
+def signals() -> str | None:
+    """Returns how GPUs must signal each other, if the user chose: "stream", "kernel", "torch"."""
+    text = os.environ.get("SYMM_CP_SIGNALS") or None
+    if text not in (None, "stream", "kernel", "torch"):
+        raise ValueError(f"SYMM_CP_SIGNALS={text!r} must be 'stream', 'kernel' or 'torch'")
     return text
 
 

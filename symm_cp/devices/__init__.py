@@ -11,6 +11,7 @@ from symm_cp.devices.base import (
     DeviceWorkspace,
     Mark,
     Pending,
+    Signals,
     events_needed,
 )
 from symm_cp.devices.registry import (
@@ -32,6 +33,7 @@ __all__ = [
     "DeviceWorkspace",
     "Mark",
     "Pending",
+    "Signals",
     "choose",
     "device_for",
     "device_of",

@@ -24,6 +24,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
 from typing import ClassVar, Protocol, TypeAlias
 
 import torch
@@ -36,6 +37,20 @@ from symm_cp.modes import ordinary_tensors
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
+
+
+class Signals(Enum):
+    """How ranks of a group on a device signal each other."""
+
+    #: Copies of a word to the peer's flag, and waits that are operations of the driver.
+    STREAM = "stream"
+    #: Our own kernels (kernels/signals.py).
+    KERNEL = "kernel"
+    #: torch's kernels for symmetric memory, which reset what they have waited for.
+    TORCH = "torch"
+    #: None of these work: the ranks are treated as if they were on different hosts.
+    NONE = "none"
+
 
 #: Returns a time in nanoseconds of the monotonic clock; call it after `Device.synchronize`.
 Mark: TypeAlias = Callable[[], int]
@@ -120,9 +135,9 @@ class Device(ABC):
         """Whether it has the kernel of attention that polls for the peers' shards."""
         return False
 
-    def signals_by_stream(self) -> bool:
-        """Whether streams signal and wait themselves; otherwise `DeviceWorkspace.signal` does."""
-        return True
+    def signals(self, group: Group) -> Signals:
+        """Returns how a group's ranks signal each other; the same on all ranks."""
+        return Signals.STREAM
 
 
 class DeviceWorkspace(Calls, ABC):
@@ -141,6 +156,7 @@ class DeviceWorkspace(Calls, ABC):
         self.slot_bytes = pages(slot_bytes) + offset
         flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
         self.header_bytes = pages(flag_bytes) + offset
+        self.signals = device.signals(group)
         self.last_stream: int | None = None
         self.limit_ms = int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
@@ -150,7 +166,7 @@ class DeviceWorkspace(Calls, ABC):
         self.handle = self._open(group, graph, addresses)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self.memory[: self.header_bytes].zero_()
-        if graph and device.signals_by_stream():
+        if graph and self.signals is Signals.STREAM:
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
         self.meet(group, graph=graph)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from symm_cp import env
-from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending
+from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Signals
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.memory import Group
 
@@ -91,9 +91,10 @@ class CudaDevice(Device):
         """Whether it has the kernel of attention that polls for the peers' shards."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
-    def signals_by_stream(self) -> bool:
-        """Whether streams signal and wait themselves; otherwise torch's kernels do."""
-        return env.signals() == "stream"
+    def signals(self, group: Group) -> Signals:
+        """Returns how a group's ranks signal each other."""
+        chosen = env.signals()
+        return Signals.STREAM if chosen is None else Signals(chosen)
 
     def workspace(
         self, group: Group, channel: str, slot_bytes: int, *, graph: bool

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from symm_cp import native, wire
-from symm_cp.devices.base import Device, DeviceWorkspace
+from symm_cp.devices.base import Device, DeviceWorkspace, Signals
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.devices.registry import choose
 from symm_cp.devices.workspaces import workspaces_of
@@ -174,9 +174,9 @@ class NvshmemDevice(CudaDevice):
         """Makes a workspace; collective."""
         return NvshmemWorkspace(group, self, channel, slot_bytes, graph=graph, heap=self._heap)
 
-    def signals_by_stream(self) -> bool:
-        """Always: torch's kernels signal in torch's own symmetric memory only."""
-        return True
+    def signals(self, group: Group) -> Signals:
+        """By streams: torch's kernels signal in torch's own symmetric memory only."""
+        return Signals.STREAM
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
         """Never: what users allocate does not lie on NVSHMEM's heap."""

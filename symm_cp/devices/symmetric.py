@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace
+from symm_cp.devices.base import Device, DeviceWorkspace, Signals
 from symm_cp.memory import Group
 
 
@@ -26,7 +26,7 @@ class SymmetricWorkspace(DeviceWorkspace):
     def meet(self, group: Group, *, graph: bool) -> None:
         """Returns when all ranks have cleared their flags."""
         self._shared.barrier(timeout_ms=self.limit_ms)
-        if graph and not self.device.signals_by_stream():
+        if graph and self.signals is Signals.TORCH:
             # Nobody has read this rank's slot before the first call.
             for peer in range(self.world_size):
                 if peer != self.rank:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace
+from symm_cp.devices.base import Device, DeviceWorkspace, Signals
 from symm_cp.devices.registry import device_for, spans_hosts
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, GroupLike, StateKey, resolve
@@ -15,9 +15,9 @@ from symm_cp.memory import Group, GroupLike, StateKey, resolve
 
 @dataclass
 class Workspaces:
-    """A group's workspaces by (device, channel, for graphs, signalled by streams)."""
+    """A group's workspaces by (device, channel, for graphs, how it is signalled)."""
 
-    current: dict[tuple[torch.device, str, bool, bool], DeviceWorkspace] = field(
+    current: dict[tuple[torch.device, str, bool, Signals], DeviceWorkspace] = field(
         default_factory=dict
     )
     #: Replaced, but captured graphs or unfinished streams still use them.
@@ -51,7 +51,7 @@ def _workspace(
     group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool, capturing: bool
 ) -> DeviceWorkspace:
     workspaces = workspaces_of(group)
-    key = (device.torch_device, channel, graph, device.signals_by_stream())
+    key = (device.torch_device, channel, graph, device.signals(group))
     present = workspaces.current.get(key)
     if present is not None and present.serves(slot_bytes):
         return present

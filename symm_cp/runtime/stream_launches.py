@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from symm_cp.alignment import part_offsets
-from symm_cp.devices import Device
+from symm_cp.devices import Device, Signals
+from symm_cp.memory import Group
 from symm_cp.runtime.binding import Binding, Parts
 from symm_cp.runtime.stream_program import Launch, lower
 from symm_cp.schedule import patterns
@@ -22,7 +23,7 @@ class CallMode:
     """How calls are carried out now, as far as their lowering depends on it."""
 
     slots: int
-    by_kernels: bool
+    signals: Signals
 
     @property
     def capturing(self) -> bool:
@@ -30,9 +31,9 @@ class CallMode:
         return self.slots == 1
 
     @classmethod
-    def of(cls, device: Device) -> CallMode:
-        """Returns the mode of the next call on a device."""
-        return cls(1 if device.capturing() else 2, not device.signals_by_stream())
+    def of(cls, device: Device, group: Group) -> CallMode:
+        """Returns the mode of a group's next call on a device, which must be the current one."""
+        return cls(1 if device.capturing() else 2, device.signals(group))
 
 
 def _own_parts(sizes: ShardSizes, rank: int) -> Parts:
@@ -65,7 +66,7 @@ def gather_launch(
     binding = Binding(
         {"input": own, "gathered": pulled}, {"slot": sizes.slots(), "symmetric": symmetric}
     )
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @lru_cache(maxsize=512)
@@ -78,7 +79,7 @@ def combine_launch(rank: int, sizes: ShardSizes, mode: CallMode, in_place: bool)
         {"slot": sizes.slots(), "symmetric": symmetric},
     )
     ranks = len(sizes.parts)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @lru_cache(maxsize=512)
@@ -92,7 +93,7 @@ def poll_launch(rank: int, sizes: ShardSizes, mode: CallMode) -> Launch:
         {"input": own, "gathered": sizes.places_in_turn(len(own), order)}, {"slot": sizes.slots()}
     )
     variant = patterns.ALL_GATHER_AND_POLL.staged()
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @lru_cache(maxsize=512)
@@ -106,7 +107,7 @@ def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Laun
         }
     )
     variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
         {"slot": exchange.slots(rank)},
     )
     variant = patterns.CONSUME_AND_REDUCE_SCATTER.staged(ring=exchange.ring)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @lru_cache(maxsize=512)
@@ -188,4 +189,4 @@ def background_launch(
             },
         )
     variant = pattern.staged(in_place=in_place)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, by_kernels=mode.by_kernels)
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)

@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from symm_cp import wire
-from symm_cp.devices import LANES, DeviceWorkspace, events_needed
+from symm_cp.devices import LANES, DeviceWorkspace, Signals, events_needed
 from symm_cp.runtime import recorder
 from symm_cp.runtime.binding import Binding, buffers_of
 from symm_cp.schedule.patterns import Variant
@@ -157,12 +157,12 @@ class StreamLowering:
         world_size: int,
         binding: Binding,
         *,
-        by_kernels: bool,
+        signals: Signals,
         joined: bool,
     ) -> None:
         self.order, self.binding = order, binding
         self.rank, self.world_size = rank, world_size
-        self.by_kernels = by_kernels
+        self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
         # Without a join the caller's stream waits until its input has been read; in place it does
         # not: the caller leaves that tensor alone.
@@ -307,16 +307,17 @@ def lower(
     binding: Binding,
     *,
     slots: int = 2,
-    by_kernels: bool = False,
+    signals: Signals = Signals.STREAM,
 ) -> Launch:
     """Lowers a registered variant.
 
-    With `by_kernels` signals and waits between ranks become kernels of torch's. The caller's stream
-    waits for the end of a variant of channel "sync"; of others, until its input has been read.
+    Unless streams signal themselves, signals and waits between ranks become kernels. The caller's
+    stream waits for the end of a variant of channel "sync"; of others, until its input has been
+    read.
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
     lowering = StreamLowering(
-        order, rank, world_size, binding, by_kernels=by_kernels, joined=joined
+        order, rank, world_size, binding, signals=signals, joined=joined
     )
     return lowering.launch()

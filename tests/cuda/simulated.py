@@ -72,7 +72,7 @@ class SimulatedDevice(devices.Device):
         self._sides: dict[str, int] = {}
         self._calls: deque[tuple[Any, list[bool]]] = deque()
         self.in_capture = False
-        self.by_stream = True
+        self.chosen_signals = devices.Signals.STREAM
 
     def _side(self, channel: str) -> int:
         if channel not in self._sides:
@@ -122,8 +122,8 @@ class SimulatedDevice(devices.Device):
     def copies_ended(self, channel: str) -> Any:
         return _Event(self.library, self._side(channel))
 
-    def signals_by_stream(self) -> bool:
-        return self.by_stream
+    def signals(self, group: memory.Group) -> devices.Signals:
+        return self.chosen_signals
 
     def workspace(
         self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
@@ -146,14 +146,14 @@ def simulated_device() -> SimulatedDevice:
 
 
 @contextlib.contextmanager
-def simulation(*, delays_us: int = 100, graph: bool = False, by_stream: bool = True) -> Any:
+def simulation(*, delays_us: int = 100, graph: bool = False, signals: str = "stream") -> Any:
     """Inside, ops on CPU tensors run on streams; `graph`: as while a graph is captured."""
     made = simulated_device()
     made.library.simulated_delays(delays_us)
-    made.in_capture, made.by_stream = graph, by_stream
+    made.in_capture, made.chosen_signals = graph, devices.Signals(signals)
     with devices.replaced(torch.device("cpu"), made):
         try:
             yield made
         finally:
             made.synchronize()
-            made.in_capture, made.by_stream = False, True
+            made.in_capture, made.chosen_signals = False, devices.Signals.STREAM

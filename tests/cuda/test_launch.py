@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from symm_cp import wire
+from symm_cp.devices import Signals
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.stream_program import Launch, StreamLowering, lower
 from symm_cp.schedule import Copy, Region, Step, patterns
@@ -67,7 +68,7 @@ def test_a_kernel_that_polls_comes_after_all_copies() -> None:
 
 
 def test_signals_by_kernels() -> None:
-    launch = lower(patterns.ALL_GATHER_AND_CONSUME.staged(), 0, 2, BINDING, by_kernels=True)
+    launch = lower(patterns.ALL_GATHER_AND_CONSUME.staged(), 0, 2, BINDING, signals=Signals.TORCH)
     calls = [line for line in described(launch) if "call" in line]
     assert sorted(calls) == [
         "compute: call consume(0)",
@@ -83,6 +84,6 @@ def test_copies_that_depend_on_each_other_are_not_batched(depends: bool) -> None
     first = Copy(Region(0, "input"), Region(0, "gathered", 0))
     second = Copy(Region(0, "gathered", 0 if depends else 1), Region(0, "output", 0))
     order: Sequence[tuple[str, Step]] = [("copy", first), ("copy", second)]
-    launch = StreamLowering(order, 0, 1, BINDING, by_kernels=False, joined=True).launch()
+    launch = StreamLowering(order, 0, 1, BINDING, signals=Signals.STREAM, joined=True).launch()
     copies = [line for line in described(launch) if ": copy" in line]
     assert copies == ["copy: copy", "copy: copy alone" if depends else "copy: copy"]

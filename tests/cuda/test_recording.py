@@ -21,10 +21,10 @@ def on(events: tuple[Event, ...], lane: str) -> list[Event]:
     return [event for event in events if event.lane == lane]
 
 
-def recorded(group: dist.ProcessGroup, by_stream: bool) -> None:
+def recorded(group: dist.ProcessGroup, signals: str) -> None:
     W, rank = group.size(), group.rank()
     x, weight = torch.randn(6, 4), torch.randn(4, 5)
-    with simulation(by_stream=by_stream), tuning.forced("shards"):
+    with simulation(signals=signals), tuning.forced("shards"):
         expected = symm_cp.all_gather_matmul(x, weight, group=group)
         with symm_cp.trace() as recording:
             out = symm_cp.all_gather_matmul(x, weight, group=group)
@@ -52,10 +52,10 @@ def recorded(group: dist.ProcessGroup, by_stream: bool) -> None:
         assert pull.end <= kernel.start
 
 
-@pytest.mark.parametrize("by_stream", [True, False], ids=["streams", "kernels"])
+@pytest.mark.parametrize("signals", ["stream", "torch"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, by_stream: bool) -> None:
-    ranks.run(world_size, recorded, by_stream)
+def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, signals: str) -> None:
+    ranks.run(world_size, recorded, signals)
 
 
 def in_the_background(group: dist.ProcessGroup) -> None:

@@ -20,8 +20,8 @@ from tests.pool import Ranks
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{}, {"graph": True}, {"by_stream": False}, {"graph": True, "by_stream": False}],
-    ids=["eager", "graph", "kernel-signals", "graph-kernel-signals"],
+    [{}, {"graph": True}, {"signals": "torch"}, {"graph": True, "signals": "torch"}],
+    ids=["eager", "graph", "torch-signals", "graph-torch-signals"],
 )
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]

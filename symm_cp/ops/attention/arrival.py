@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp import runtime, tuning
-from symm_cp.devices import device_of, has_streams
+from symm_cp.devices import Signals, device_of, has_streams
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.modes import ordinary_tensors
@@ -29,7 +29,9 @@ def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionS
         return False
     # Kernels that signal might find no multiprocessor free while this one polls on all of them.
     spread = hosts_of(group, query.device)
-    if spread is not None or device.capturing() or not device.signals_by_stream():
+    if spread is not None or device.capturing():
+        return False
+    if device.signals(group) is not Signals.STREAM:
         return False
     chosen = tuning.choose_attention(group, query.device, question(query, key, spec))
     return chosen == "arrival"

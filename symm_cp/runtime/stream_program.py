@@ -317,7 +317,5 @@ def lower(
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
-    lowering = StreamLowering(
-        order, rank, world_size, binding, signals=signals, joined=joined
-    )
+    lowering = StreamLowering(order, rank, world_size, binding, signals=signals, joined=joined)
     return lowering.launch()

@@ -127,7 +127,7 @@ void Streams::flush_copies(driver::Stream lane, bool capturing) {
   auto sizes = std::move(sizes_);
   to_.clear(), from_.clear(), sizes_.clear();
   // The null stream takes no batches.
-  if (!api_.batches() || capturing || lane == nullptr) {
+  if (!api_.batches() || single_copies_ || capturing || lane == nullptr) {
     for (size_t i = 0; i < sizes.size(); ++i) {
       api_.expect(api_.copy(to[i], from[i], sizes[i], lane), "cuMemcpyAsync");
     }

@@ -35,6 +35,8 @@ class Streams {
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
   // Tells the peers that this rank completes no further call, and stops watching its own waits.
   void give_up();
+  // From now on, or no longer, copies are issued one after the other.
+  void set_single_copies(bool single) { single_copies_ = single; }
 
  private:
   driver::Address flag(int owner, int writer, int flag) const;
@@ -50,6 +52,7 @@ class Streams {
   int rank_;
   WorkspaceLayout layout_;
   bool reset_flags_;
+  bool single_copies_ = false;
   std::vector<driver::Event> events_;
   std::shared_ptr<StreamWaits> waits_;  // null when nobody looks at them
   // What is gathered for the next call of the driver.

@@ -44,23 +44,28 @@ def wait_limit(group: Group) -> datetime.timedelta:
     return timeout_of(_resolve_process_group(group.name))  # type: ignore[arg-type]
 
 
-def share(group: Group, key: str, text: str) -> list[str]:
+def share(group: Group, key: str, text: str, *, seconds: float | None = None) -> list[str]:
     """Returns the text that each rank passes for a key. Collective.
 
-    Raises `PeerLostError` when a rank exits first, or the time-out elapses.
+    Raises `PeerLostError` when a rank exits first, or writes nothing within `seconds`, or within
+    the group's time-out.
     """
     store = group.store()
     keys = [f"symm_cp/{key}/{rank}" for rank in range(group.world_size)]
     store.set(keys[group.rank], text)
-    return read(group, store, keys)
+    return read(group, store, keys, seconds=seconds)
 
 
-def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
+def read(
+    group: Group, store: dist.Store, keys: Sequence[str], *, seconds: float | None = None
+) -> list[str]:
     """Returns what a store has under the key of each rank, when all have written theirs.
 
-    Raises `PeerLostError` when a rank exits first, or the time-out elapses.
+    Raises `PeerLostError` when a rank exits first, or the time-out elapses (see `share`).
     """
     limit = wait_limit(group).total_seconds()
+    if seconds is not None:
+        limit = min(limit, seconds)
     deadline = time.monotonic() + limit
     with _links(group) as lost:
         for rank, key in enumerate(keys):

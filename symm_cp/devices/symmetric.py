@@ -31,6 +31,11 @@ class SymmetricWorkspace(DeviceWorkspace):
         """Waits for a peer's signal by one of torch's kernels, and resets it."""
         self._shared.wait_signal(peer, wire.DEVICE_FLAGS.index(flag), self.limit_ms)
 
+    def own_flags(self) -> Sequence[torch.Tensor]:
+        """Returns all memory, as bytes, where peers signal this rank."""
+        pad = self._shared.get_signal_pad(self.rank).view(torch.uint8)
+        return (*super().own_flags(), pad[: self.header_bytes])
+
 
 def is_symmetric(tensor: torch.Tensor) -> bool:
     """Whether a tensor was allocated as torch's symmetric memory, as far as torch can tell."""

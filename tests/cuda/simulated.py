@@ -88,6 +88,15 @@ class SimulatedDevice(devices.Device):
             return
         self.call(self._side(channel), kernel)
 
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        self.call(stream, kernel)
+
+    def open_stream(self) -> int:
+        return int(self.library.simulated_stream())
+
+    def close_stream(self, stream: int) -> None:
+        pass
+
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Has a stream call a function."""
         ended: list[bool] = []

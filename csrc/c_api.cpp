@@ -278,7 +278,7 @@ int64_t symm_cp_driver(const char* path) {
 
 // The version of the driver, as 12050 for CUDA 12.5; -1 on failure.
 int64_t symm_cp_driver_version(const char* path) {
-  return guarded([&]() -> int64_t { return driver::load(path).version; });
+  return guarded([&]() -> int64_t { return driver::load(path).version(); });
 }
 
 // The first version at which streams signal (Signals.STREAM).

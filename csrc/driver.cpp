@@ -31,8 +31,7 @@ Api open(const std::string& path) {
     throw Error("the driver library " + path + " does not load: " + (reason ? reason : ""));
   }
   Api api{};
-  Result (*version)(int*) = nullptr;
-  require(library, path, "cuDriverGetVersion", version);
+  require(library, path, "cuDriverGetVersion", api.get_version);
   require(library, path, "cuGetErrorName", api.error_name);
   require(library, path, "cuEventCreate", api.event_create);
   require(library, path, "cuEventDestroy_v2", api.event_destroy);
@@ -52,11 +51,16 @@ Api open(const std::string& path) {
   require(library, path, "cuThreadExchangeStreamCaptureMode", api.capture_mode);
   find(library, "cuMemcpyBatchAsync_v2", api.copy_batch);
   if (api.copy_batch == nullptr) find(library, "cuMemcpyBatchAsync", api.copy_batch_12);
-  api.expect(version(&api.version), "cuDriverGetVersion");
   return api;
 }
 
 }  // namespace
+
+int Api::version() const {
+  int found = 0;
+  expect(get_version(&found), "cuDriverGetVersion");
+  return found;
+}
 
 void Api::expect(Result result, const char* what) const {
   if (result == 0) return;

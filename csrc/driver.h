@@ -77,7 +77,7 @@ struct Copy2D {  // CUDA_MEMCPY2D
 static_assert(sizeof(Copy2D) == 128);
 
 struct Api {
-  int version;  // of cuDriverGetVersion: 12050 is that of CUDA 12.5
+  Result (*get_version)(int*);
   Result (*error_name)(Result, const char**);
   Result (*event_create)(Event*, unsigned);
   Result (*event_destroy)(Event);
@@ -101,6 +101,8 @@ struct Api {
   Result (*copy_batch_12)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                           size_t*, Stream);
 
+  // 12050 for CUDA 12.5. Throws Error.
+  int version() const;
   bool batches() const { return copy_batch != nullptr || copy_batch_12 != nullptr; }
   // Throws Error naming `what` unless `result` is success.
   void expect(Result result, const char* what) const;

@@ -134,6 +134,7 @@ class Trial:
                 source=wire.Reference(source.space, source.index, source.offset + part * nbytes),
                 bytes=nbytes,
                 rows=1,
+                remote=int(source.space == wire.Space.SLOT and source.index != self.rank),
             )
             for part in range(PARTS)
         ]

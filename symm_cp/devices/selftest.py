@@ -170,7 +170,9 @@ class SelfTest:
         failed = [(rank, outcome) for rank, outcome in enumerate(outcomes) if outcome]
         if not failed:
             return True
-        self.reasons.append(f"{what} failed on rank {failed[0][0]}: {failed[0][1]}")
+        # What ends late often does so because of what another rank reports.
+        rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
+        self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
         # Only now that every rank has ended its step: what is written lets peers' waits end, too.
         stuck = self._bounded(lambda: "" if trial.release(LIMIT) else "stuck", 2 * LIMIT)
         stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
@@ -232,8 +234,12 @@ class SelfTest:
 # The steps: each returns why it failed, or an empty text.
 
 
+def _late() -> str:
+    return f"within {LIMIT:g} s"
+
+
 def _ended(trial: Trial) -> str:
-    return "" if trial.ended(LIMIT) else f"it did not end within {LIMIT:g} s"
+    return "" if trial.ended(LIMIT) else f"it did not end {_late()}"
 
 
 def _write_flag(trial: Trial) -> str:
@@ -273,5 +279,5 @@ def _calls(trial: Trial) -> str:
 
 def _outcome(trial: Trial, turns: Mapping[int, int]) -> str:
     if not trial.ended(LIMIT):
-        return f"{trial.missing(LIMIT / 5)} within {LIMIT:g} s"
+        return f"{trial.missing(LIMIT / 5)} {_late()}"
     return trial.wrong(turns, LIMIT)

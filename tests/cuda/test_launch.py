@@ -10,7 +10,7 @@ import pytest
 from symm_cp import wire
 from symm_cp.devices import Signals
 from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.stream_program import Launch, StreamLowering, lower
+from symm_cp.runtime.stream_program import Launch, StreamLowering, _KernelCall, lower
 from symm_cp.schedule import Copy, Region, Step, patterns
 from symm_cp.shards import Extent
 
@@ -29,7 +29,8 @@ def described(launch: Launch) -> list[str]:
     lines = []
     for item in launch.items:
         if not isinstance(item, ctypes.Array):
-            lines.append(f"{item.lane}: call {item.name}({item.index})")
+            name = f"{item.name}({item.index})" if isinstance(item, _KernelCall) else item.steps
+            lines.append(f"{item.lane}: call {name}")
             continue
         for command in item:
             assert isinstance(command, wire.StreamCommand)

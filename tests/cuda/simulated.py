@@ -23,6 +23,7 @@ import torch
 
 from symm_cp import devices, memory, native
 from symm_cp.devices.symmetric import SymmetricWorkspace
+from tests.cuda.flag_kernels import FlagKernels
 
 _SOURCE = Path(__file__).with_name("driver.cpp")
 
@@ -56,7 +57,7 @@ class _Event:
         self._library.simulated_drain(self._stream)
 
 
-class SimulatedDevice(devices.Device):
+class SimulatedDevice(FlagKernels, devices.Device):
     """A device whose memory is the CPU's; its null stream is the calling thread."""
 
     torch_type, dispatch_key = "cpu", "CPU"

@@ -8,9 +8,9 @@ Forms
                 ``"compute"``, the calling thread; in the background it is ``"copy"``.
     ``staged``  two lanes: ``"copy"`` (a stream of its own, served by copy engines) exchanges
                 signals and pulls peers' memory ahead of its use; ``"compute"`` (the caller's
-                stream) runs kernels on memory of its own rank. The runtime starts the copy lane
-                of a call when the caller's stream has reached the call, so the input is complete
-                and private memory may be used again.
+                stream) runs kernels on memory of its own rank, and in the background copies the
+                input away. The runtime starts the copy lane of a call when the caller's stream has
+                reached the call, so the input is complete and private memory may be used again.
 
 Issue order
     A builder lists the steps of all lanes in the order in which the host hands them out, and the

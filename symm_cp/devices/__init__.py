@@ -12,6 +12,7 @@ from symm_cp.devices.base import (
     Mark,
     Pending,
     Signals,
+    Verdict,
     events_needed,
 )
 from symm_cp.devices.registry import (
@@ -34,6 +35,7 @@ __all__ = [
     "Mark",
     "Pending",
     "Signals",
+    "Verdict",
     "choose",
     "device_for",
     "device_of",

@@ -22,8 +22,10 @@ from __future__ import annotations
 import ctypes
 import weakref
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import Enum
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -31,8 +33,8 @@ import torch
 
 from symm_cp import native, wire
 from symm_cp.alignment import debug_offset
-from symm_cp.liveness import wait_limit, watched_processes
-from symm_cp.memory import Calls, Group, pages
+from symm_cp.liveness import share, wait_limit, watched_processes
+from symm_cp.memory import Calls, Group, StateKey, pages
 from symm_cp.modes import ordinary_tensors
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
@@ -50,6 +52,26 @@ class Signals(Enum):
     TORCH = "torch"
     #: None of these work: the ranks are treated as if they were on different hosts.
     NONE = "none"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a group's ranks may use on a device: the same on all of them, that of the weakest."""
+
+    signals: Signals = Signals.STREAM
+    #: Whether copies may be issued in batches; otherwise one after the other.
+    batches: bool = True
+    #: Whether calls may be captured into graphs.
+    graphs: bool = True
+    #: What does not work, and why; empty where everything does.
+    reason: str = ""
+    #: How long it took to find out, in seconds.
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """Whether ranks can reach each other's memory at all."""
+        return self.signals is not Signals.NONE
 
 
 #: Returns a time in nanoseconds of the monotonic clock; call it after `Device.synchronize`.
@@ -115,9 +137,9 @@ class Device(ABC):
 
     @abstractmethod
     def workspace(
-        self, group: Group, channel: str, slot_bytes: int, *, graph: bool
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
     ) -> DeviceWorkspace:
-        """Makes a workspace. Collective."""
+        """Makes a workspace that uses what `verdict` allows. Collective."""
 
     @abstractmethod
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
@@ -135,9 +157,17 @@ class Device(ABC):
         """Whether it has the kernel of attention that polls for the peers' shards."""
         return False
 
+    def verdict(self, group: Group) -> Verdict:
+        """Returns what a group's ranks may use. Collective at the first call for a group."""
+        return Verdict()
+
     def signals(self, group: Group) -> Signals:
-        """Returns how a group's ranks signal each other; the same on all ranks."""
-        return Signals.STREAM
+        """Returns how a group's ranks signal each other; collective at the first call."""
+        return self.verdict(group).signals
+
+
+# How many workspaces of each kind a group has had: its ranks make those of a kind in one order.
+_MADE: StateKey[Counter[str]] = StateKey("numbers of workspaces on devices")
 
 
 class DeviceWorkspace(Calls, ABC):
@@ -147,7 +177,14 @@ class DeviceWorkspace(Calls, ABC):
     """
 
     def __init__(
-        self, group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool
+        self,
+        group: Group,
+        device: Device,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: Verdict,
     ) -> None:
         self.device, self.channel = device, channel
         self.rank, self.world_size = group.rank, group.world_size
@@ -156,7 +193,7 @@ class DeviceWorkspace(Calls, ABC):
         self.slot_bytes = pages(slot_bytes) + offset
         flag_bytes = wire.flag_offset(len(wire.DEVICE_FLAGS), 0, self.world_size)
         self.header_bytes = pages(flag_bytes) + offset
-        self.signals = device.signals(group)
+        self.signals = verdict.signals
         self.last_stream: int | None = None
         self.limit_ms = int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
@@ -169,8 +206,17 @@ class DeviceWorkspace(Calls, ABC):
         if graph and self.signals is Signals.STREAM:
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
-        self.meet(group, graph=graph)
         device.synchronize()
+        # All ranks have cleared their flags: from now on peers may signal. Through the store, as no
+        # kernel of this device may be known to reach a peer yet.
+        made, kind = group.state(_MADE, Counter), f"{device.torch_type}/{channel}/{int(graph)}"
+        made[kind] += 1
+        share(group, f"cleared/{kind}/{made[kind]}", "")
+        if graph and self.signals is Signals.TORCH:
+            # Nobody has read this rank's slot before the first call.
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    self.signal("done", peer)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -178,10 +224,6 @@ class DeviceWorkspace(Calls, ABC):
 
         An address is 0 where a rank's memory is not mapped here.
         """
-
-    @abstractmethod
-    def meet(self, group: Group, *, graph: bool) -> None:
-        """Returns when all ranks have cleared their flags: from then on peers may signal."""
 
     def signal(self, flag: str, peer: int) -> None:
         """Signals a peer by a kernel in the current stream."""

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from symm_cp import env
-from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Signals
+from symm_cp.devices import selftest
+from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Verdict
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.memory import Group
 
@@ -91,16 +91,15 @@ class CudaDevice(Device):
         """Whether it has the kernel of attention that polls for the peers' shards."""
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
-    def signals(self, group: Group) -> Signals:
-        """Returns how a group's ranks signal each other."""
-        chosen = env.signals()
-        return Signals.STREAM if chosen is None else Signals(chosen)
+    def verdict(self, group: Group) -> Verdict:
+        """Returns what the self-test of a group found; collective at the first call for it."""
+        return selftest.verdict(group, self)
 
     def workspace(
-        self, group: Group, channel: str, slot_bytes: int, *, graph: bool
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
     ) -> DeviceWorkspace:
-        """Makes a workspace. Collective."""
-        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph)
+        """Makes a workspace that uses what `verdict` allows. Collective."""
+        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
         """Whether a tensor was allocated as symmetric memory."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
 from symm_cp import native, wire
-from symm_cp.devices.base import Device, DeviceWorkspace, Signals
+from symm_cp.devices.base import Device, DeviceWorkspace, Verdict
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.devices.registry import choose
 from symm_cp.devices.workspaces import workspaces_of
@@ -169,14 +169,16 @@ class NvshmemDevice(CudaDevice):
         self._heap = heap
 
     def workspace(
-        self, group: Group, channel: str, slot_bytes: int, *, graph: bool
+        self, group: Group, channel: str, slot_bytes: int, *, graph: bool, verdict: Verdict
     ) -> DeviceWorkspace:
         """Makes a workspace; collective."""
-        return NvshmemWorkspace(group, self, channel, slot_bytes, graph=graph, heap=self._heap)
+        return NvshmemWorkspace(
+            group, self, channel, slot_bytes, graph=graph, verdict=verdict, heap=self._heap
+        )
 
-    def signals(self, group: Group) -> Signals:
-        """By streams: torch's kernels signal in torch's own symmetric memory only."""
-        return Signals.STREAM
+    def verdict(self, group: Group) -> Verdict:
+        """Signals by streams: torch's kernels signal in torch's own symmetric memory only."""
+        return Verdict(graphs=False)
 
     def is_symmetric(self, tensor: torch.Tensor, group: Group) -> bool:
         """Never: what users allocate does not lie on NVSHMEM's heap."""
@@ -211,10 +213,11 @@ class NvshmemWorkspace(DeviceWorkspace):
         slot_bytes: int,
         *,
         graph: bool,
+        verdict: Verdict,
         heap: Heap,
     ) -> None:
         self.heap = heap
-        super().__init__(group, device, channel, slot_bytes, graph=graph)
+        super().__init__(group, device, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
         """Cuts this rank's memory from the heap; returns it, and where each rank's is mapped."""
@@ -238,12 +241,6 @@ class NvshmemWorkspace(DeviceWorkspace):
         #: Every peer's memory is mapped here: copy engines and stream signals reach it.
         self.direct = all(bases)
         return heap.memory[offset : offset + nbytes], bases
-
-    def meet(self, group: Group, *, graph: bool) -> None:
-        """Returns when all ranks have cleared their flags."""
-        self.device.synchronize()
-        self._store.set(f"{self._key}/cleared/{group.rank}", "")
-        self._store.wait([f"{self._key}/cleared/{r}" for r in range(group.world_size)])
 
     def issue(
         self,

@@ -8,7 +8,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace, Signals
+from symm_cp.devices.base import Device, DeviceWorkspace
 from symm_cp.memory import Group
 
 
@@ -22,15 +22,6 @@ class SymmetricWorkspace(DeviceWorkspace):
         )
         self._shared = _SymmetricMemory.rendezvous(memory, group.name)
         return memory, _addresses(self._shared, memory, self.rank)
-
-    def meet(self, group: Group, *, graph: bool) -> None:
-        """Returns when all ranks have cleared their flags."""
-        self._shared.barrier(timeout_ms=self.limit_ms)
-        if graph and self.signals is Signals.TORCH:
-            # Nobody has read this rank's slot before the first call.
-            for peer in range(self.world_size):
-                if peer != self.rank:
-                    self.signal("done", peer)
 
     def signal(self, flag: str, peer: int) -> None:
         """Signals a peer by one of torch's kernels, in the current stream."""

@@ -51,7 +51,8 @@ def _workspace(
     group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool, capturing: bool
 ) -> DeviceWorkspace:
     workspaces = workspaces_of(group)
-    key = (device.torch_device, channel, graph, device.signals(group))
+    verdict = device.verdict(group)
+    key = (device.torch_device, channel, graph, verdict.signals)
     present = workspaces.current.get(key)
     if present is not None and present.serves(slot_bytes):
         return present
@@ -64,7 +65,9 @@ def _workspace(
         )
     if present is not None and (graph or present.given_up):
         workspaces.retained.append(present)
-    larger = device.workspace(group, channel, max(slot_bytes, present_bytes), graph=graph)
+    larger = device.workspace(
+        group, channel, max(slot_bytes, present_bytes), graph=graph, verdict=verdict
+    )
     workspaces.current[key] = larger
     return larger
 

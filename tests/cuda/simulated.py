@@ -159,13 +159,19 @@ class SimulatedDevice(devices.Device):
     def capturing(self) -> bool:
         return self.in_capture
 
-    def signals(self, group: memory.Group) -> devices.Signals:
-        return self.chosen_signals
+    def verdict(self, group: memory.Group) -> devices.Verdict:
+        return devices.Verdict(self.chosen_signals)
 
     def workspace(
-        self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
+        self,
+        group: memory.Group,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: devices.Verdict,
     ) -> devices.DeviceWorkspace:
-        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph)
+        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return memory.is_symmetric(tensor, group)

@@ -40,10 +40,16 @@ class _Both(SimulatedDevice):
         self._heap = heap
 
     def workspace(
-        self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
+        self,
+        group: memory.Group,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: devices.Verdict,
     ) -> nvshmem.NvshmemWorkspace:
         return nvshmem.NvshmemWorkspace(
-            group, self, channel, slot_bytes, graph=graph, heap=self._heap
+            group, self, channel, slot_bytes, graph=graph, verdict=verdict, heap=self._heap
         )
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:

@@ -25,8 +25,18 @@ namespace {
 constexpr int kDevices = 8;
 
 // What the driver was asked for, by kind: see `count` and `copied` in simulated.py.
-enum Count { kCopies, kBatches, k2d, kMemOpCalls, kMemOps, kLocal, kPeer, kLocalOverlap,
-             kPeerOverlap, kCounts };
+enum Count {
+  kCopies,
+  kBatches,
+  k2d,
+  kMemOpCalls,
+  kMemOps,
+  kLocal,
+  kPeer,
+  kLocalOverlap,
+  kPeerOverlap,
+  kCounts
+};
 std::atomic<int> counts[kCounts];
 std::atomic<int> refused_batches{0};
 
@@ -36,14 +46,12 @@ std::mutex context_lock;
 
 struct Current {
   int device = 0;
-  int context = 0;  // device + 1, or 0: none
+  int context = 0;       // device + 1, or 0: none
   int capture_mode = 0;  // of this thread's unsafe calls: global
 };
 thread_local Current current;
 
-int context_of_thread() {
-  return settings().contexts ? current.context : current.device + 1;
-}
+int context_of_thread() { return settings().contexts ? current.context : current.device + 1; }
 
 // Every function of the driver that needs a context begins with it.
 template <class Body>

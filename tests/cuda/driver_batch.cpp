@@ -1,6 +1,6 @@
 // The batched copies of one kind of driver; its other functions are driver.cpp's, which this is
-// linked with. BATCH is the number of arguments that tells the kinds apart: 9 from CUDA 12.8 on (with
-// the index of the copy that failed), 8 from 13.0 on, 0: none.
+// linked with. BATCH is the number of arguments that tells the kinds apart: 9 from CUDA 12.8 on
+// (with the index of the copy that failed), 8 from 13.0 on, 0: none.
 #include "../../csrc/driver.h"
 
 using namespace symm_cp::driver;
@@ -15,8 +15,7 @@ Result cuMemcpyBatchAsync(Address* to, Address* from, size_t* sizes, size_t coun
                           CopyAttributes* attributes, size_t* firsts, size_t kinds, size_t* failed,
                           Stream stream) {
   if (failed == nullptr) return 1;
-  const Result result =
-      simulated_batch(to, from, sizes, count, attributes, firsts, kinds, stream);
+  const Result result = simulated_batch(to, from, sizes, count, attributes, firsts, kinds, stream);
   *failed = result == 0 ? *failed : SIZE_MAX;
   return result;
 }

@@ -64,7 +64,8 @@ Result capture_end(SimStream* stream, bool partial, Graph** result) {
   }
   for (SimStream* lane : graph->origins) lane->capture = nullptr;
   for (size_t lane = 1; lane < graph->origins.size() && graph->broken == 0; ++lane)
-    if (!partial && reached(*graph, 0)[lane] < graph->lengths[lane]) graph->broken = kCaptureUnjoined;
+    if (!partial && reached(*graph, 0)[lane] < graph->lengths[lane])
+      graph->broken = kCaptureUnjoined;
   *result = graph->broken == 0 ? graph : nullptr;
   return graph->broken;
 }

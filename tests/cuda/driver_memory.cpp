@@ -51,7 +51,9 @@ std::map<Address, Range> scan() {
                     access, &offset, device, &inode) != 6)
       continue;
     const bool symmetric = access[3] == 's' && std::strstr(line, "memfd:symm_cp") != nullptr;
-    const Owner owner = !symmetric ? Owner::kOrdinary : own.count(inode) ? Owner::kOwn : Owner::kPeer;
+    const Owner owner = !symmetric         ? Owner::kOrdinary
+                        : own.count(inode) ? Owner::kOwn
+                                           : Owner::kPeer;
     ranges[begin] = {end, owner};
   }
   if (maps != nullptr) std::fclose(maps);

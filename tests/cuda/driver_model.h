@@ -32,12 +32,12 @@ constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kIn
 // What the machine is like. Change it only while no stream has work.
 struct Settings {
   std::atomic<int> delay_us{0};
-  std::atomic<int> version{13010};         // as cuDriverGetVersion
-  std::atomic<int> patience_ms{30000};     // for a wait; then the process aborts with a report
-  std::atomic<bool> one_queue{false};      // one FIFO for all streams
+  std::atomic<int> version{13010};           // as cuDriverGetVersion
+  std::atomic<int> patience_ms{30000};       // for a wait; then the process aborts with a report
+  std::atomic<bool> one_queue{false};        // one FIFO for all streams
   std::atomic<bool> multiprocessors{false};  // a polling kernel leaves no room for others
-  std::atomic<bool> contexts{false};       // threads begin without a current context
-  std::atomic<int> faults[4]{};            // by Faulty: what goes wrong with it
+  std::atomic<bool> contexts{false};         // threads begin without a current context
+  std::atomic<int> faults[4]{};              // by Faulty: what goes wrong with it
 };
 Settings& settings();
 
@@ -118,13 +118,13 @@ struct Graph {
   };
   int number = 0;
   std::vector<Node> nodes;
-  std::vector<SimStream*> origins;                 // the streams that are captured, by lane
-  std::vector<int> lengths;                        // commands in each lane
-  std::vector<std::vector<int>> reached;           // by lane: how much of each it comes after
-  std::vector<std::vector<int>> records;           // by record: likewise
+  std::vector<SimStream*> origins;        // the streams that are captured, by lane
+  std::vector<int> lengths;               // commands in each lane
+  std::vector<std::vector<int>> reached;  // by lane: how much of each it comes after
+  std::vector<std::vector<int>> records;  // by record: likewise
   Result broken = 0;
-  std::vector<SimStream*> streams;                 // of replays, for lanes but the first
-  std::shared_ptr<Fired> last_ended;               // replays of one graph follow each other
+  std::vector<SimStream*> streams;    // of replays, for lanes but the first
+  std::shared_ptr<Fired> last_ended;  // replays of one graph follow each other
 };
 
 bool capturing_anywhere();

@@ -57,7 +57,8 @@ Settings& settings() {
 
 bool faulty(Faulty what, Fault how) { return settings().faults[what] == how; }
 
-SimStream::SimStream(int device, bool own_thread) : device(device), random_(std::random_device{}()) {
+SimStream::SimStream(int device, bool own_thread)
+    : device(device), random_(std::random_device{}()) {
   {
     std::lock_guard<std::mutex> lock(machine().mutex);
     machine().streams.insert(this);

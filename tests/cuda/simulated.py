@@ -296,7 +296,7 @@ def simulation(
                 _set(made, {name: ""})
             made.synchronize()
             made.machine.errors.clear()
-            _set(made, dict(one_queue=False, multiprocessors=False, contexts=False))
+            _set(made, {"one_queue": False, "multiprocessors": False, "contexts": False})
             made.machine.lazy_loading = False
             made.in_capture, made.chosen_signals = False, devices.Signals.STREAM
             made.deferred = made.stepwise = False

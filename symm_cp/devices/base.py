@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import ClassVar, Protocol, TypeAlias
 
 import torch
@@ -239,10 +240,11 @@ class DeviceWorkspace(Calls, ABC):
         made, kind = group.state(_MADE, Counter), f"{device.torch_type}/{channel}/{int(graph)}"
         made[kind] += 1
         share(group, f"cleared/{kind}/{made[kind]}", "")
-        if graph and self.signals is Signals.TORCH:
-            # Nobody has read this rank's slot before the first call.
-            for distance in range(1, self.world_size):
-                self.signal("done", [(self.rank + distance) % self.world_size], epoch=0)
+        if self.signals is Signals.TORCH and (graph or channel == "async"):
+            # Nobody has read this rank's slots before their first calls.
+            for peer, slot in product(range(self.world_size), range(self.slots)):
+                if peer != self.rank:
+                    self.signal("done", [peer], slot)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:

@@ -29,7 +29,7 @@ class SymmetricWorkspace(DeviceWorkspace):
             super().signal(flag, peers, epoch)
             return
         for peer in peers:
-            self._shared.put_signal(peer, self._torch_channel(flag))
+            self._shared.put_signal(peer, self._pad(flag, epoch))
 
     def wait(
         self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
@@ -39,12 +39,19 @@ class SymmetricWorkspace(DeviceWorkspace):
             super().wait(flag, peers, epoch, lag=lag, call_name=call_name)
             return
         for peer in peers:
-            self._shared.wait_signal(peer, self._torch_channel(flag), self.limit_ms)
+            self._shared.wait_signal(peer, self._pad(flag, epoch - lag), self.limit_ms)
 
-    def _torch_channel(self, flag: str) -> int:
-        # From torch 2.15 on all workspaces of a group signal in one place.
+    def _pad(self, flag: str, epoch: int) -> int:
+        """The channel of torch's signal pads that a flag takes in a call.
+
+        Each slot has its own for "done": in the background two calls raise it before the first is
+        awaited. All other flags are awaited in the call that raises them. Each workspace has its
+        own, too: from torch 2.15 on those of a group signal in one place.
+        """
+        second = flag == "done" and epoch % self.slots == 1
+        number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)
         kind = 2 * wire.CHANNELS.index(self.channel) + (self.slots == 1)
-        return len(wire.FLAGS) * kind + wire.FLAGS.index(flag)
+        return (len(wire.FLAGS) + 1) * kind + number
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:

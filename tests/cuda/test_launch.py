@@ -107,14 +107,14 @@ def test_one_kernel_signals_all_peers() -> None:
     """Steps of one kind that follow each other are one launch; pulls lie between the waits."""
     wider = {name: (Extent.even(i, 64, 4),) for i, name in enumerate(["gathered", "output"], 1)}
     binding = Binding({**BINDING.buffers, **wider})
-    for variant, waits in (
-        (patterns.ALL_GATHER_AND_CONSUME.staged(), [(2,), (3,), (0,)]),
-        (patterns.BACKGROUND_ALL_GATHER.staged(), [(2, 3, 0)]),
+    everyone = (2, 3, 0)
+    for variant, signals, waits in (
+        (patterns.ALL_GATHER_AND_CONSUME.staged(), [everyone], [(2,), (3,), (0,)]),
+        (patterns.BACKGROUND_ALL_GATHER.staged(), [everyone] * 2, [everyone] * 2),
     ):
         launch = lower(variant, 1, 4, binding, signals=Signals.KERNEL)
         exchanges = [item for item in launch.items if isinstance(item, _ExchangeCall)]
-        signals = [e.peers for e in exchanges if isinstance(e.steps[0], Signal)]
-        assert signals == [(2, 3, 0)]
+        assert [e.peers for e in exchanges if isinstance(e.steps[0], Signal)] == signals
         assert [e.peers for e in exchanges if isinstance(e.steps[0], Wait)] == waits
 
 

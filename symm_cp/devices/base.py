@@ -4,7 +4,7 @@
 
 A workspace takes
 
-    4096 * ceil(7 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+    4096 * ceil(8 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
 
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
@@ -198,6 +198,8 @@ class DeviceWorkspace(Calls, ABC):
         self.handle = self._open(group, graph, addresses)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
         self.memory[: self.header_bytes].zero_()
+        one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
+        self.memory[one : one + 4].view(torch.int32).fill_(1)
         if graph and self.signals is Signals.STREAM:
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
@@ -267,11 +269,15 @@ class DeviceWorkspace(Calls, ABC):
             raise RuntimeError(f"symm_cp: {native.error()}")
 
     def give_up(self) -> None:
-        """After an error in the middle of a call: tells the peers, and serves no other call."""
+        """After an error in the middle of a call: tells the peers, and serves no other call.
+
+        Raises `RuntimeError` when they cannot be told: only their time-outs end their waits then.
+        """
         if self.slots == 1:  # a graph's: nothing runs before it is replayed
             return
-        native.load().symm_cp_streams_give_up(self.handle)
         self.given_up = True
+        if native.load().symm_cp_streams_give_up(self.handle) < 0:
+            raise RuntimeError(f"symm_cp: the peers cannot be told: {native.error()}")
 
     def serves(self, slot_bytes: int) -> bool:
         """Whether a call with a slot of `slot_bytes` can be made."""

@@ -118,8 +118,11 @@ class Launch:
                         channel = workspace.channel
                         with recording.on_lane(step, device, lane, channel, epoch, call_name):
                             issue(part)
-        except BaseException:
-            workspace.give_up()
+        except BaseException as error:
+            try:
+                workspace.give_up()
+            except RuntimeError as further:
+                error.add_note(str(further))
             raise
 
 
@@ -225,6 +228,9 @@ class StreamLowering:
             event = self.events.setdefault(step.flag, _FIRST_FREE + len(self.events))
             self._add(wire.StreamKind.RECORD, lane, event=event)
             return
+        # The word that streams copy to flags is its lane's, whose streams follow one another only
+        # where calls are joined (csrc/streams.h).
+        assert self.joined or lane == "copy", step
         # In the background nothing reads the input after the first signal.
         self._release(lane)
         if self.by_kernels:
@@ -291,6 +297,7 @@ class StreamLowering:
                 alone=int(alone),
                 to=to,
                 source=source,
+                remote=int({step.src.rank, step.dst.rank} != {self.rank}),
                 bytes=nbytes,
                 rows=rows,
                 to_pitch=to_pitch,

@@ -130,6 +130,11 @@ Result cuGetErrorName(Result result, const char** name) {
   return 0;
 }
 
+Result cuDriverGetVersion(int* version) {
+  *version = 13010;
+  return 0;
+}
+
 Result cuEventCreate(Event* event, unsigned) {
   *event = new SimEvent;
   return 0;

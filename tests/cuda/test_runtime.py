@@ -78,14 +78,17 @@ def batches(group: dist.ProcessGroup) -> dict[str, int]:
 
 
 def test_an_all_gather_is_one_batch_of_copies_and_two_of_signals(ranks: Ranks) -> None:
-    """Signals and waits before the copies; after them, in place, that they have ended."""
+    """Signals and waits before the copies; after them, in place, that they have ended.
+
+    A lane writes the number that it copies to the peers' flags, and keeps it for the whole call.
+    """
     for counted in ranks.run(4, batches):
         assert counted == {
-            "copies": 0,
-            "batches": 1,
+            "copies": 1,
+            "batches": 1 + 2,
             "2d": 0,
-            "mem_op_calls": 2,
-            "mem_ops": 3 + 3 + 3 + 3,
+            "mem_op_calls": 3,
+            "mem_ops": 1 + 3 + 3,
         }
 
 
@@ -107,7 +110,9 @@ def in_place(group: dist.ProcessGroup) -> list[dict[str, int]]:
 def test_symmetric_tensors_are_read_in_place(ranks: Ranks, world_size: int) -> None:
     for counts in ranks.run(world_size, in_place):
         for count in counts:
-            assert count["batches"] + count["copies"] == world_size - 1
+            # One for all signals that it is there, for each peer's, and that this has been read.
+            assert count["batches"] == (1 + 2 * (world_size - 1) if world_size > 1 else 0)
+            assert count["copies"] == 0
 
 
 def mixes(group: dist.ProcessGroup, count: int, seed: int, mode: dict[str, Any]) -> None:

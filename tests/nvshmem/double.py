@@ -95,10 +95,7 @@ class Double:
     def _on(self, stream: int, work: Callable[[], None], *call: Any) -> None:
         with self.lock:
             self.calls.append((*call, "side" if stream else "current"))
-        if not stream:
-            work()
-        else:
-            self.device.call(stream, work)
+        self.device.call(stream, work)
 
     def ptr(self, dest: int, pe: int) -> int:
         """The address here of a peer's memory, or 0."""

@@ -289,11 +289,6 @@ Result cuGetErrorName(Result result, const char** name) {
   return 0;
 }
 
-Result cuDriverGetVersion(int* version) {
-  *version = 13010;
-  return 0;
-}
-
 Result cuEventCreate(Event* event, unsigned) {
   return call([&] {
     auto* made = new SimEvent;

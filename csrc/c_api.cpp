@@ -329,6 +329,21 @@ void symm_cp_streams_set_single_copies(void* streams, int single) {
   static_cast<Streams*>(streams)->set_single_copies(single != 0);
 }
 
+// The context of the calling thread, for another thread to take on; null on failure.
+void* symm_cp_context(const char* driver) {
+  driver::Context context = nullptr;
+  guarded([&]() -> int64_t { return driver::load(driver).context_get(&context); });
+  return context;
+}
+
+int64_t symm_cp_set_context(const char* driver, void* context) {
+  return guarded([&]() -> int64_t {
+    const driver::Api& api = driver::load(driver);
+    api.expect(api.context_set(context), "cuCtxSetCurrent");
+    return 0;
+  });
+}
+
 // A new stream of the driver's, which waits for no other one; null on failure.
 void* symm_cp_stream_open(const char* driver) {
   driver::Stream stream = nullptr;

@@ -71,7 +71,7 @@ class CudaDevice(Device):
 
     def offers(self) -> tuple[Signals, ...]:
         """The ways to signal that the driver and torch offer, the best first."""
-        return Signals.STREAM, Signals.KERNEL, Signals.TORCH
+        return (*super().offers(), Signals.KERNEL, Signals.TORCH)
 
     def mark(self, lane: str, channel: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""

@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,6 @@ LIMIT = 5.0
 STEP_LIMIT = 60.0
 
 _VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices")
-_STEPS: StateKey[Counter[str]] = StateKey("steps of self-tests")
 
 # Peers or streams may still use them.
 _abandoned: list[Trial] = []
@@ -140,9 +138,7 @@ class SelfTest:
     # How ranks keep together.
 
     def _share(self, text: str, seconds: float | None = None) -> list[str]:
-        steps, kind = self.group.state(_STEPS, Counter), self.device.torch_type
-        steps[kind] += 1
-        return share(self.group, f"selftest/{kind}/{steps[kind]}", text, seconds=seconds)
+        return share(self.group, f"selftest/{self.device.torch_type}", text, seconds=seconds)
 
     def _agree_on_ways(self) -> tuple[list[Signals], bool]:
         """The ways to signal that all ranks have, the best first; and whether all skip the test.
@@ -187,6 +183,7 @@ class SelfTest:
     def _bounded(self, step: Step, seconds: float) -> str:
         """Takes a step in a thread of its own: a call of the driver may never return."""
         outcomes: list[str] = []
+        step = self.device.in_this_context(step)
 
         def take() -> None:
             try:

@@ -107,9 +107,12 @@ class Trial:
 
     def warm_up(self) -> None:
         """Signals this rank itself. Loading a kernel may wait until no other one runs."""
-        if self.signals is not Signals.STREAM:
-            self._on(_COPY, lambda: self.space.signal("partial", self.rank))
-            self._on(_COPY, lambda: self.space.wait("partial", self.rank))
+        own = [self.rank]
+        if self.signals is Signals.KERNEL:
+            self._on(_COPY, self.space.load_kernels)
+        elif self.signals is Signals.TORCH:
+            self._on(_COPY, lambda: self.space.signal("partial", own, 1))
+            self._on(_COPY, lambda: self.space.wait("partial", own, 1))
 
     def fill(self, place: int) -> list[wire.StreamCommand]:
         """Copies a part of the input to this rank's slot."""
@@ -146,8 +149,7 @@ class Trial:
             self.issue([_command(kind, peer=peer, flag=number) for peer in self.peers], epoch)
             return
         by_kernel = self.space.signal if kind is wire.StreamKind.SIGNAL else self.space.wait
-        for peer in self.peers:
-            self._on(_COPY, lambda peer=peer: by_kernel(flag, peer))  # type: ignore[misc]
+        self._on(_COPY, lambda: by_kernel(flag, self.peers, epoch))
 
     def call(self, epoch: int, place: int) -> None:
         """An all-gather, as calls make it, of a part of the input."""

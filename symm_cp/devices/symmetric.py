@@ -46,11 +46,12 @@ class SymmetricWorkspace(DeviceWorkspace):
 
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
-        own, too: from torch 2.15 on those of a group signal in one place.
+        own, too: from torch 2.15 on those of a group signal in one place. The self-test's, which come
+        first and leave no signal there, take those of channel "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
         number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)
-        kind = 2 * wire.CHANNELS.index(self.channel) + (self.slots == 1)
+        kind = 2 * (self.channel == "async") + (self.slots == 1)
         return (len(wire.FLAGS) + 1) * kind + number
 
     def own_flags(self) -> Sequence[torch.Tensor]:

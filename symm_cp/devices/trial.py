@@ -200,10 +200,11 @@ class Trial:
         if not self.graph and self.signals is not Signals.TORCH and self._ends([self.aside], limit):
             first = wire.flag_offset(wire.DEVICE_FLAGS.index("ready"), 0, self.world_size)
             words = self.header[first:].view(torch.int32)[:: wire.FLAG_BYTES // 4]
-            late = [peer for peer in self.peers if int(words[peer]) != ROUNDS]
-        if not late:
-            return "copies and signals did not end"
-        return f"signals of ranks {sorted(late)} did not arrive"
+            seen = {peer: int(words[peer]) for peer in sorted(self.peers)}
+            # Others may be late because they wait for these.
+            last = min(seen.values())
+            late = [peer for peer in seen if seen[peer] == last < ROUNDS]
+        return f"signals of ranks {late} did not arrive" if late else "copies did not end"
 
     def wrong(self, turns: Mapping[int, int], limit: float) -> str:
         """Compares what was pulled to places with the contents of calls; says what is wrong."""
@@ -228,7 +229,7 @@ class Trial:
             return True
         deadline = time.monotonic() + limit
         while time.monotonic() < deadline:
-            for value in (ROUNDS, 1, 0):
+            for value in (1, 0, ROUNDS):
                 self.header.view(torch.int32).fill_(value)
                 self.device.launch_on(self.aside, self._write_own_flags)
                 if not self._ends([self.aside], deadline - time.monotonic()):
@@ -236,6 +237,12 @@ class Trial:
                 if self._ends(self.lanes, 10 * _PAUSE):
                     return True
         return False
+
+    def clear(self, limit: float) -> bool:
+        """Clears this rank's flags, when no rank signals any more; whether that ended in time."""
+        self.header.zero_()
+        self.device.launch_on(self.aside, self._write_own_flags)
+        return self._ends([self.aside], limit)
 
     def _write_own_flags(self) -> None:
         for flags in self.space.own_flags():

@@ -131,6 +131,10 @@ class SimulatedDevice(FlagKernels, devices.Device):
     def open_stream(self) -> int:
         return self.machine.stream(self.index)
 
+    def ended(self, stream: int) -> bool:
+        self.machine.raise_errors()
+        return super().ended(stream)
+
     def close_stream(self, stream: int) -> None:
         pass
 

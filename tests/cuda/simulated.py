@@ -234,7 +234,7 @@ def simulation(
     delays_us: int = 100,
     graph: bool = False,
     signals: str = "stream",
-    driver_version: int = 13000,  # 13010 once signals need no write to a peer
+    driver_version: int = 13010,
     one_queue: bool = False,
     lazy_loading: bool = False,
     multiprocessors: bool = False,

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
+from itertools import product
 from typing import ClassVar, Protocol, TypeAlias
 
 import torch
@@ -214,11 +215,11 @@ class DeviceWorkspace(Calls, ABC):
         made, kind = group.state(_MADE, Counter), f"{device.torch_type}/{channel}/{int(graph)}"
         made[kind] += 1
         share(group, f"cleared/{kind}/{made[kind]}", "")
-        if graph and self.signals is Signals.TORCH:
-            # Nobody has read this rank's slot before the first call.
-            for peer in range(self.world_size):
+        if self.signals is Signals.TORCH and (graph or channel == "async"):
+            # Nobody has read this rank's slots before their first calls.
+            for peer, slot in product(range(self.world_size), range(self.slots)):
                 if peer != self.rank:
-                    self.signal("done", peer)
+                    self.signal("done", peer, slot)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -227,12 +228,15 @@ class DeviceWorkspace(Calls, ABC):
         An address is 0 where a rank's memory is not mapped here.
         """
 
-    def signal(self, flag: str, peer: int) -> None:
+    def signal(self, flag: str, peer: int, epoch: int) -> None:
         """Signals a peer by a kernel in the current stream."""
         raise NotImplementedError(f"{self.device}: has no kernels that signal")
 
-    def wait(self, flag: str, peer: int) -> None:
-        """Waits for a peer's signal by a kernel in the current stream, and resets it."""
+    def wait(self, flag: str, peer: int, epoch: int) -> None:
+        """Waits for a peer's signal of a call by a kernel in the current stream.
+
+        The epoch may be one before the first call, which asks for nothing.
+        """
         raise NotImplementedError(f"{self.device}: has no kernels that wait")
 
     def _open(self, group: Group, graph: bool, addresses: Sequence[int]) -> int:

@@ -23,13 +23,22 @@ class SymmetricWorkspace(DeviceWorkspace):
         self._shared = _SymmetricMemory.rendezvous(memory, group.name)
         return memory, _addresses(self._shared, memory, self.rank)
 
-    def signal(self, flag: str, peer: int) -> None:
+    def signal(self, flag: str, peer: int, epoch: int) -> None:
         """Signals a peer by one of torch's kernels, in the current stream."""
-        self._shared.put_signal(peer, wire.DEVICE_FLAGS.index(flag))
+        self._shared.put_signal(peer, self._pad(flag, epoch))
 
-    def wait(self, flag: str, peer: int) -> None:
+    def wait(self, flag: str, peer: int, epoch: int) -> None:
         """Waits for a peer's signal by one of torch's kernels, and resets it."""
-        self._shared.wait_signal(peer, wire.DEVICE_FLAGS.index(flag), self.limit_ms)
+        self._shared.wait_signal(peer, self._pad(flag, epoch), self.limit_ms)
+
+    def _pad(self, flag: str, epoch: int) -> int:
+        """The channel of torch's signal pads that a flag takes in a call.
+
+        Each slot has its own for "done": in the background two calls raise it before the first is
+        awaited. All other flags are awaited in the call that raises them.
+        """
+        second = flag == "done" and epoch % self.slots == 1
+        return len(wire.FLAGS) if second else wire.FLAGS.index(flag)
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:

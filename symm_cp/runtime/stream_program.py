@@ -17,7 +17,7 @@ from typing import TypeAlias
 from symm_cp import wire
 from symm_cp.devices import LANES, DeviceWorkspace, Signals, events_needed
 from symm_cp.runtime import recorder
-from symm_cp.runtime.binding import Binding, buffers_of
+from symm_cp.runtime.binding import Binding
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 from symm_cp.shards import Run, joint_rows
@@ -39,6 +39,7 @@ class _KernelCall:
     index: int
     lane: str
     exchange: type[Signal] | type[Wait] | None = None
+    lag: int = 0
 
     def launch(
         self,
@@ -52,7 +53,7 @@ class _KernelCall:
             kernel = partial(kernels[self.name], self.index)
         else:
             by_kernel = workspace.signal if self.exchange is Signal else workspace.wait
-            kernel = partial(by_kernel, self.name, self.index)
+            kernel = partial(by_kernel, self.name, self.index, epoch - self.lag)
         device, channel = workspace.device, workspace.channel
         if recording is None:
             device.launch(self.lane, channel, kernel)
@@ -93,7 +94,7 @@ class Launch:
         streams = device.streams(workspace.channel)
         lanes = (ctypes.c_void_p * len(streams))(*streams)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
-        moved = workspace.last_stream not in (None, streams[0])
+        moved = capturing and workspace.last_stream not in (None, streams[0])
         issue = partial(
             workspace.issue,
             operands=addresses,
@@ -104,9 +105,8 @@ class Launch:
         )
         recording = None if capturing else recorder.active
         try:
-            if moved and self.joined and not capturing:
-                # Calls follow one another, also when the caller has changed streams.
-                issue(_BETWEEN_STREAMS)
+            if moved:
+                issue(_FOLLOW)
             workspace.last_stream = streams[0]
             for item in self.items:
                 if isinstance(item, _KernelCall):
@@ -141,7 +141,10 @@ def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]
             yield recorder.step_of_stream(part[0], rank), LANES[lane], _batch(part)
 
 
-_BETWEEN_STREAMS = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
+# Calls follow one another, also when the caller has changed streams. Outside of captures this is
+# part of each launch, as handles do not tell streams apart: a destroyed stream's may be used again.
+# While a graph is captured, no event may be awaited that was not recorded in the same capture.
+_FOLLOW = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
 
 
 def _overlap(one: Region, other: Region) -> bool:
@@ -162,15 +165,16 @@ class StreamLowering:
         *,
         signals: Signals,
         joined: bool,
+        captured: bool = False,
     ) -> None:
         self.order, self.binding = order, binding
         self.rank, self.world_size = rank, world_size
         self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
-        # Without a join the caller's stream waits until its input has been read; in place it does
-        # not: the caller leaves that tensor alone.
-        in_place = any("symmetric" in buffers_of(step) for _, step in order)
-        self.released = joined or in_place
+        # In the background, steps of the caller's streams are ordered by the peers' signals, unless
+        # waiters reset these: then a wait could take the signal that another one is for.
+        self.follows = joined or captured or signals is Signals.TORCH
+        self.captured = captured
         # Own flags that a kernel polls are numbers in memory; all others are events.
         self.polled = {
             flag: number
@@ -188,6 +192,8 @@ class StreamLowering:
         """Returns the launch; call it once."""
         lanes = list(dict.fromkeys(lane for lane, _ in self.order))
         others = [lane for lane in lanes if lane != "compute"]
+        if self.follows and not self.captured:
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_END)
         self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
         for lane in others:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=_BEGIN)
@@ -196,18 +202,11 @@ class StreamLowering:
         for lane in others if self.joined else ():
             self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
             self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
-        if self.joined:
+        if self.follows:
             self._add(wire.StreamKind.RECORD, "compute", event=_END)
-        self._release("copy")
         self._flush()
         assert _FIRST_FREE + len(self.events) <= events_needed(self.world_size)
         return Launch(tuple(self.items), self.joined)
-
-    def _release(self, lane: str) -> None:
-        if not self.released:
-            self.released = True
-            self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
-            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
 
     def _lower(self, lane: str, step: Step) -> None:
         if isinstance(step, Compute):
@@ -231,8 +230,6 @@ class StreamLowering:
         # The word that streams copy to flags is its lane's, whose streams follow one another only
         # where calls are joined (csrc/streams.h).
         assert self.joined or lane == "copy", step
-        # In the background nothing reads the input after the first signal.
-        self._release(lane)
         if self.by_kernels:
             self._call(step.flag, step.to, lane, Signal)
         else:
@@ -243,7 +240,7 @@ class StreamLowering:
         if step.source == self.rank:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=self.events[step.flag])
         elif self.by_kernels:
-            self._call(step.flag, step.source, lane, Wait)
+            self._call(step.flag, step.source, lane, Wait, step.lag)
         else:
             flag = wire.FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
@@ -259,11 +256,16 @@ class StreamLowering:
             self.commands = []
 
     def _call(
-        self, name: str, index: int, lane: str, exchange: type[Signal] | type[Wait] | None = None
+        self,
+        name: str,
+        index: int,
+        lane: str,
+        exchange: type[Signal] | type[Wait] | None = None,
+        lag: int = 0,
     ) -> None:
         self.copied = []
         self._flush()
-        self.items.append(_KernelCall(name, index, lane, exchange))
+        self.items.append(_KernelCall(name, index, lane, exchange, lag))
 
     def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
         """Where each part of a region begins, and its bytes."""
@@ -319,10 +321,12 @@ def lower(
     """Lowers a registered variant.
 
     Unless streams signal themselves, signals and waits between ranks become kernels. The caller's
-    stream waits for the end of a variant of channel "sync"; of others, until its input has been
-    read.
+    stream waits for the end of a variant of channel "sync", of others only for its own steps. With
+    one slot the calls are captured into graphs.
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
-    lowering = StreamLowering(order, rank, world_size, binding, signals=signals, joined=joined)
+    lowering = StreamLowering(
+        order, rank, world_size, binding, signals=signals, joined=joined, captured=slots == 1
+    )
     return lowering.launch()

@@ -44,8 +44,9 @@ def described(launch: Launch) -> list[str]:
 def test_events_take_the_place_of_flags_to_oneself() -> None:
     variant = patterns.ALL_GATHER_AND_CONSUME.staged()
     lines = described(lower(variant, 0, 2, BINDING))
-    # The copy lane starts where the caller's stream is.
-    assert lines[:2] == ["compute: record 0", "copy: wait_event 0"]
+    # The copy lane starts where the caller's stream is, and that follows the call before, whose
+    # stream may have been another one.
+    assert lines[:3] == ["compute: wait_event 2", "compute: record 0", "copy: wait_event 0"]
     # A stream cannot wait for an event that was not recorded.
     assert lines.index("copy: record 3") < lines.index("compute: wait_event 3")
     assert lines.index("compute: wait_event 3") < lines.index("compute: call consume(1)")
@@ -53,11 +54,31 @@ def test_events_take_the_place_of_flags_to_oneself() -> None:
     assert lines[-3:] == ["copy: record 1", "compute: wait_event 1", "compute: record 2"]
 
 
-def test_in_the_background_the_caller_waits_for_its_input_alone() -> None:
+def test_a_capture_waits_for_no_event_from_outside_of_it() -> None:
+    for pattern in (patterns.ALL_GATHER_AND_CONSUME, patterns.BACKGROUND_ALL_GATHER):
+        lines = described(lower(pattern.staged(), 0, 2, BINDING, slots=1))
+        awaited = [int(line.split()[2]) for line in lines if "wait_event" in line]
+        for event in awaited:
+            recorded = next(at for at, line in enumerate(lines) if f": record {event}" in line)
+            assert recorded < next(at for at, li in enumerate(lines) if f"wait_event {event}" in li)
+        assert "compute: record 2" in lines  # for the next one, on another stream
+
+
+def test_in_the_background_the_caller_copies_its_input_and_goes_on() -> None:
     lines = described(lower(patterns.BACKGROUND_ALL_GATHER.staged(), 0, 2, BINDING))
-    released = lines.index("compute: wait_event 1")
-    assert "copy: signal" not in lines[:released]
-    assert lines[released + 1 :] == ["copy: signal", "copy: wait", "copy: copy"]
+    # The wait is for the call two before.
+    assert [line for line in lines if "compute" in line] == [
+        "compute: record 0",
+        "compute: wait",
+        "compute: copy",
+        "compute: copy",
+        "compute: record 3",
+    ]
+    assert [line for line in lines if "copy:" in line][:3] == [
+        "copy: wait_event 0",
+        "copy: wait_event 3",
+        "copy: signal",
+    ]
 
 
 def test_a_kernel_that_polls_comes_after_all_copies() -> None:

@@ -67,6 +67,36 @@ def test_low_contention(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> 
     ranks.run(world_size, transfers, mode)
 
 
+def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
+    """Rank 0's stream is past two ops before the others have begun the first of them."""
+    rank, W, store = group.rank(), group.size(), dist.distributed_c10d._get_default_store()
+    key = f"rank 0 went on {mode}"
+    with simulation(**mode) as made:
+        for _ in range(2):  # makes the workspaces, then uses both slots
+            wait(all_gather(torch.ones(2, 2), group.group_name))
+            wait(reduce_scatter(torch.ones(W, 2), "sum", group.group_name))
+        rows, full = stacked(group, 3, 5), stacked(group, W * 2, 3)
+        if rank != 0:
+            store.wait([key])
+        shard, whole = rows[rank].clone(), full[rank].clone()
+        gathered = all_gather(shard, group.group_name)
+        scattered = reduce_scatter(whole, "sum", group.group_name)
+        stream, _ = made.streams("async")
+        if stream:  # or it is the calling thread, and has done all
+            made.library.simulated_drain(stream)
+        shard.fill_(torch.nan)
+        whole.fill_(torch.nan)
+        if rank == 0:
+            store.set(key, "")
+        assert torch.equal(wait(gathered), rows.flatten(0, 1))
+        torch.testing.assert_close(wait(scattered), full.sum(0).chunk(W)[rank])
+
+
+@pytest.mark.parametrize("signals", ["stream", "torch"])
+def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks, signals: str) -> None:
+    ranks.run(3, begun_before_the_peers, {"signals": signals})
+
+
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
     with simulation() as made:
         shard = symmetric(torch.randn(64, 4), group)

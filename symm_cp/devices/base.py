@@ -22,7 +22,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ import torch
 from symm_cp import native, wire
 from symm_cp.alignment import debug_offset
 from symm_cp.liveness import share, wait_limit, watched_processes
-from symm_cp.memory import Calls, Group, StateKey, pages
+from symm_cp.memory import Calls, Group, pages
 from symm_cp.modes import ordinary_tensors
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
@@ -167,10 +166,6 @@ class Device(ABC):
         return self.verdict(group).signals
 
 
-# How many workspaces of each kind a group has had: its ranks make those of a kind in one order.
-_MADE: StateKey[Counter[str]] = StateKey("numbers of workspaces on devices")
-
-
 class DeviceWorkspace(Calls, ABC):
     """Memory of one channel of a group on a device. Not thread-safe: `Group.lock` serialises calls.
 
@@ -212,9 +207,7 @@ class DeviceWorkspace(Calls, ABC):
         device.synchronize()
         # All ranks have cleared their flags: from now on peers may signal. Through the store, as no
         # kernel of this device may be known to reach a peer yet.
-        made, kind = group.state(_MADE, Counter), f"{device.torch_type}/{channel}/{int(graph)}"
-        made[kind] += 1
-        share(group, f"cleared/{kind}/{made[kind]}", "")
+        share(group, f"cleared/{device.torch_type}/{channel}/{int(graph)}", "")
         if self.signals is Signals.TORCH and (graph or channel == "async"):
             # Nobody has read this rank's slots before their first calls.
             for peer, slot in product(range(self.world_size), range(self.slots)):

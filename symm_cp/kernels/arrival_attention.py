@@ -158,7 +158,9 @@ def _attend_shard(
     return acc, top, total
 
 
-@triton.jit
+# A launch that compiles delays the peers. So what changes from call to call is not specialised for
+# values of 1 and multiples of 16, nor what would gain nothing; addresses and strides are.
+@triton.jit(do_not_specialize=["epoch", "batch_heads", "heads", "groups", "rows", "shards"])
 def arrival_attention_kernel(
     query,
     key,

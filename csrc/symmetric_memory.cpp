@@ -90,8 +90,9 @@ milliseconds timeout_of(c10d::ProcessGroup& group) {
     return milliseconds(std::atoll(chosen));
   try {
     const auto backend = cpu_backend(group);
-    if (backend) return backend->getBackendOptions()->timeout;
-  } catch (const std::exception&) {  // a backend without options
+    const auto options = backend ? backend->getBackendOptions() : nullptr;
+    if (options) return options->timeout;  // torch's "fake" backend has none
+  } catch (const std::exception&) {        // a backend without options
   }
   return kProcessGroupDefaultTimeout;
 }

@@ -1,0 +1,259 @@
+"""A GPU that does nothing, for measuring what the host issues: see host_time.py.
+
+What is stubbed, and nothing else:
+
+- the driver: a library in which each function that csrc/driver.cpp looks up returns 0 at once;
+- torch.cuda: streams, events, the current device and stream are constants in Python;
+- the peers: there are none. A "fake" process group has the ranks, every rank's workspace is this
+  rank's memory, and nobody answers;
+- tensors are on CPU and tiny: torch's own CPU kernels run, on matrices that take next to no time,
+  behind torch's dispatcher and shape checks. Launching a kernel on a GPU takes longer than that;
+- attention, the products of float8 matrices and what Triton computes: Python functions that return
+  at once. Theirs is the one dispatch that is left out, except of the products.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import shlex
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+from torch.testing._internal.distributed import fake_pg
+
+from symm_cp import devices, kernels, liveness, memory, native, tuning
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.hosts import SPREADS
+from symm_cp.ops.attention import kernels as attention_kernels
+
+assert fake_pg is not None  # its import registers the backend "fake"
+
+_SOURCE = """
+#include <cstddef>
+#include <cstdlib>
+namespace { thread_local int64_t calls = 0; }
+extern "C" {
+int64_t idle_calls() { int64_t count = calls; calls = 0; return count; }
+int cuMemAllocHost_v2(void** memory, size_t bytes) {
+  *memory = std::calloc(1, bytes);
+  return *memory == nullptr;
+}
+int cuDriverGetVersion(int* version) { *version = 13010; return 0; }
+"""
+_MOST_RANKS = 64
+_BY_HAND = ("cuMemAllocHost_v2", "cuDriverGetVersion")
+
+
+@cache
+def build_driver(folder: Path) -> str:
+    """Compiles the driver; returns the library's path."""
+    names = set(re.findall(r'"(cu[A-Z]\w+)"', (native.source_dir() / "driver.cpp").read_text()))
+    idle = (f"int {name}() {{ ++calls; return 0; }}" for name in sorted(names - {*_BY_HAND}))
+    source, library = folder / "idle.cpp", folder / "idle.so"
+    source.write_text("\n".join(["#include <cstdint>", _SOURCE, *idle, "}", ""]))
+    flags = ["-std=c++20", "-O2", "-fPIC", "-shared", "-o", str(library), str(source)]
+    subprocess.run([*shlex.split(native.find_compiler()), *flags], check=True)
+    return str(library)
+
+
+class IdleStream:
+    """A stream, or an event in it."""
+
+    cuda_stream = 1  # not the null stream, which takes no batches
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def __enter__(self) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def wait(self) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+
+
+class _Workspace(devices.DeviceWorkspace):
+    """A workspace that every rank has at the same address."""
+
+    def allocate(self, group: memory.Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
+        memory = torch.empty(nbytes, dtype=torch.uint8)
+        return memory, [memory.data_ptr()] * self.world_size
+
+
+_ALL_WORKS = devices.Verdict()
+
+
+class IdleDevice(CudaDevice):
+    """What a CUDA device is to the ops, for CPU tensors."""
+
+    torch_type, dispatch_key = "cpu", "CPU"
+
+    def __init__(self, driver: str) -> None:
+        super().__init__(torch.device("cpu", 0))
+        self.driver = driver
+        self.kernels = IdleKernels()
+        self.driver_calls: Callable[[], int] = ctypes.CDLL(driver).idle_calls
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+        """Does nothing: CPU tensors know no streams."""
+
+    def verdict(self, group: memory.Group) -> devices.Verdict:
+        """All of the driver works."""
+        return _ALL_WORKS
+
+    def workspace(
+        self,
+        group: memory.Group,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: devices.Verdict,
+    ) -> devices.DeviceWorkspace:
+        """Makes a workspace of this rank's memory alone."""
+        return _Workspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+
+    def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
+        """Never."""
+        return False
+
+
+class IdleSymmetricMemory:
+    """A handle of torch's symmetric memory; all ranks' buffers are one."""
+
+    def __init__(self, world_size: int) -> None:
+        self.rank, self.world_size = 0, world_size
+        self.barriers = 0
+        self._memory = torch.empty(1 << 20, dtype=torch.uint8)
+
+    def barrier(self, channel: int = 0, timeout_ms: int = 0) -> None:
+        """Counts barriers."""
+        self.barriers += 1
+
+    def get_buffer(
+        self, rank: int, sizes: Sequence[int], dtype: torch.dtype, storage_offset: int = 0
+    ) -> torch.Tensor:
+        """Returns a tensor over memory of a rank."""
+        numbers = self._memory.view(dtype)
+        return numbers.as_strided(sizes, torch.empty(sizes, device="meta").stride(), storage_offset)
+
+
+@cache
+def _attended(shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    B, H, S, E = shape
+    return torch.zeros(B, S, H, E, dtype=dtype).transpose(1, 2), torch.zeros(shape[:3])
+
+
+class IdleKernels:
+    """The kernels that are stubbed; `count` says how many were called."""
+
+    count = 0
+
+    def attention(
+        self, query: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Takes the place of attention on a tile."""
+        self.count += 1
+        return _attended(query.shape, query.dtype)
+
+    def attention_backward(
+        self, grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Takes the place of its gradient."""
+        self.count += 1
+        of_keys = _attended(key.shape, key.dtype)[0]
+        return _attended(query.shape, query.dtype)[0], of_keys, of_keys
+
+    def triton(self, *_: Any, **__: Any) -> None:
+        """Takes the place of a kernel in Triton."""
+        self.count += 1
+
+
+class _Shards(dict[str, str]):
+    """What `symm-cp tune` writes where matmuls by shards are faster, as they are for large ones."""
+
+    def get(self, key: str, default: object = None) -> str:
+        return "shards"
+
+
+def group_of(ranks: int) -> dist.ProcessGroup:
+    """Returns a group of which this process is rank 0, and whose other ranks do not exist."""
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=_MOST_RANKS)
+    group = dist.new_group(list(range(ranks)))
+    known = memory.resolve(group)
+    # What ranks would ask each other.
+    known.put(SPREADS, {"cpu": None})
+    known.put(liveness._PROCESSES, [-1] * ranks)
+    tuning.facts_of(known).tuned = _Shards()
+    return group
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _as_rank_0_says(group: memory.Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
+    return [store.get(keys[0]).decode()] * len(keys)
+
+
+def _scaled(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
+    return out
+
+
+@contextlib.contextmanager
+def idle() -> Iterator[IdleDevice]:
+    """Inside, ops on CPU tensors issue what they would for a GPU, and it is carried out by none."""
+    stream = IdleStream()
+    cuda = {
+        "Stream": IdleStream,
+        "Event": IdleStream,
+        "stream": lambda chosen: chosen,
+        "current_stream": lambda device=None: stream,
+        "current_device": lambda: 0,
+        "is_current_stream_capturing": lambda: False,
+        "_sleep": _nothing,
+    }
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        device = IdleDevice(build_driver(Path(folder)))
+        scaled = torch.library.Library("aten", "IMPL")
+        stack.callback(scaled._destroy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that there is a kernel already
+            scaled.impl("_scaled_mm.out", _scaled, "CPU", allow_override=True)
+        patches = [
+            *(mock.patch.object(torch.cuda, name, stub) for name, stub in cuda.items()),
+            mock.patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: 1, create=True),
+            mock.patch.object(attention_kernels, "_cpu", device.kernels.attention),
+            mock.patch.object(
+                attention_kernels, "_cpu_backward", device.kernels.attention_backward
+            ),
+            mock.patch.object(kernels, "merge_attention", device.kernels.triton),
+            mock.patch.object(kernels, "add_rows", device.kernels.triton),
+            mock.patch.object(torch_symm_mem, "rendezvous", _nothing),
+            mock.patch.object(liveness, "read", _as_rank_0_says),
+        ]
+        for patch in patches:
+            stack.enter_context(patch)
+        stack.enter_context(devices.replaced(torch.device("cpu"), device))
+        yield device
+
+
+@contextlib.contextmanager
+def torchs_workspace(ranks: int) -> Iterator[IdleSymmetricMemory]:
+    """Inside, torch's own pipelines run over a workspace of no peers."""
+    shared = IdleSymmetricMemory(ranks)
+    with mock.patch.object(torch_symm_mem, "get_symm_mem_workspace", lambda *_, **__: shared):
+        yield shared

@@ -1,0 +1,34 @@
+"""The measurement of what the host issues, over a driver that does nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks/host_time.py"
+
+
+@pytest.mark.exhaustive
+def test_every_op_is_issued_without_a_gpu(tmp_path: Path) -> None:
+    result = tmp_path / "host_time.json"
+    command = [sys.executable, str(SCRIPT), "--ranks", "2", "4", "--seconds", "0"]
+    subprocess.run([*command, "--json", str(result)], check=True, timeout=300)
+    rows = {(row["case"], row["ranks"]): row for row in json.loads(result.read_text())["rows"]}
+    assert len(rows) == 2 * 14
+    assert all(row["us"] > 0 and row["driver_calls"] > 0 for row in rows.values())
+    for ranks in (2, 4):
+        gather = rows["all-gather-matmul", ranks]
+        # A matmul a shard; torch's pipeline copies each shard by a kernel as well.
+        assert gather["kernels"] == ranks
+        assert gather["torch_kernels"] == 2 * ranks
+        assert gather["torch_barriers"] == 3
+        # Streams copy; the one kernel adds what was scattered.
+        assert rows["low-contention all-gather", ranks]["kernels"] == 0
+        assert rows["low-contention reduce-scatter", ranks]["kernels"] == 1
+        # A kernel for each rank's keys, and one that merges for each but the first, and the copies
+        # of the result.
+        assert rows["attention", ranks]["kernels"] >= 2 * ranks - 1

@@ -41,7 +41,7 @@ class _Driver:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes. `stack` holds the registers that spill; all but one in bytes."""
+    """What a compiled kernel takes; `stack` (bytes) holds the registers that spill."""
 
     registers: int
     stack: int

@@ -46,8 +46,8 @@ class SymmetricWorkspace(DeviceWorkspace):
 
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
-        own, too: from torch 2.15 on those of a group signal in one place. The self-test's, which come
-        first and leave no signal there, take those of channel "sync".
+        own, too: from torch 2.15 on those of a group signal in one place. The self-test's come
+        first, leave no signal there, and take those of channel "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
         number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)

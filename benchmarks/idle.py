@@ -87,8 +87,8 @@ class _Workspace(devices.DeviceWorkspace):
         memory = torch.empty(nbytes, dtype=torch.uint8)
         return memory, [memory.data_ptr()] * self.world_size
 
-    def meet(self, group: memory.Group, *, graph: bool) -> None:
-        pass
+
+_ALL_WORKS = devices.Verdict()
 
 
 class IdleDevice(CudaDevice):
@@ -108,11 +108,21 @@ class IdleDevice(CudaDevice):
     def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
         """Does nothing: CPU tensors know no streams."""
 
+    def verdict(self, group: memory.Group) -> devices.Verdict:
+        """All of the driver works."""
+        return _ALL_WORKS
+
     def workspace(
-        self, group: memory.Group, channel: str, slot_bytes: int, *, graph: bool
+        self,
+        group: memory.Group,
+        channel: str,
+        slot_bytes: int,
+        *,
+        graph: bool,
+        verdict: devices.Verdict,
     ) -> devices.DeviceWorkspace:
         """Makes a workspace of this rank's memory alone."""
-        return _Workspace(group, self, channel, slot_bytes, graph=graph)
+        return _Workspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         """Never."""
@@ -194,6 +204,10 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+def _as_rank_0_says(group: memory.Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
+    return [store.get(keys[0]).decode()] * len(keys)
+
+
 def _scaled(*_: Any, out: torch.Tensor, **__: Any) -> torch.Tensor:
     return out
 
@@ -229,6 +243,7 @@ def idle() -> Iterator[IdleDevice]:
             mock.patch.object(kernels, "merge_attention", device.kernels.triton),
             mock.patch.object(kernels, "add_rows", device.kernels.triton),
             mock.patch.object(torch_symm_mem, "rendezvous", _nothing),
+            mock.patch.object(liveness, "read", _as_rank_0_says),
         ]
         for patch in patches:
             stack.enter_context(patch)

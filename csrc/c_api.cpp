@@ -276,6 +276,14 @@ int64_t symm_cp_driver(const char* path) {
   return guarded([&]() -> int64_t { return driver::load(path).batches() ? 2 : 1; });
 }
 
+// The version of the driver, as 12050 for CUDA 12.5; -1 on failure.
+int64_t symm_cp_driver_version(const char* path) {
+  return guarded([&]() -> int64_t { return driver::load(path).version(); });
+}
+
+// The first version at which streams signal (Signals.STREAM).
+int symm_cp_stream_signals_version() { return driver::kStreamSignalsVersion; }
+
 // `bases[r]` is where the workspace of rank r is mapped; `processes[r]` a pidfd of rank r, which is
 // closed with the streams, or -1. Null on failure.
 void* symm_cp_streams_open(const char* driver, char* const* bases, int world_size, int rank,
@@ -310,7 +318,12 @@ void symm_cp_streams_expect(void* streams, int peer, int flag, uint32_t needed, 
   static_cast<Streams*>(streams)->expect(peer, flag, needed, epoch, call_name);
 }
 
-void symm_cp_streams_give_up(void* streams) { static_cast<Streams*>(streams)->give_up(); }
+int64_t symm_cp_streams_give_up(void* streams) {
+  return guarded([&]() -> int64_t {
+    static_cast<Streams*>(streams)->give_up();
+    return 0;
+  });
+}
 
 // Ends the thread that watches the waits of streams.
 void symm_cp_watch_stop() { Watcher::instance().stop(); }

@@ -31,6 +31,7 @@ Api open(const std::string& path) {
     throw Error("the driver library " + path + " does not load: " + (reason ? reason : ""));
   }
   Api api{};
+  require(library, path, "cuDriverGetVersion", api.get_version);
   require(library, path, "cuGetErrorName", api.error_name);
   require(library, path, "cuEventCreate", api.event_create);
   require(library, path, "cuEventDestroy_v2", api.event_destroy);
@@ -54,6 +55,12 @@ Api open(const std::string& path) {
 }
 
 }  // namespace
+
+int Api::version() const {
+  int found = 0;
+  expect(get_version(&found), "cuDriverGetVersion");
+  return found;
+}
 
 void Api::expect(Result result, const char* what) const {
   if (result == 0) return;

@@ -20,6 +20,11 @@ struct Error : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// From this driver on streams may wait for values in memory of cuMemCreate, which symmetric memory
+// is: on older ones such waits fail or never end. NCCL asks as much for its copy-engine
+// collectives.
+constexpr int kStreamSignalsVersion = 12050;
+
 enum MemOpKind : int { kWaitValue32 = 1, kWriteValue32 = 2 };
 enum WaitFlags : unsigned { kWaitGeq = 0, kWaitEq = 1 };
 
@@ -72,6 +77,7 @@ struct Copy2D {  // CUDA_MEMCPY2D
 static_assert(sizeof(Copy2D) == 128);
 
 struct Api {
+  Result (*get_version)(int*);
   Result (*error_name)(Result, const char**);
   Result (*event_create)(Event*, unsigned);
   Result (*event_destroy)(Event);
@@ -95,6 +101,8 @@ struct Api {
   Result (*copy_batch_12)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                           size_t*, Stream);
 
+  // 12050 for CUDA 12.5. Throws Error.
+  int version() const;
   bool batches() const { return copy_batch != nullptr || copy_batch_12 != nullptr; }
   // Throws Error naming `what` unless `result` is success.
   void expect(Result result, const char* what) const;

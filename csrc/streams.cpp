@@ -6,6 +6,27 @@ namespace {
 
 constexpr unsigned kNoTiming = 2;  // CU_EVENT_DISABLE_TIMING
 
+// Makes a context current in this thread for a while: threads of autograd may have none, or that
+// of another device, and the null stream is that of the current context.
+class InContext {
+ public:
+  InContext(const driver::Api& api, driver::Context context) : api_(api) {
+    api_.expect(api_.context_get(&before_), "cuCtxGetCurrent");
+    changed_ = before_ != context;
+    if (changed_) api_.expect(api_.context_set(context), "cuCtxSetCurrent");
+  }
+  ~InContext() {
+    if (changed_) api_.context_set(before_);
+  }
+  InContext(const InContext&) = delete;
+  InContext& operator=(const InContext&) = delete;
+
+ private:
+  const driver::Api& api_;
+  driver::Context before_ = nullptr;
+  bool changed_ = false;
+};
+
 }  // namespace
 
 Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
@@ -16,6 +37,7 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
       rank_(rank),
       layout_(layout),
       reset_flags_(reset_flags) {
+  api_.expect(api_.context_get(&context_), "cuCtxGetCurrent");
   for (int i = 0; i < events; ++i) {
     driver::Event event = nullptr;
     api_.expect(api_.event_create(&event, kNoTiming), "cuEventCreate");
@@ -32,12 +54,21 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
 Streams::~Streams() {
   if (waits_ != nullptr) waits_->close();
   // At exit the driver may be unloaded: it then returns errors, and nothing is left to free.
+  driver::Context before = nullptr;
+  api_.context_get(&before);
+  api_.context_set(context_);
   for (driver::Event event : events_) api_.event_destroy(event);
+  api_.context_set(before);
 }
 
 driver::Address Streams::flag(int owner, int writer, int flag) const {
   const int64_t offset = flag_offset(flag, writer, static_cast<int>(bases_.size()));
   return reinterpret_cast<driver::Address>(bases_[owner] + layout_.flags + offset);
+}
+
+driver::Address Streams::sent(int word) const {
+  const int64_t offset = sent_offset(word, rank_, static_cast<int>(bases_.size()));
+  return reinterpret_cast<driver::Address>(bases_[rank_] + layout_.flags + offset);
 }
 
 driver::Address Streams::resolve(const Reference& reference, void* const* operands,
@@ -57,28 +88,48 @@ void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const 
 
 void Streams::give_up() {
   if (waits_ == nullptr) return;
-  std::vector<driver::MemOp> marks;
-  for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
-    // A peer whose memory is not mapped here cannot be told; its time-out ends its waits.
-    if (peer != rank_ && bases_[peer] != nullptr)
-      marks.push_back({driver::kWriteValue32, flag(peer, rank_, kGaveUpFlag), 1, 0, 0, 0});
-  }
-  waits_->give_up(std::move(marks));
+  InContext scope(api_, context_);
+  waits_->give_up([this](driver::Stream stream) {
+    for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
+      // A peer whose memory is not mapped here cannot be told; its time-out ends its waits.
+      if (peer == rank_ || bases_[peer] == nullptr) continue;
+      api_.expect(
+          api_.copy(flag(peer, rank_, kGaveUpFlag), sent(kConstantOne), sizeof(Word), stream),
+          "cuMemcpyAsync");
+    }
+  });
 }
 
-void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* call_name) {
-  if (command.kind == StreamKind::kArrived) {
-    mem_ops_.push_back(
-        {driver::kWriteValue32, flag(rank_, command.peer, command.flag), epoch, 0, 0, 0});
-    return;
+void Streams::gather(Gathered kind, driver::Stream lane) {
+  if (gathered_ != kind) flush(lane);
+  gathered_ = kind;
+}
+
+void Streams::add_signal(const StreamCommand& command, driver::Stream lane, uint32_t epoch) {
+  int word = kConstantOne;
+  if (!reset_flags_) {
+    word = command.lane;
+    if (sent_epochs_[word] != epoch) {
+      gather(Gathered::kMemOps, lane);
+      mem_ops_.push_back({driver::kWriteValue32, sent(word), epoch, 0, 0, 0});
+      sent_epochs_[word] = epoch;
+    }
   }
-  if (command.kind == StreamKind::kSignal) {
-    // Publishes all that came before it in the stream: a write is ordered after it, system-wide.
-    mem_ops_.push_back({driver::kWriteValue32, flag(command.peer, rank_, command.flag),
-                        reset_flags_ ? 1U : epoch, 0, 0, 0});
-    return;
-  }
+  // Publishes all that came before it in the stream. So it must not share a batch with data.
+  gather(Gathered::kSignals, lane);
+  to_.push_back(flag(command.peer, rank_, command.flag));
+  from_.push_back(sent(word));
+  sizes_.push_back(sizeof(Word));
+}
+
+void Streams::add_mem_op(const StreamCommand& command, driver::Stream lane, uint32_t epoch,
+                         const char* call_name) {
+  gather(Gathered::kMemOps, lane);
   driver::Address mine = flag(rank_, command.peer, command.flag);
+  if (command.kind == StreamKind::kArrived) {
+    mem_ops_.push_back({driver::kWriteValue32, mine, epoch, 0, 0, 0});
+    return;
+  }
   if (!reset_flags_) {
     uint32_t needed = epoch - static_cast<uint32_t>(command.lag);
     expect(command.peer, command.flag, needed, epoch, call_name);
@@ -89,48 +140,60 @@ void Streams::add_mem_ops(const StreamCommand& command, uint32_t epoch, const ch
   mem_ops_.push_back({driver::kWriteValue32, mine, 0, 0, 0, 0});
 }
 
-void Streams::flush_mem_ops(driver::Stream lane) {
-  if (mem_ops_.empty()) return;
-  auto count = static_cast<unsigned>(mem_ops_.size());
-  driver::Result result = api_.mem_ops(lane, count, mem_ops_.data(), 0);
-  mem_ops_.clear();
-  api_.expect(result, "cuStreamBatchMemOp");
-}
-
 void Streams::add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
                        uint32_t epoch) {
   driver::Address to = resolve(command.to, operands, epoch);
   driver::Address from = resolve(command.source, operands, epoch);
   bool dense = command.rows == 1 ||
                (command.to_pitch == command.bytes && command.from_pitch == command.bytes);
+  if (gathered_ != Gathered::kCopies || command.alone != 0) flush(lane);
   if (command.bytes * command.rows == 0) return;
-  if (dense) {
-    to_.push_back(to);
-    from_.push_back(from);
-    sizes_.push_back(static_cast<size_t>(command.bytes * command.rows));
+  if (!dense) {
+    driver::Copy2D copy{};
+    copy.from_type = copy.to_type = driver::kDeviceMemory;
+    copy.from_device = from;
+    copy.from_pitch = static_cast<size_t>(command.from_pitch);
+    copy.to_device = to;
+    copy.to_pitch = static_cast<size_t>(command.to_pitch);
+    copy.width = static_cast<size_t>(command.bytes);
+    copy.height = static_cast<size_t>(command.rows);
+    api_.expect(api_.copy_2d(&copy, lane), "cuMemcpy2DAsync");
     return;
   }
-  driver::Copy2D copy{};
-  copy.from_type = copy.to_type = driver::kDeviceMemory;
-  copy.from_device = from;
-  copy.from_pitch = static_cast<size_t>(command.from_pitch);
-  copy.to_device = to;
-  copy.to_pitch = static_cast<size_t>(command.to_pitch);
-  copy.width = static_cast<size_t>(command.bytes);
-  copy.height = static_cast<size_t>(command.rows);
-  api_.expect(api_.copy_2d(&copy, lane), "cuMemcpy2DAsync");
+  const auto bytes = static_cast<size_t>(command.bytes * command.rows);
+  if (command.remote == 0) {
+    // Kernels copy within a device at the speed of its memory, copy engines at a fraction of it: a
+    // batch that asks for the engines (flush_copies) would slow it down.
+    api_.expect(api_.copy(to, from, bytes, lane), "cuMemcpyAsync");
+    return;
+  }
+  gathered_ = Gathered::kCopies;
+  to_.push_back(to);
+  from_.push_back(from);
+  sizes_.push_back(bytes);
 }
 
-void Streams::flush_copies(driver::Stream lane, bool capturing) {
-  if (sizes_.empty()) return;
-  auto to = std::move(to_), from = std::move(from_);
-  auto sizes = std::move(sizes_);
+void Streams::flush(driver::Stream lane) {
+  if (gathered_ == Gathered::kMemOps) {
+    const auto count = static_cast<unsigned>(mem_ops_.size());
+    api_.expect(api_.mem_ops(lane, count, mem_ops_.data(), 0), "cuStreamBatchMemOp");
+  } else if (gathered_ != Gathered::kNothing) {
+    flush_copies(lane);
+  }
+  forget();
+}
+
+void Streams::forget() {
+  gathered_ = Gathered::kNothing;
+  mem_ops_.clear();
   to_.clear(), from_.clear(), sizes_.clear();
+}
+
+void Streams::flush_copies(driver::Stream lane) {
   // The null stream takes no batches.
-  if (!api_.batches() || capturing || lane == nullptr) {
-    for (size_t i = 0; i < sizes.size(); ++i) {
-      api_.expect(api_.copy(to[i], from[i], sizes[i], lane), "cuMemcpyAsync");
-    }
+  if (!api_.batches() || capturing_ || lane == nullptr) {
+    for (size_t i = 0; i < sizes_.size(); ++i)
+      api_.expect(api_.copy(to_[i], from_[i], sizes_[i], lane), "cuMemcpyAsync");
     return;
   }
   driver::CopyAttributes attributes{};
@@ -139,9 +202,9 @@ void Streams::flush_copies(driver::Stream lane, bool capturing) {
   size_t first = 0, failed = 0;
   driver::Result result =
       api_.copy_batch != nullptr
-          ? api_.copy_batch(to.data(), from.data(), sizes.data(), sizes.size(), &attributes, &first,
-                            1, lane)
-          : api_.copy_batch_12(to.data(), from.data(), sizes.data(), sizes.size(), &attributes,
+          ? api_.copy_batch(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes,
+                            &first, 1, lane)
+          : api_.copy_batch_12(to_.data(), from_.data(), sizes_.data(), sizes_.size(), &attributes,
                                &first, 1, &failed, lane);
   api_.expect(result, "cuMemcpyBatchAsync");
 }
@@ -149,41 +212,32 @@ void Streams::flush_copies(driver::Stream lane, bool capturing) {
 void Streams::run(const StreamCommand* commands, int count, void* const* operands,
                   driver::Stream const* lanes, uint32_t epoch, bool capturing,
                   const char* call_name) {
+  InContext scope(api_, context_);
+  forget();  // what a call left that failed
+  capturing_ = capturing;
   int32_t lane = count > 0 ? commands[0].lane : 0;
-  auto flush = [&] {
-    // Never both at once: each kind flushes the other before it gathers.
-    flush_mem_ops(lanes[lane]);
-    flush_copies(lanes[lane], capturing);
-  };
   for (int i = 0; i < count; ++i) {
     const StreamCommand& command = commands[i];
-    if (command.lane != lane) flush();
+    if (command.lane != lane) flush(lanes[lane]);
     lane = command.lane;
     driver::Stream stream = lanes[lane];
     switch (command.kind) {
-      case StreamKind::kCopy:
-        flush_mem_ops(stream);
-        if (command.alone != 0) flush_copies(stream, capturing);
-        add_copy(command, operands, stream, epoch);
-        break;
-      case StreamKind::kSignal:
+      case StreamKind::kCopy: add_copy(command, operands, stream, epoch); break;
+      case StreamKind::kSignal: add_signal(command, stream, epoch); break;
       case StreamKind::kWait:
-      case StreamKind::kArrived:
-        flush_copies(stream, capturing);
-        add_mem_ops(command, epoch, call_name);
-        break;
+      case StreamKind::kArrived: add_mem_op(command, stream, epoch, call_name); break;
       case StreamKind::kRecord:
-        flush();
+        flush(stream);
         api_.expect(api_.event_record(events_.at(command.event), stream), "cuEventRecord");
         break;
       case StreamKind::kWaitEvent:
-        flush();
+        flush(stream);
         api_.expect(api_.stream_wait_event(stream, events_.at(command.event), 0),
                     "cuStreamWaitEvent");
         break;
     }
   }
-  flush();
+  flush(lanes[lane]);
 }
 
 }  // namespace symm_cp

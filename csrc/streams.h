@@ -1,8 +1,15 @@
 // A workspace of a group on a device with streams, and how the lanes of a schedule are put on them:
-// copies go to copy engines, signals and waits are operations of the stream, so none takes a
-// multiprocessor.
+// copies between devices go to copy engines, signals are such copies of 4 bytes, and waits are
+// operations of the stream, so none takes a multiprocessor.
+//
+// A signal copies a word of this rank (wire.h, sent_offset) to the peer's flag, behind the data on
+// the same stream. In a call a lane first sets its word to the epoch, on its own stream. That is
+// free of races because all uses of a word are in the order of one stream: the word is its lane's
+// alone; the calls of a workspace are issued one after the other, and streams of a lane that
+// follow one another wait for each other (Launch.run); and a flag has one writer lane, so it grows.
 #pragma once
 
+#include <array>
 #include <string>
 #include <vector>
 
@@ -17,8 +24,9 @@ class Streams {
   // `bases[r]` is where the workspace of rank r is mapped here. With `reset_flags` a signal is 1
   // and the waiter resets it to 0, so that the same commands serve every call (CUDA graphs);
   // otherwise it is the epoch, and only grows. The device's context must be current in the calling
-  // thread, here and in all other methods. With a `timeout`, waits that cannot end abort the
-  // process (watch.h); `processes` are pidfds of the ranks. Waits in graphs are not watched.
+  // thread; the other methods make it current by themselves. The memory's word of kConstantOne
+  // must hold 1 before the first call. With a `timeout`, waits that cannot end abort the process
+  // (watch.h); `processes` are pidfds of the ranks. Waits in graphs are not watched.
   Streams(const std::string& driver, std::vector<char*> bases, int rank, WorkspaceLayout layout,
           bool reset_flags, int events, std::string group, std::chrono::milliseconds timeout,
           std::vector<Descriptor> processes);
@@ -34,25 +42,37 @@ class Streams {
   // Announces a wait of a stream that is not issued by `run`.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
   // Tells the peers that this rank completes no further call, and stops watching its own waits.
+  // Throws driver::Error when they cannot be told.
   void give_up();
 
  private:
+  enum class Gathered { kNothing, kMemOps, kCopies, kSignals };
+
   driver::Address flag(int owner, int writer, int flag) const;
+  driver::Address sent(int word) const;
   driver::Address resolve(const Reference& reference, void* const* operands, uint32_t epoch) const;
-  void add_mem_ops(const StreamCommand& command, uint32_t epoch, const char* call_name);
-  void flush_mem_ops(driver::Stream lane);
+  void gather(Gathered kind, driver::Stream lane);
+  void add_signal(const StreamCommand& command, driver::Stream lane, uint32_t epoch);
+  void add_mem_op(const StreamCommand& command, driver::Stream lane, uint32_t epoch,
+                  const char* call_name);
   void add_copy(const StreamCommand& command, void* const* operands, driver::Stream lane,
                 uint32_t epoch);
-  void flush_copies(driver::Stream lane, bool capturing);
+  void flush(driver::Stream lane);
+  void flush_copies(driver::Stream lane);
+  void forget();
 
   const driver::Api& api_;
   std::vector<char*> bases_;
   int rank_;
   WorkspaceLayout layout_;
   bool reset_flags_;
+  driver::Context context_ = nullptr;
   std::vector<driver::Event> events_;
-  std::shared_ptr<StreamWaits> waits_;  // null when nobody looks at them
+  std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them
+  std::array<uint32_t, kLanes> sent_epochs_{};  // that the lanes' words were set to
+  bool capturing_ = false;
   // What is gathered for the next call of the driver.
+  Gathered gathered_ = Gathered::kNothing;
   std::vector<driver::MemOp> mem_ops_;
   std::vector<driver::Address> to_, from_;
   std::vector<size_t> sizes_;

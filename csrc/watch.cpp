@@ -77,9 +77,9 @@ void StreamWaits::drain() {
     std::this_thread::sleep_for(milliseconds(1));
 }
 
-void StreamWaits::give_up(std::vector<driver::MemOp> marks) {
+void StreamWaits::give_up(const std::function<void(driver::Stream)>& tell) {
   close();
-  api_.mem_ops(stream_, static_cast<unsigned>(marks.size()), marks.data(), 0);
+  tell(stream_);
   drain();
 }
 

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -41,8 +42,8 @@ class StreamWaits {
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
   // Stops watching: the flags are not read afterwards.
   void close();
-  // Stops watching, and writes `marks` to the peers' flags.
-  void give_up(std::vector<driver::MemOp> marks);
+  // Stops watching, and has `tell` put on a stream what tells the peers. Throws what `tell` throws.
+  void give_up(const std::function<void(driver::Stream)>& tell);
   // Returns why a wait cannot end, if there is one. To be polled; never waits for the device.
   std::optional<std::string> check();
   std::chrono::milliseconds interval() const;

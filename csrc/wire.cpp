@@ -64,7 +64,7 @@ std::string structs() {
          line<S>(
              "StreamCommand",
              {FIELD(S, kind), FIELD(S, lane), FIELD(S, peer), FIELD(S, flag), FIELD(S, lag),
-              FIELD(S, event), FIELD(S, alone), FIELD(S, reserved), FIELD(S, to), FIELD(S, source),
+              FIELD(S, event), FIELD(S, alone), FIELD(S, remote), FIELD(S, to), FIELD(S, source),
               FIELD(S, bytes), FIELD(S, rows), FIELD(S, to_pitch), FIELD(S, from_pitch)}) +
          line<T>("TraceEvent", {FIELD(T, command), FIELD(T, start), FIELD(T, end), FIELD(T, epoch),
                                 FIELD(T, engine), FIELD(T, call_name)}) +
@@ -80,9 +80,9 @@ std::string structs() {
 
 std::string limits() {
   return line("FLAG_BYTES", kFlagBytes) + line("FLAG_OF_WRITER", flag_offset(1, 2, 3)) +
-         line("LAST_EPOCH", kLastEpoch) + line("PIECE_BITS", int64_t{kPieceBits}) +
-         line("LAST_CPU_EPOCH", kLastCpuEpoch) + line("SIZES_BYTES", sizes_bytes(9)) +
-         line("RECORD_BYTES", kRecordBytes) +
+         line("SENT_ONE", sent_offset(kConstantOne, 2, 3)) + line("LAST_EPOCH", kLastEpoch) +
+         line("PIECE_BITS", int64_t{kPieceBits}) + line("LAST_CPU_EPOCH", kLastCpuEpoch) +
+         line("SIZES_BYTES", sizes_bytes(9)) + line("RECORD_BYTES", kRecordBytes) +
          line("MAX_CALL_NAME", static_cast<int64_t>(kMaxCallName)) + line("FAILURES", kFailures) +
          line("PAGE_BYTES", kPageBytes) + line("SLOTS", kSlots);
 }

@@ -61,12 +61,12 @@ SYMM_CP_WIRE_ENUM(StreamKind, kCopy, kSignal, kWait, kRecord, kWaitEvent, kArriv
 struct StreamCommand {
   StreamKind kind;
   int32_t lane;
-  int32_t peer;   // signal: to; wait: from
-  int32_t flag;   // signal, wait, arrived: index in kFlagNames
-  int32_t lag;    // wait: for the signal of that many calls ago
-  int32_t event;  // record, wait for an event
-  int32_t alone;  // copy: it depends on the one before and must not share a batch with it
-  int32_t reserved;
+  int32_t peer;      // signal: to; wait: from
+  int32_t flag;      // signal, wait, arrived: index in kFlagNames
+  int32_t lag;       // wait: for the signal of that many calls ago
+  int32_t event;     // record, wait for an event
+  int32_t alone;     // copy: it depends on the one before and must not share a batch with it
+  int32_t remote;    // copy: it reads or writes the memory of a peer
   Reference to;      // copy; never kShard: the caller knows the peers' addresses
   Reference source;  // copy
   int64_t bytes;     // per row
@@ -125,18 +125,32 @@ enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
 inline constexpr const char* kChannelNames[] = {"sync", "async"};
 
 // Flags of a workspace. The first kFlags are raised by a rank at a peer; the others exist on
-// devices only: those that a rank raises for its own polling kernel, and that a rank has given up.
+// devices only: those that a rank raises for its own polling kernel, that a rank has given up, and
+// what streams copy to peers' flags, see sent_offset.
 inline constexpr const char* kFlagNames[] = {"ready", "partial", "reduced", "taken",
-                                             "done",  "arrived", "gave up"};
+                                             "done",  "arrived", "gave up", "sent"};
 inline constexpr int kFlags = 5;
-inline constexpr int kDeviceFlags = 7;
+inline constexpr int kDeviceFlags = 8;
 inline constexpr int kReadyFlag = 0;
 inline constexpr int kGaveUpFlag = 6;
+inline constexpr int kSentFlag = 7;
 inline constexpr int64_t kFlagBytes = 64;  // a cache line for each flag and writer
 
 // Where the flag that `writer` raises lies behind the first flag of its owner.
 constexpr int64_t flag_offset(int flag, int writer, int world_size) {
   return (int64_t{flag} * world_size + writer) * kFlagBytes;
+}
+
+// Streams raise a peer's flag by copying a word of this rank to it, as they cannot write there
+// themselves (CUDA 13.1 and later). There is a word for each lane, which the lane sets to the epoch
+// of its call before it signals; behind them stands a word that holds 1 for good, for graphs and
+// for marks that a rank has given up.
+inline constexpr int kLanes = 2;
+inline constexpr int kConstantOne = kLanes;
+
+// Where the word of a lane, or the constant, lies behind the first flag.
+constexpr int64_t sent_offset(int word, int rank, int world_size) {
+  return flag_offset(kSentFlag, rank, world_size) + word * int64_t{sizeof(Word)};
 }
 
 // The last call that a workspace takes. A wait compares 32-bit numbers by their difference: a flag

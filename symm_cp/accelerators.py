@@ -22,6 +22,13 @@ def index_of(device: torch.device) -> int:
     return int(_ask(device, "current_device")) if device.index is None else device.index
 
 
+def indexed(device: torch.device) -> torch.device:
+    """Returns a device with an index: that of the current one where it has none; a CPU as it is."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, index_of(device))
+
+
 def count(device: torch.device) -> int:
     """Returns how many devices of its type there are."""
     return int(_ask(device, "device_count"))

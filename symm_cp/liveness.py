@@ -3,15 +3,23 @@
 Ranks tell each other things in the group's store before they share memory. Reading there ends when
 the group's time-out has elapsed, or when a rank is lost: the native part keeps a link to each rank
 from `init_process_group` on (csrc/group.h), which breaks when that rank's process exits.
+
+A store may hold what an earlier group of the same name wrote, perhaps by processes that are gone.
+So the ranks of a group first agree on its *generation*, a random text in all their keys.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
+import secrets
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,15 +52,99 @@ def wait_limit(group: Group) -> datetime.timedelta:
     return timeout_of(_resolve_process_group(group.name))  # type: ignore[arg-type]
 
 
+@dataclass
+class _Keys:
+    """What a group's keys in the store begin with, and how often each was shared."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    #: What this rank has drawn, also for a call after one that failed: peers may have seen it.
+    drawn: str = field(default_factory=lambda: secrets.token_hex(8))
+    generation: str = ""
+    shared: Counter[str] = field(default_factory=Counter)
+
+
+_KEYS: StateKey[_Keys] = StateKey("keys in the store")
+
+
+def generation(group: Group) -> str:
+    """Returns a text that a group's ranks have in common with no earlier group of its name.
+
+    Collective at the first call for a group. Raises `PeerLostError` when a rank exits first, or the
+    time-out elapses.
+    """
+    keys = group.state(_KEYS, _Keys)
+    with keys.lock:
+        if not keys.generation:
+            keys.generation = _agree_on_generation(group, keys.drawn)
+        return keys.generation
+
+
+def _agree_on_generation(group: Group, own: str) -> str:
+    """Each rank writes the text that it has drawn, and those of the others that it has seen.
+
+    A record in which a rank finds its own text was written after it drew that, so by a rank of this
+    group; one of an earlier group never has it. To count the ranks that come instead would fail
+    where a rank of an earlier group died, or never used that group.
+    """
+    store, rank = group.store(), group.rank
+    keys = [f"symm_cp/generation/{group.world_size}/{r}" for r in range(group.world_size)]
+    drawn = [""] * group.world_size
+    drawn[rank] = own
+    unsettled = set(range(group.world_size)) - {rank}
+
+    def answers(peer: int) -> bool:
+        if not store.check([keys[peer]]):
+            return False
+        record: list[str] = json.loads(store.get(keys[peer]))
+        if drawn[peer] != record[peer]:
+            drawn[peer] = record[peer]
+            store.set(keys[rank], json.dumps(drawn))
+        return record[rank] == own
+
+    store.set(keys[rank], json.dumps(drawn))
+    with _patience(group) as wait_for:
+        while unsettled:
+            # All are read before any is waited for: each may need this rank's answer.
+            unsettled = {peer for peer in unsettled if not answers(peer)}
+            if unsettled:
+                peer = min(unsettled)
+                if wait_for(peer, keys[peer], lambda: answers(peer)):  # noqa: B023 (called now)
+                    unsettled.discard(peer)
+    return drawn[0]
+
+
 def share(group: Group, key: str, text: str) -> list[str]:
-    """Returns the text that each rank passes for a key. Collective.
+    """Returns the text that each rank passes for a key. Collective; a key may be used again.
 
     Raises `PeerLostError` when a rank exits first, or the time-out elapses.
     """
+    if group.world_size == 1:
+        return [text]
+    begin, keys = generation(group), group.state(_KEYS, _Keys)
+    with keys.lock:
+        keys.shared[key] += 1
+        number = keys.shared[key]
     store = group.store()
-    keys = [f"symm_cp/{key}/{rank}" for rank in range(group.world_size)]
-    store.set(keys[group.rank], text)
-    return read(group, store, keys)
+    by_rank = [f"symm_cp/{begin}/{key}/{number}/{rank}" for rank in range(group.world_size)]
+    store.set(by_rank[group.rank], text)
+    return read(group, store, by_rank)
+
+
+def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
+    """Returns the text that each rank makes for a key. Collective, like `share`.
+
+    What `make` raises is raised on this rank, and on the others as a `RuntimeError` that says so.
+    """
+    try:
+        text = make()
+    except Exception as error:
+        share(group, key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
+        raise
+    told = [json.loads(said) for said in share(group, key, json.dumps({"text": text}))]
+    for rank, said in enumerate(told):
+        if "error" in said:
+            raise RuntimeError(f"rank {rank} of group {group.name!r} failed: {said['error']}")
+    return [said["text"] for said in told]
 
 
 def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
@@ -60,27 +152,47 @@ def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
 
     Raises `PeerLostError` when a rank exits first, or the time-out elapses.
     """
+    with _patience(group) as wait_for:
+        for rank, key in enumerate(keys):
+            while not store.check([key]):
+                if wait_for(rank, key, lambda: store.check([key])):  # noqa: B023 (called now)
+                    break
+    return [store.get(key).decode() for key in keys]
+
+
+@contextmanager
+def _patience(group: Group) -> Iterator[Callable[[int, str, Callable[[], bool]], bool]]:
+    """Yields a function that waits a little for what a rank is to write under a key.
+
+    It asks once more, by the function that it is handed, when the rank is lost or the time-out has
+    elapsed: a rank may have written just before it exited. Then it returns True, or raises
+    `PeerLostError`.
+    """
     limit = wait_limit(group).total_seconds()
     deadline = time.monotonic() + limit
+    pauses: dict[str, float] = {}
     with _links(group) as lost:
-        for rank, key in enumerate(keys):
-            pause = _SHORTEST_PAUSE
-            while not store.check([key]):
-                late = time.monotonic() > deadline
-                # A rank may have written its text just before it exited.
-                if (late or lost(rank)) and not store.check([key]):
-                    reason = (
-                        f"wrote nothing to the store within {limit:g} s"
-                        if late
-                        else "died or left before its first call"
-                    )
-                    raise PeerLostError(
-                        f"rank {rank} of group {group.name!r} {reason} (rank {group.rank} waited "
-                        f"for {key!r})"
-                    )
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST_PAUSE)
-    return [store.get(key).decode() for key in keys]
+
+        def wait_for(rank: int, key: str, is_there: Callable[[], bool]) -> bool:
+            late = time.monotonic() > deadline
+            if late or lost(rank):
+                if is_there():
+                    return True
+                reason = (
+                    f"wrote nothing to the store within {limit:g} s"
+                    if late
+                    else "died or left before its first call"
+                )
+                raise PeerLostError(
+                    f"rank {rank} of group {group.name!r} {reason} (rank {group.rank} waited for "
+                    f"{key!r})"
+                )
+            pause = pauses.get(key, _SHORTEST_PAUSE)
+            time.sleep(pause)
+            pauses[key] = min(2 * pause, _LONGEST_PAUSE)
+            return False
+
+        yield wait_for
 
 
 @contextmanager

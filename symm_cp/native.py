@@ -407,6 +407,8 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_end": (_LONG, []),
     "symm_cp_probe_step": (None, []),
     "symm_cp_driver": (_LONG, [_TEXT]),
+    "symm_cp_driver_version": (_LONG, [_TEXT]),
+    "symm_cp_stream_signals_version": (_INT, []),
     "symm_cp_streams_open": (
         _VOID,
         [_TEXT, _VOID, _INT, _INT, _LAYOUT, _INT, _INT, _TEXT, _LONG, _VOID],
@@ -414,7 +416,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_streams_close": (None, [_VOID]),
     "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT, _TEXT]),
     "symm_cp_streams_expect": (None, [_VOID, _INT, _INT, _EPOCH, _EPOCH, _TEXT]),
-    "symm_cp_streams_give_up": (None, [_VOID]),
+    "symm_cp_streams_give_up": (_LONG, [_VOID]),
     "symm_cp_watch_stop": (None, []),
 }
 

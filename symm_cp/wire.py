@@ -150,7 +150,7 @@ class StreamCommand(ctypes.Structure):
         ("lag", _INT32),
         ("event", _INT32),
         ("alone", _INT32),
-        ("reserved", _INT32),
+        ("remote", _INT32),
         ("to", Reference),
         ("source", Reference),
         ("bytes", _INT64),
@@ -223,8 +223,9 @@ CHANNELS = ("sync", "async")
 
 #: The flags that a rank raises at its peers; a flag's number is its index here.
 FLAGS = ("ready", "partial", "reduced", "taken", "done")
-#: On devices also those that a rank raises for its own polling kernel, and that a rank gave up.
-DEVICE_FLAGS = (*FLAGS, "arrived", "gave up")
+#: On devices also those that a rank raises for its own polling kernel, that a rank gave up, and
+#: what streams copy to peers' flags.
+DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent")
 #: A cache line for each flag and writer.
 FLAG_BYTES = 64
 
@@ -249,6 +250,15 @@ SLOTS = 2
 def flag_offset(flag: int, writer: int, world_size: int) -> int:
     """Returns where the flag that `writer` raises lies behind the first flag of its owner."""
     return (flag * world_size + writer) * FLAG_BYTES
+
+
+#: The words of "sent": one for each lane, then one that holds 1.
+CONSTANT_ONE = 2
+
+
+def sent_offset(word: int, rank: int, world_size: int) -> int:
+    """Returns where a word that streams copy to peers' flags lies behind the first flag."""
+    return flag_offset(DEVICE_FLAGS.index("sent"), rank, world_size) + 4 * word
 
 
 def sizes_bytes(world_size: int) -> int:
@@ -304,6 +314,7 @@ def description() -> str:
         "FLAGS": len(FLAGS),
         "FLAG_BYTES": FLAG_BYTES,
         "FLAG_OF_WRITER": flag_offset(1, 2, 3),
+        "SENT_ONE": sent_offset(CONSTANT_ONE, 2, 3),
         "LAST_EPOCH": LAST_EPOCH,
         "PIECE_BITS": PIECE_BITS,
         "LAST_CPU_EPOCH": LAST_CPU_EPOCH,

@@ -10,7 +10,6 @@ otherwise they are NVSHMEM's `get` and signal operations, on the same streams.
 from __future__ import annotations
 
 import ctypes
-import itertools
 import pickle
 import weakref
 from collections.abc import Sequence
@@ -20,14 +19,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import native, wire
+from symm_cp import accelerators, native, wire
 from symm_cp.devices.base import Device, DeviceWorkspace, Verdict
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.devices.registry import choose
 from symm_cp.devices.workspaces import workspaces_of
-from symm_cp.memory import Group, GroupLike, StateKey, pages, resolve
+from symm_cp.liveness import share_made
+from symm_cp.memory import Group, GroupLike, pages, resolve
 
 
 def library() -> tuple[Any, Any]:
@@ -87,17 +87,15 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
     if _heap is not None:
         raise RuntimeError("symm_cp.nvshmem: init() was called already; finalize() ends it")
     core, bindings = library()
+    gpu = _torch_device(device)
     assert dist.group.WORLD is not None
-    store, rank = _get_process_group_store(dist.group.WORLD), dist.get_rank()
+    world = resolve(dist.group.WORLD)
     try:
-        if rank == 0:
-            store.set("symm_cp/nvshmem", pickle.dumps(core.get_unique_id()))
-        uid = pickle.loads(store.get("symm_cp/nvshmem"))
         core.init(
-            device=bind_gpu(_torch_device(device)),
-            uid=uid,
-            rank=rank,
-            nranks=dist.get_world_size(),
+            device=bind_gpu(gpu),
+            uid=_unique_id(core, world),
+            rank=world.rank,
+            nranks=world.world_size,
             initializer_method="uid",
         )
         memory = core.bytetensor((heap_bytes,))
@@ -109,20 +107,27 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
     _heap = Heap(core, bindings, memory)
 
 
+def _unique_id(core: Any, world: Group) -> Any:
+    """Returns what rank 0 draws for this start of NVSHMEM. Collective."""
+
+    def draw() -> str:
+        return pickle.dumps(core.get_unique_id()).hex() if world.rank == 0 else ""
+
+    return pickle.loads(bytes.fromhex(share_made(world, "nvshmem/id", draw)[0]))
+
+
 def heap() -> Heap | None:
     """Returns the heap that `init()` allocated."""
     return _heap
 
 
 def _torch_device(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(device)
+    return accelerators.indexed(torch.device("cuda" if device is None else device))
 
 
 def bind_gpu(device: torch.device) -> Any:
     """Makes a GPU current, and returns it as nvshmem4py needs it."""
-    gpu = import_module("cuda.core").Device(device.index or 0)
+    gpu = import_module("cuda.core").Device(device.index)
     gpu.set_current()
     return gpu
 
@@ -148,12 +153,18 @@ _enabled: list[Group] = []
 def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
     """Makes the ops of a group on CUDA use NVSHMEM. Call it on all ranks of the group.
 
-    Raises `RuntimeError` before `init()`.
+    `device` is this rank's GPU, by default that of `init()`. Raises `RuntimeError` before `init()`,
+    and `ValueError` for another GPU than that of `init()`.
     """
     if _heap is None:
         raise RuntimeError("symm_cp.nvshmem: enable() needs init() before it")
+    gpu = _heap.memory.device
+    if device is not None and _torch_device(device) != gpu:
+        raise ValueError(
+            f"symm_cp.nvshmem: enable() on {_torch_device(device)}, but init() was for {gpu}"
+        )
     enabled = resolve(group)
-    choose(enabled, NvshmemDevice(_torch_device(device), _heap))
+    choose(enabled, NvshmemDevice(gpu, _heap))
     workspaces_of(enabled).current.clear()
     _enabled.append(enabled)
 
@@ -191,14 +202,6 @@ class NvshmemDevice(CudaDevice):
         return False
 
 
-def _numbers() -> itertools.count[int]:
-    return itertools.count(1)
-
-
-# The numbers of a group's workspaces: its ranks make them in the same order.
-_NUMBERS: StateKey[itertools.count[int]] = StateKey("workspaces on the NVSHMEM heap")
-
-
 class NvshmemWorkspace(DeviceWorkspace):
     """A workspace on the symmetric heap.
 
@@ -223,14 +226,10 @@ class NvshmemWorkspace(DeviceWorkspace):
         """Cuts this rank's memory from the heap; returns it, and where each rank's is mapped."""
         heap = self.heap
         process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
-        self._store = group.store()
-        numbers = group.state(_NUMBERS, _numbers)
-        self._key = f"symm_cp/nvshmem/{self.channel}/{next(numbers)}"
-        offset = heap.cut(nbytes)
-        weakref.finalize(self, heap.give_back, offset).atexit = False
         # Offsets differ between ranks, which may be members of different groups.
-        self._store.set(f"{self._key}/{group.rank}", str(offset))
-        offsets = [int(self._store.get(f"{self._key}/{r}")) for r in range(group.world_size)]
+        texts = share_made(group, f"nvshmem/{self.channel}", lambda: str(self._cut(nbytes)))
+        offsets = [int(text) for text in texts]
+        offset = offsets[group.rank]
         base = heap.memory.data_ptr()
         self.pes = [dist.get_global_rank(process_group, r) for r in range(group.world_size)]
         self.remote = [base + offset for offset in offsets]
@@ -238,9 +237,14 @@ class NvshmemWorkspace(DeviceWorkspace):
             address if rank == group.rank else int(heap.bindings.ptr(address, pe))
             for rank, (address, pe) in enumerate(zip(self.remote, self.pes, strict=True))
         ]
-        #: Every peer's memory is mapped here: copy engines and stream signals reach it.
-        self.direct = all(bases)
+        #: Every peer's memory is mapped here: copy engines reach it, and streams can wait there.
+        self.direct = all(bases) and self.device.streams_can_wait()
         return heap.memory[offset : offset + nbytes], bases
+
+    def _cut(self, nbytes: int) -> int:
+        offset = self.heap.cut(nbytes)
+        weakref.finalize(self, self.heap.give_back, offset).atexit = False
+        return offset
 
     def issue(
         self,
@@ -278,12 +282,7 @@ class NvshmemWorkspace(DeviceWorkspace):
     def _is_remote(self, command: wire.StreamCommand) -> bool:
         if command.kind in (wire.StreamKind.SIGNAL, wire.StreamKind.WAIT):
             return True
-        source = command.source
-        return (
-            command.kind == wire.StreamKind.COPY
-            and source.space != wire.Space.OPERAND
-            and source.index != self.rank
-        )
+        return bool(command.kind == wire.StreamKind.COPY and command.remote)
 
     def _issue_remote(
         self,

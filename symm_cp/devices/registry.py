@@ -47,7 +47,7 @@ def device_of(device: torch.device) -> Device:
                 f"{', '.join(map(repr, _kinds))}"
             )
         if device.index is None:
-            return device_of(torch.device(device.type, accelerators.index_of(device)))
+            return device_of(accelerators.indexed(device))
         made = _devices.setdefault(device, kind(device))
     return made
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 
 from symm_cp import env
-from symm_cp.liveness import wait_limit
+from symm_cp.liveness import generation, wait_limit
 from symm_cp.memory import Group, StateKey, reported
 
 # The numbers of the calls that a group's ranks have compared.
@@ -24,15 +24,15 @@ def agree(group: Group, call_name: bytes) -> None:
     """
     if not env.debug() or group.world_size == 1:
         return
-    store = group.store()
+    store, begin = group.store(), f"symm_cp/{generation(group)}/call"
     numbers = group.state(_NUMBERS, _numbers)
     number = next(numbers)
-    store.set(_key(number, group.rank), call_name)
+    store.set(f"{begin}/{number}/{group.rank}", call_name)
     limit = wait_limit(group)
     calls = []
     for rank in range(group.world_size):
         try:
-            store.wait([_key(number, rank)], limit)
+            store.wait([f"{begin}/{number}/{rank}"], limit)
         except RuntimeError as error:
             raise reported(
                 RuntimeError(
@@ -40,9 +40,9 @@ def agree(group: Group, call_name: bytes) -> None:
                     f"{number} of group {group.name!r} within {limit.total_seconds():g} s"
                 )
             ) from error
-        calls.append(store.get(_key(number, rank)).decode())
+        calls.append(store.get(f"{begin}/{number}/{rank}").decode())
     # Every rank has made this call, so every rank has read the keys of the last one.
-    store.delete_key(_key(number - 1, group.rank))
+    store.delete_key(f"{begin}/{number - 1}/{group.rank}")
     if len(set(calls)) > 1:
         by_rank = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
         raise reported(RuntimeError(f"symm_cp: ranks disagree: {by_rank}"))
@@ -50,7 +50,3 @@ def agree(group: Group, call_name: bytes) -> None:
 
 def _numbers() -> itertools.count[int]:
     return itertools.count(1)
-
-
-def _key(number: int, rank: int) -> str:
-    return f"symm_cp/call/{number}/{rank}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TypeAlias
@@ -17,7 +17,7 @@ from typing import TypeAlias
 from symm_cp import wire
 from symm_cp.devices import LANES, DeviceWorkspace, Signals, events_needed
 from symm_cp.runtime import recorder
-from symm_cp.runtime.binding import Binding, buffers_of
+from symm_cp.runtime.binding import Binding
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 from symm_cp.shards import Run, joint_rows
@@ -33,12 +33,11 @@ Kernel: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _KernelCall:
-    """A Python kernel, or a signal or wait by one of torch's kernels (with the peer as index)."""
+    """A Python kernel."""
 
     name: str
     index: int
     lane: str
-    exchange: type[Signal] | type[Wait] | None = None
 
     def launch(
         self,
@@ -48,22 +47,66 @@ class _KernelCall:
         epoch: int,
         call_name: bytes,
     ) -> None:
-        if self.exchange is None:
-            kernel = partial(kernels[self.name], self.index)
-        else:
-            by_kernel = workspace.signal if self.exchange is Signal else workspace.wait
-            kernel = partial(by_kernel, self.name, self.index)
         device, channel = workspace.device, workspace.channel
+        kernel = partial(kernels[self.name], self.index)
         if recording is None:
             device.launch(self.lane, channel, kernel)
             return
-        with recording.on_lane(self._step(), device, self.lane, channel, epoch, call_name):
+        step = Compute(self.name, self.index, (), ())
+        with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
             device.launch(self.lane, channel, kernel)
 
-    def _step(self) -> Step:
-        if self.exchange is None:
-            return Compute(self.name, self.index, (), ())
-        return self.exchange(self.index, self.name)
+
+@dataclass(frozen=True)
+class _ExchangeCall:
+    """Signals, or waits, by a kernel: for ranks that follow each other, of one flag."""
+
+    steps: tuple[Signal | Wait, ...]
+    lane: str
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(_peer(step) for step in self.steps)
+
+    def takes(self, step: Signal | Wait, lane: str, world_size: int) -> bool:
+        """Whether one launch may do this step, too, which is issued directly behind."""
+        last = self.steps[-1]
+        following = (_peer(last) + 1) % world_size
+        return lane == self.lane and _towards(last, following) == step
+
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        kernels: Mapping[str, Kernel],
+        recording: recorder.Recording | None,
+        epoch: int,
+        call_name: bytes,
+    ) -> None:
+        if recording is not None:
+            for step in self.steps:
+                alone = _ExchangeCall((step,), self.lane)
+                device, channel = workspace.device, workspace.channel
+                with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
+                    alone.launch(workspace, kernels, None, epoch, call_name)
+            return
+        first = self.steps[0]
+        if isinstance(first, Signal):
+            kernel = partial(workspace.signal, first.flag, self.peers, epoch)
+        else:
+            kernel = partial(
+                workspace.wait, first.flag, self.peers, epoch, lag=first.lag, call_name=call_name
+            )
+        workspace.device.launch(self.lane, workspace.channel, kernel)
+
+
+def _peer(step: Signal | Wait) -> int:
+    return step.to if isinstance(step, Signal) else step.source
+
+
+def _towards(step: Signal | Wait, peer: int) -> Signal | Wait:
+    if isinstance(step, Signal):
+        return replace(step, to=peer)
+    return replace(step, source=peer)
 
 
 #: Native commands, one after the other.
@@ -74,7 +117,7 @@ _Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
 class Launch:
     """A lowered schedule, made once for the sizes of its buffers."""
 
-    items: tuple[_KernelCall | _Batch, ...]
+    items: tuple[_KernelCall | _ExchangeCall | _Batch, ...]
     #: Whether the caller's stream waits for the end of all lanes.
     joined: bool
 
@@ -93,7 +136,7 @@ class Launch:
         streams = device.streams(workspace.channel)
         lanes = (ctypes.c_void_p * len(streams))(*streams)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
-        moved = workspace.last_stream not in (None, streams[0])
+        moved = capturing and workspace.last_stream not in (None, streams[0])
         issue = partial(
             workspace.issue,
             operands=addresses,
@@ -104,12 +147,11 @@ class Launch:
         )
         recording = None if capturing else recorder.active
         try:
-            if moved and self.joined and not capturing:
-                # Calls follow one another, also when the caller has changed streams.
-                issue(_BETWEEN_STREAMS)
+            if moved:
+                issue(_FOLLOW)
             workspace.last_stream = streams[0]
             for item in self.items:
-                if isinstance(item, _KernelCall):
+                if isinstance(item, _KernelCall | _ExchangeCall):
                     item.launch(workspace, kernels, recording, epoch, call_name)
                 elif recording is None:
                     issue(item)
@@ -118,8 +160,11 @@ class Launch:
                         channel = workspace.channel
                         with recording.on_lane(step, device, lane, channel, epoch, call_name):
                             issue(part)
-        except BaseException:
-            workspace.give_up()
+        except BaseException as error:
+            try:
+                workspace.give_up()
+            except RuntimeError as further:
+                error.add_note(str(further))
             raise
 
 
@@ -138,7 +183,10 @@ def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]
             yield recorder.step_of_stream(part[0], rank), LANES[lane], _batch(part)
 
 
-_BETWEEN_STREAMS = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
+# Calls follow one another, also when the caller has changed streams. Outside of captures this is
+# part of each launch, as handles do not tell streams apart: a destroyed stream's may be used again.
+# While a graph is captured, no event may be awaited that was not recorded in the same capture.
+_FOLLOW = _batch([wire.StreamCommand(kind=wire.StreamKind.WAIT_EVENT, lane=0, event=_END)])
 
 
 def _overlap(one: Region, other: Region) -> bool:
@@ -159,15 +207,16 @@ class StreamLowering:
         *,
         signals: Signals,
         joined: bool,
+        captured: bool = False,
     ) -> None:
         self.order, self.binding = order, binding
         self.rank, self.world_size = rank, world_size
         self.by_kernels = signals is not Signals.STREAM
         self.joined = joined
-        # Without a join the caller's stream waits until its input has been read; in place it does
-        # not: the caller leaves that tensor alone.
-        in_place = any("symmetric" in buffers_of(step) for _, step in order)
-        self.released = joined or in_place
+        # In the background, steps of the caller's streams are ordered by the peers' signals, unless
+        # waiters reset these: then a wait could take the signal that another one is for.
+        self.follows = joined or captured or signals is Signals.TORCH
+        self.captured = captured
         # Own flags that a kernel polls are numbers in memory; all others are events.
         self.polled = {
             flag: number
@@ -175,7 +224,7 @@ class StreamLowering:
             if isinstance(step, Compute)
             for number, (flag, _) in enumerate(step.awaits)
         }
-        self.items: list[_KernelCall | _Batch] = []
+        self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
         # Copies handed out since something else was, with their regions: a batch has no order.
         self.copied: list[Copy] = []
@@ -185,6 +234,8 @@ class StreamLowering:
         """Returns the launch; call it once."""
         lanes = list(dict.fromkeys(lane for lane, _ in self.order))
         others = [lane for lane in lanes if lane != "compute"]
+        if self.follows and not self.captured:
+            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_END)
         self._add(wire.StreamKind.RECORD, "compute", event=_BEGIN)
         for lane in others:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=_BEGIN)
@@ -193,22 +244,15 @@ class StreamLowering:
         for lane in others if self.joined else ():
             self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
             self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
-        if self.joined:
+        if self.follows:
             self._add(wire.StreamKind.RECORD, "compute", event=_END)
-        self._release("copy")
         self._flush()
         assert _FIRST_FREE + len(self.events) <= events_needed(self.world_size)
         return Launch(tuple(self.items), self.joined)
 
-    def _release(self, lane: str) -> None:
-        if not self.released:
-            self.released = True
-            self._add(wire.StreamKind.RECORD, lane, event=_JOIN)
-            self._add(wire.StreamKind.WAIT_EVENT, "compute", event=_JOIN)
-
     def _lower(self, lane: str, step: Step) -> None:
         if isinstance(step, Compute):
-            self._call(step.kernel, step.index, lane)
+            self._kernel(_KernelCall(step.kernel, step.index, lane))
         elif isinstance(step, Copy):
             self._copy(lane, step)
         elif isinstance(step, Signal):
@@ -225,10 +269,11 @@ class StreamLowering:
             event = self.events.setdefault(step.flag, _FIRST_FREE + len(self.events))
             self._add(wire.StreamKind.RECORD, lane, event=event)
             return
-        # In the background nothing reads the input after the first signal.
-        self._release(lane)
+        # The word that streams copy to flags is its lane's, whose streams follow one another only
+        # where calls are joined (csrc/streams.h).
+        assert self.joined or lane == "copy", step
         if self.by_kernels:
-            self._call(step.flag, step.to, lane, Signal)
+            self._exchange(step, lane)
         else:
             flag = wire.FLAGS.index(step.flag)
             self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
@@ -237,7 +282,7 @@ class StreamLowering:
         if step.source == self.rank:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=self.events[step.flag])
         elif self.by_kernels:
-            self._call(step.flag, step.source, lane, Wait)
+            self._exchange(step, lane)
         else:
             flag = wire.FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
@@ -252,12 +297,17 @@ class StreamLowering:
             self.items.append(_batch(self.commands))
             self.commands = []
 
-    def _call(
-        self, name: str, index: int, lane: str, exchange: type[Signal] | type[Wait] | None = None
-    ) -> None:
+    def _kernel(self, call: _KernelCall | _ExchangeCall) -> None:
         self.copied = []
         self._flush()
-        self.items.append(_KernelCall(name, index, lane, exchange))
+        self.items.append(call)
+
+    def _exchange(self, step: Signal | Wait, lane: str) -> None:
+        last = self.items[-1] if self.items and not self.commands else None
+        if isinstance(last, _ExchangeCall) and last.takes(step, lane, self.world_size):
+            self.items[-1] = replace(last, steps=(*last.steps, step))
+        else:
+            self._kernel(_ExchangeCall((step,), lane))
 
     def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
         """Where each part of a region begins, and its bytes."""
@@ -291,6 +341,7 @@ class StreamLowering:
                 alone=int(alone),
                 to=to,
                 source=source,
+                remote=int({step.src.rank, step.dst.rank} != {self.rank}),
                 bytes=nbytes,
                 rows=rows,
                 to_pitch=to_pitch,
@@ -312,10 +363,12 @@ def lower(
     """Lowers a registered variant.
 
     Unless streams signal themselves, signals and waits between ranks become kernels. The caller's
-    stream waits for the end of a variant of channel "sync"; of others, until its input has been
-    read.
+    stream waits for the end of a variant of channel "sync", of others only for its own steps. With
+    one slot the calls are captured into graphs.
     """
     order = variant.issue_order(rank, world_size, slots)
     joined = variant.channel == "sync"
-    lowering = StreamLowering(order, rank, world_size, binding, signals=signals, joined=joined)
+    lowering = StreamLowering(
+        order, rank, world_size, binding, signals=signals, joined=joined, captured=slots == 1
+    )
     return lowering.launch()

@@ -3,8 +3,8 @@
 The caller's stream computes; a second stream moves bytes and exchanges signals, without a
 multiprocessor. A call begins where the caller's stream is, and that stream waits for its end, so
 memory that it allocates needs no further care. Background collectives run in the channel "async",
-on a stream of their own: the caller's stream waits only until its input has been read (for a
-symmetric input not even that: leave it alone until the transfer was waited for).
+on a stream of their own: the caller's stream copies its input away, and goes on (leave a symmetric
+input alone until the transfer was waited for).
 
 While a graph is captured, calls take another workspace (devices/base.py) and read nothing in
 place.
@@ -25,6 +25,7 @@ from symm_cp.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.devices import (
     Device,
     DeviceWorkspace,
+    Signals,
     device_for,
     is_whole,
     symmetric_addresses,
@@ -336,7 +337,11 @@ def _start(
     source = tensor.contiguous()
     scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
     with group.lock, device.guard():
-        addresses = call.in_place([tensor], some_empty=not scatter and min(chunks.nbytes) == 0)
+        # torch's kernels reset "done": whoever reads in place and waits for that of this call would
+        # take the one for the slot.
+        through_slot = call.mode.signals is Signals.TORCH
+        some_empty = not scatter and min(chunks.nbytes) == 0
+        addresses = call.in_place([tensor], some_empty=some_empty or through_slot)
         room = sum(chunks.nbytes) if scatter else max(chunks.nbytes)
         space = workspace(group, device, "async", 0 if addresses is not None else room)
         launch = background_launch(pattern, group.rank, chunks, call.mode, addresses is not None)

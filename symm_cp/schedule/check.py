@@ -14,8 +14,8 @@ state; a lane that is stuck in one timing is stuck in all (README.md has the arg
 What the run assumes beyond the steps themselves
     * Between two calls, before the first and after the last, each rank's caller writes its
       symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
-      rank's compute lane, or, if a schedule has none, in its first lane: the caller of a
-      background op leaves the tensor alone until it has waited for the op.
+      lane that the schedule names (``Schedule.caller``), or, if it is not there, in the first:
+      the caller of a background op leaves the tensor alone until it has waited for the op.
     * Pieces of a chunk do not overlap within a call either; between calls they count as
       overlapping, too.
     * Another call may cut a slot, or the symmetric tensor, into other chunks. So chunk numbers
@@ -400,4 +400,5 @@ def _apart(one: int | None, other: int | None) -> bool:
 
 
 def _caller_lane(schedule: Schedule) -> str:
-    return "compute" if "compute" in schedule.lanes else next(iter(schedule.lanes), "compute")
+    lanes = schedule.lanes
+    return schedule.caller if schedule.caller in lanes else next(iter(lanes), schedule.caller)

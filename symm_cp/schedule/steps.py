@@ -155,7 +155,9 @@ class Schedule:
     ``lanes`` may be any mapping; a schedule keeps an immutable copy, so it is hashable. Lanes are
     named ``"compute"`` (the calling thread, or the current stream) and ``"copy"`` (a copy engine).
     A lane continues from call to call in program order; lanes of a call do not start or end
-    together, only flags order them. ``slots`` is the number of slots of the workspace.
+    together, only flags order them. ``slots`` is the number of slots of the workspace. The caller
+    may write its symmetric tensor after the steps of lane ``caller``: that of the calling thread,
+    or in the background the one whose end the caller waits for first.
 
     Raises ``ValueError`` if a step names a rank outside ``range(world_size)``.
     """
@@ -165,6 +167,7 @@ class Schedule:
     world_size: int
     lanes: Mapping[str, tuple[Step, ...]]
     slots: int
+    caller: str = "compute"
 
     def __post_init__(self) -> None:
         check_place(self.name, self.rank, self.world_size, self.slots)

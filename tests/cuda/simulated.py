@@ -1,126 +1,164 @@
 """The runtime for devices with streams on CPU memory: real schedules, launches and peers.
 
-`tests/cuda/driver.cpp` is its driver; it guarantees what CUDA's does and no more. There is no
-device: kernels of the caller's stream run in the calling thread.
+`driver.cpp` is its driver; it guarantees what CUDA's does and no more. Kernels are Python functions
+that run on the thread of their stream. Tensors are the CPU's and tests read them at once, so the
+calling thread waits for its stream at the end of each call (unless the simulation is `deferred`);
+within a call the host is ahead of the device, as with CUDA.
+
+One thing differs: on CUDA an exception in Python code that launches kernels is raised before later
+commands are issued. Here that code runs on the stream, so by then they may have been issued; the
+kernels among them are left out, and the call raises at its end. A simulation that is `stepwise`
+waits for each kernel, and raises there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
-import shlex
-import subprocess
-import tempfile
+import functools
+import random
+import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from symm_cp import devices, memory, native
+from symm_cp import devices, memory
 from symm_cp.devices.symmetric import SymmetricWorkspace
+from symm_cp.runtime.stream_program import Launch
+from tests.cuda.flag_kernels import FlagKernels
+from tests.cuda.machine import FAULTS, SETTINGS, Machine, build, machine
 
-_SOURCE = Path(__file__).with_name("driver.cpp")
+__all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
 
-
-@cache
-def build() -> str:
-    """Compiles the stand-in, once for each version and compiler; returns the library's path."""
-    command = native.find_compiler()
-    digest = hashlib.sha256(command.encode() + _SOURCE.read_bytes()).hexdigest()[:16]
-    target = Path(tempfile.gettempdir()) / f"symm_cp_simulated_driver_{digest}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory() as folder:
-            made = Path(folder) / "driver.so"
-            flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-o", str(made)]
-            subprocess.run([*shlex.split(command), *flags, str(_SOURCE)], check=True)
-            scratch = target.with_name(f"{target.name}.{made.parent.name}")
-            scratch.write_bytes(made.read_bytes())
-            scratch.replace(target)
-    return str(target)
-
-
-#: A function that a stream calls.
-CALL = ctypes.CFUNCTYPE(None)
+_POLLING = "all_gather_and_poll"  # the runtime's method whose kernel polls
 
 
 class _Event:
-    def __init__(self, library: ctypes.CDLL, stream: int) -> None:
-        self._library, self._stream = library, stream
+    """An event behind what a stream was given so far."""
+
+    def __init__(self, device: SimulatedDevice, stream: int) -> None:
+        self._device, self._driver = device, device.machine.library
+        self._event = ctypes.c_void_p()
+        self._driver.cuEventCreate(ctypes.byref(self._event), 0)
+        self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream))
 
     def wait(self) -> None:
-        self._library.simulated_drain(self._stream)
+        """Makes the current stream wait for it."""
+        current = self._device.current_stream()
+        self._driver.cuStreamWaitEvent(ctypes.c_void_p(current), self._event, 0)
+        self._device.join()
+
+    def __del__(self) -> None:
+        self._driver.cuEventDestroy_v2(self._event)
 
 
-class SimulatedDevice(devices.Device):
-    """A device whose memory is the CPU's; its null stream is the calling thread."""
+class SimulatedDevice(FlagKernels, devices.Device):
+    """A device whose memory is the CPU's. Its null stream is one stream for all threads."""
 
     torch_type, dispatch_key = "cpu", "CPU"
     captures = True
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
         super().__init__(torch.device("cpu"))
+        self.index = index
         self.driver = build()
-        self.library = ctypes.CDLL(self.driver)
-        self.library.simulated_stream.restype = ctypes.c_void_p
-        self.library.simulated_drain.argtypes = [ctypes.c_void_p]
-        self.library.simulated_call.argtypes = [ctypes.c_void_p, CALL]
+        self.machine: Machine = machine()
+        self.library = self.machine.library
+        self.machine.default_stream(index)
         self._sides: dict[str, int] = {}
-        self._calls: deque[tuple[Any, list[bool]]] = deque()
+        self._chosen = threading.local()  # each thread's stream
         self.in_capture = False
+        self.deferred = self.stepwise = False
         self.chosen_signals = devices.Signals.STREAM
+
+    # --- streams
 
     def _side(self, channel: str) -> int:
         if channel not in self._sides:
-            self._sides[channel] = self.library.simulated_stream()
+            self._sides[channel] = self.machine.stream(self.index)
         return self._sides[channel]
 
+    def current_stream(self) -> int:
+        """The stream of the calling thread; never null."""
+        chosen: int = getattr(self._chosen, "stream", 0)
+        return chosen or self.machine.default_stream(self.index)
+
+    @contextlib.contextmanager
+    def stream(self, stream: int | None = None) -> Iterator[int]:
+        """Inside, the calling thread's work goes to another stream; None: a new one."""
+        before = getattr(self._chosen, "stream", 0)
+        self._chosen.stream = stream or self.machine.stream(self.index)
+        try:
+            yield self._chosen.stream
+        finally:
+            self._chosen.stream = before
+
     def streams(self, channel: str) -> tuple[int, int]:
-        return 0, self._side(channel)
+        return getattr(self._chosen, "stream", 0), self._side(channel)
 
     def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
-        if lane == "compute":
-            kernel()
-            return
-        self.call(self._side(channel), kernel)
+        self.machine.raise_errors()
+        name = getattr(getattr(kernel, "func", kernel), "__qualname__", "a kernel")
+        if not self.capturing():
+            self.machine.load(name, anyway=random.random() < 1 / 8)
+        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        self.machine.call(stream, kernel, kind=2 if _POLLING in name else 1, name=name)
+        if self.stepwise and not self.capturing():
+            self.library.simulated_drain(stream)
+            self.machine.raise_errors()
 
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Has a stream call a function."""
-        ended: list[bool] = []
-
-        def call() -> None:
-            function()
-            ended.append(True)
-
-        # The stream calls it later; until then it must not be freed, nor while it returns.
-        while len(self._calls) > 1000 and self._calls[0][1]:
-            self._calls.popleft()
-        wrapped = CALL(call)
-        self._calls.append((wrapped, ended))
-        self.library.simulated_call(stream, wrapped)
+        self.machine.call(stream or self.current_stream(), function)
 
     def mark(self, lane: str, channel: str) -> devices.Mark:
         times: list[int] = []
-        self.launch(lane, channel, lambda: times.append(time.monotonic_ns()))
+        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        self.call(stream, lambda: times.append(time.monotonic_ns()))
         return lambda: times[0]
+
+    def synchronize(self) -> None:
+        self.library.simulated_drain_all()
+
+    def join(self) -> None:
+        """Waits for the calling thread's stream; raises what a kernel has raised."""
+        if not self.deferred:
+            self.library.simulated_drain(self.current_stream())
+            self.machine.raise_errors()
+
+    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
+        # Memory here is freed at once: the stream itself keeps it until it is past this point.
+        held = list(tensors)
+        self.call(self._side(channel), held.clear)
+
+    def copies_ended(self, channel: str) -> Any:
+        return _Event(self, self._side(channel))
+
+    # --- what a Device is asked
+
+    def guard(self) -> AbstractContextManager[object]:
+        """As torch's: a thread whose current device is this one already keeps what it has."""
+        if self.library.simulated_get_device() == self.index:
+            return contextlib.nullcontext()
+        return self.current()
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Inside, this device and its context are the calling thread's."""
+        before = self.library.simulated_get_device()
+        self.library.simulated_set_device(self.index, 1)
+        try:
+            yield
+        finally:
+            self.library.simulated_set_device(before, 1)
 
     def capturing(self) -> bool:
         return self.in_capture
-
-    def synchronize(self) -> None:
-        for stream in self._sides.values():
-            self.library.simulated_drain(stream)
-
-    def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
-        # Memory here is freed at once: it has to be kept by whoever uses it.
-        self.kept = [*getattr(self, "kept", [])[-64:], *tensors]
-
-    def copies_ended(self, channel: str) -> Any:
-        return _Event(self.library, self._side(channel))
 
     def verdict(self, group: memory.Group) -> devices.Verdict:
         return devices.Verdict(self.chosen_signals)
@@ -139,10 +177,44 @@ class SimulatedDevice(devices.Device):
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return memory.is_symmetric(tensor, group)
 
+    # --- what tests ask
+
     def count(self) -> dict[str, int]:
         """How often the driver was called since the last time."""
         kinds = ("copies", "batches", "2d", "mem_op_calls", "mem_ops")
         return {kind: self.library.simulated_count(i) for i, kind in enumerate(kinds)}
+
+    def copied(self) -> dict[str, int]:
+        """The copies since the last time: with memory of a peer or not, flagged for overlap or not.
+
+        Each copy of a batch counts.
+        """
+        kinds = ("local", "peer", "local, overlapping", "peer, overlapping")
+        return {kind: self.library.simulated_count(5 + i) for i, kind in enumerate(kinds)}
+
+    def run(self, issue: Callable[[], None], workspace: devices.DeviceWorkspace) -> None:
+        """Issues a call as the mode wants it, and lets its caller see the result."""
+        if self.in_capture:
+            graph = self._captured(issue)
+            self.machine.library.simulated_replay(graph, self.current_stream(), 1)
+            self.machine.library.simulated_graph_destroy(graph)
+        else:
+            issue()
+        try:
+            self.join()
+        except BaseException:
+            workspace.give_up()
+            raise
+
+    def _captured(self, issue: Callable[[], None]) -> ctypes.c_void_p:
+        graph, stream = ctypes.c_void_p(), self.current_stream()
+        assert self.library.simulated_capture_begin(stream) == 0
+        try:
+            issue()
+        finally:
+            result = self.library.simulated_capture_end(stream, 1, ctypes.byref(graph))
+        assert result == 0, f"the capture failed: {result}"
+        return graph
 
 
 @cache
@@ -151,15 +223,87 @@ def simulated_device() -> SimulatedDevice:
     return SimulatedDevice()
 
 
+def _forget_workspaces() -> None:
+    """Drops those of all groups: they were made for another driver. All ranks change theirs."""
+    for _, group in list(memory._groups.values()):
+        devices.workspaces_of(group).clear()
+
+
 @contextlib.contextmanager
-def simulation(*, delays_us: int = 100, graph: bool = False, signals: str = "stream") -> Any:
-    """Inside, ops on CPU tensors run on streams; `graph`: as while a graph is captured."""
+def simulation(
+    *,
+    delays_us: int = 100,
+    graph: bool = False,
+    signals: str = "stream",
+    driver_version: int = 13010,
+    one_queue: bool = False,
+    lazy_loading: bool = False,
+    multiprocessors: bool = False,
+    contexts: bool = False,
+    deferred: bool = False,
+    stepwise: bool = False,
+    patience_ms: int = 30_000,
+    faults: dict[str, str] | None = None,
+) -> Iterator[SimulatedDevice]:
+    """Inside, ops on CPU tensors run on streams.
+
+    graph: each call is captured, and replayed at once
+    signals: how ranks signal each other
+    driver_version: from 13010 on, no stream writes to a peer's memory; before, copies within the
+        device need a multiprocessor; before 12080, there are no batched copies; before 12050,
+        streams do not wait for symmetric memory
+    one_queue: commands of all streams begin in the order in which they were issued
+    lazy_loading: the first launch of a kernel, and some others, wait for all that was issued before
+        them, and no other thread may call the driver meanwhile
+    multiprocessors: a kernel that polls leaves none to others
+    contexts: threads have no current context until they set one
+    deferred: calls return while their streams still run
+    stepwise: kernels are waited for when they are launched, and exceptions raised there
+    patience_ms: a wait that takes longer aborts the process
+    faults: "write", "wait", "batch" or "peer_copy" to "refuse", "hang" or "ignore"
+    """
     made = simulated_device()
-    made.library.simulated_delays(delays_us)
+    values = dict(
+        delays_us=delays_us, driver_version=driver_version, patience_ms=patience_ms,
+        one_queue=one_queue, multiprocessors=multiprocessors, contexts=contexts, **(faults or {}),
+    )  # fmt: skip
+    _set(made, values)
+    if made.driver != build(driver_version):
+        made.driver = build(driver_version)
+        _forget_workspaces()
+    made.library.simulated_set_device(made.index, 1)
+    made.machine.lazy_loading = lazy_loading
+    made.machine.kernels_loaded.clear()
     made.in_capture, made.chosen_signals = graph, devices.Signals(signals)
-    with devices.replaced(torch.device("cpu"), made):
+    made.deferred, made.stepwise = deferred, stepwise
+    original = Launch.run
+
+    @functools.wraps(original)
+    def run(launch: Launch, workspace: Any, *args: Any, **options: Any) -> None:
+        issue = functools.partial(original, launch, workspace, *args, **options)
+        if isinstance(workspace.device, SimulatedDevice):
+            workspace.device.run(issue, workspace)
+        else:
+            issue()
+
+    with (
+        mock.patch.object(Launch, "run", run),
+        devices.replaced(torch.device("cpu"), made),
+    ):
         try:
             yield made
         finally:
+            for name in ("write", "wait", "batch", "peer_copy"):  # what hangs goes on
+                _set(made, {name: ""})
             made.synchronize()
+            made.machine.errors.clear()
+            _set(made, {"one_queue": False, "multiprocessors": False, "contexts": False})
+            made.machine.lazy_loading = False
             made.in_capture, made.chosen_signals = False, devices.Signals.STREAM
+            made.deferred = made.stepwise = False
+
+
+def _set(made: SimulatedDevice, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        number = FAULTS.index(value) if isinstance(value, str) else int(value)
+        made.library.simulated_set(SETTINGS.index(name), number)

@@ -10,8 +10,8 @@ import pytest
 from symm_cp import wire
 from symm_cp.devices import Signals
 from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.stream_program import Launch, StreamLowering, lower
-from symm_cp.schedule import Copy, Region, Step, patterns
+from symm_cp.runtime.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
+from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
 from symm_cp.shards import Extent
 
 LANES = ("compute", "copy")
@@ -29,7 +29,11 @@ def described(launch: Launch) -> list[str]:
     lines = []
     for item in launch.items:
         if not isinstance(item, ctypes.Array):
-            lines.append(f"{item.lane}: call {item.name}({item.index})")
+            if isinstance(item, _KernelCall):
+                names = f"{item.name}({item.index})"
+            else:
+                names = ", ".join(map(str, item.steps))
+            lines.append(f"{item.lane}: call {names}")
             continue
         for command in item:
             assert isinstance(command, wire.StreamCommand)
@@ -44,8 +48,9 @@ def described(launch: Launch) -> list[str]:
 def test_events_take_the_place_of_flags_to_oneself() -> None:
     variant = patterns.ALL_GATHER_AND_CONSUME.staged()
     lines = described(lower(variant, 0, 2, BINDING))
-    # The copy lane starts where the caller's stream is.
-    assert lines[:2] == ["compute: record 0", "copy: wait_event 0"]
+    # The copy lane starts where the caller's stream is, and that follows the call before, whose
+    # stream may have been another one.
+    assert lines[:3] == ["compute: wait_event 2", "compute: record 0", "copy: wait_event 0"]
     # A stream cannot wait for an event that was not recorded.
     assert lines.index("copy: record 3") < lines.index("compute: wait_event 3")
     assert lines.index("compute: wait_event 3") < lines.index("compute: call consume(1)")
@@ -53,11 +58,31 @@ def test_events_take_the_place_of_flags_to_oneself() -> None:
     assert lines[-3:] == ["copy: record 1", "compute: wait_event 1", "compute: record 2"]
 
 
-def test_in_the_background_the_caller_waits_for_its_input_alone() -> None:
+def test_a_capture_waits_for_no_event_from_outside_of_it() -> None:
+    for pattern in (patterns.ALL_GATHER_AND_CONSUME, patterns.BACKGROUND_ALL_GATHER):
+        lines = described(lower(pattern.staged(), 0, 2, BINDING, slots=1))
+        awaited = [int(line.split()[2]) for line in lines if "wait_event" in line]
+        for event in awaited:
+            recorded = next(at for at, line in enumerate(lines) if f": record {event}" in line)
+            assert recorded < next(at for at, li in enumerate(lines) if f"wait_event {event}" in li)
+        assert "compute: record 2" in lines  # for the next one, on another stream
+
+
+def test_in_the_background_the_caller_copies_its_input_and_goes_on() -> None:
     lines = described(lower(patterns.BACKGROUND_ALL_GATHER.staged(), 0, 2, BINDING))
-    released = lines.index("compute: wait_event 1")
-    assert "copy: signal" not in lines[:released]
-    assert lines[released + 1 :] == ["copy: signal", "copy: wait", "copy: copy"]
+    # The wait is for the call two before.
+    assert [line for line in lines if "compute" in line] == [
+        "compute: record 0",
+        "compute: wait",
+        "compute: copy",
+        "compute: copy",
+        "compute: record 3",
+    ]
+    assert [line for line in lines if "copy:" in line][:3] == [
+        "copy: wait_event 0",
+        "copy: wait_event 3",
+        "copy: signal",
+    ]
 
 
 def test_a_kernel_that_polls_comes_after_all_copies() -> None:
@@ -73,9 +98,24 @@ def test_signals_by_kernels() -> None:
     assert sorted(calls) == [
         "compute: call consume(0)",
         "compute: call consume(1)",
-        "copy: call ready(1)",
-        "copy: call ready(1)",
+        "copy: call Signal('ready' to rank 1)",
+        "copy: call Wait('ready' from rank 1)",
     ]
+
+
+def test_one_kernel_signals_all_peers() -> None:
+    """Steps of one kind that follow each other are one launch; pulls lie between the waits."""
+    wider = {name: (Extent.even(i, 64, 4),) for i, name in enumerate(["gathered", "output"], 1)}
+    binding = Binding({**BINDING.buffers, **wider})
+    everyone = (2, 3, 0)
+    for variant, signals, waits in (
+        (patterns.ALL_GATHER_AND_CONSUME.staged(), [everyone], [(2,), (3,), (0,)]),
+        (patterns.BACKGROUND_ALL_GATHER.staged(), [everyone] * 2, [everyone] * 2),
+    ):
+        launch = lower(variant, 1, 4, binding, signals=Signals.KERNEL)
+        exchanges = [item for item in launch.items if isinstance(item, _ExchangeCall)]
+        assert [e.peers for e in exchanges if isinstance(e.steps[0], Signal)] == signals
+        assert [e.peers for e in exchanges if isinstance(e.steps[0], Wait)] == waits
 
 
 @pytest.mark.parametrize("depends", [True, False])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
+import secrets
 import threading
 import time
 from collections.abc import Callable
@@ -34,6 +35,10 @@ class ComparisonType(enum.IntEnum):
     CMP_GE = 5
 
 
+#: The unique ids of all starts in this process.
+_used: list[Any] = []
+
+
 class Double:
     """Both `nvshmem.core` and `nvshmem.bindings`."""
 
@@ -46,15 +51,19 @@ class Double:
 
     # --- nvshmem.core
 
-    def get_unique_id(self) -> dict[str, int]:
-        """Anything that can be pickled."""
-        return {"id": 42}
+    def get_unique_id(self) -> dict[str, str]:
+        """Anything that can be pickled; another one for each start."""
+        return {"id": secrets.token_hex(8)}
 
     def init(
         self, *, device: Any, uid: Any, rank: int, nranks: int, initializer_method: str
     ) -> None:
         """As `nvshmem.core.init`, for a unique id."""
-        assert uid == {"id": 42}
+        drawn: list[Any] = [None] * nranks
+        dist.all_gather_object(drawn, uid)  # NVSHMEM would wait for the ranks that have this id
+        assert drawn == [uid] * nranks
+        assert uid not in _used, "the id of an earlier start"
+        _used.append(uid)
         assert initializer_method == "uid"
         self.rank, self.ranks = rank, nranks
         self.calls.append(("init", rank, nranks))
@@ -86,10 +95,7 @@ class Double:
     def _on(self, stream: int, work: Callable[[], None], *call: Any) -> None:
         with self.lock:
             self.calls.append((*call, "side" if stream else "current"))
-        if not stream:
-            work()
-        else:
-            self.device.call(stream, work)
+        self.device.call(stream, work)
 
     def ptr(self, dest: int, pe: int) -> int:
         """The address here of a peer's memory, or 0."""

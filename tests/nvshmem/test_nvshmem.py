@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -62,10 +63,6 @@ def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) ->
     cpu, state = torch.device("cpu"), memory.resolve(group)
     with simulation() as streams:
         double = Double(streams, MAPPED[mapped])
-        store = dist.distributed_c10d._get_process_group_store(dist.group.WORLD)
-        dist.barrier()
-        store.delete_key("symm_cp/nvshmem")
-        dist.barrier()
         with (
             mock.patch.object(nvshmem, "library", return_value=(double, double)),
             mock.patch.object(nvshmem, "bind_gpu", lambda device: device),
@@ -144,6 +141,53 @@ def subgroups(group: dist.ProcessGroup) -> None:
 
 def test_groups_that_overlap(ranks: Ranks) -> None:
     ranks.run(4, subgroups)
+
+
+def heap_is_full_on_one(group: dist.ProcessGroup) -> None:
+    """Heaps are filled unequally where ranks are members of different groups."""
+    with running(group, "none", heap_bytes=1 << 16):
+        heap = nvshmem.heap()
+        assert heap is not None
+        taken = heap.cut(1 << 15) if group.rank() == 1 else None
+        tensor = torch.randn(64, 64)
+        where = "a workspace needs" if taken is not None else r"rank 1 of group .* failed: Runtime"
+        with pytest.raises(RuntimeError, match=where):
+            symm_cp.all_gather_matmul(tensor, tensor, group=group)
+        if taken is not None:
+            heap.give_back(taken)
+        symm_cp.all_gather_matmul(tensor, tensor, group=group)
+
+
+def test_a_heap_that_is_full_on_one_rank_is_an_error_on_all(ranks: Ranks) -> None:
+    ranks.run(4, heap_is_full_on_one)
+
+
+def no_index(group: dist.ProcessGroup) -> None:
+    """Each rank binds its current GPU, whatever form of its device it was given."""
+    rank, gpus = group.rank(), mock.MagicMock()
+    own, other = torch.device("cuda", rank), torch.device("cuda", rank + 1)
+    core = mock.MagicMock()
+    core.get_unique_id.return_value = {"id": 42}
+    core.bytetensor.return_value = mock.MagicMock(device=own)
+    for given in (None, "cuda", torch.device("cuda"), own):
+        with (
+            mock.patch.object(nvshmem, "library", return_value=(core, None)),
+            mock.patch.dict(sys.modules, {"cuda": mock.MagicMock(core=gpus), "cuda.core": gpus}),
+            mock.patch.object(torch.cuda, "current_device", return_value=rank),
+            mock.patch.object(torch.cuda, "synchronize"),
+        ):
+            nvshmem.init(device=given)
+            gpus.Device.assert_called_with(rank)
+            nvshmem.enable(group, device=given)
+            served = devices.device_for(memory.resolve(group), torch.device("cuda"))
+            assert served.torch_device == own
+            with pytest.raises(ValueError, match=rf"on {other}, but init\(\) was for {own}"):
+                nvshmem.enable(group, device=other)
+            nvshmem.finalize()
+
+
+def test_a_device_without_an_index_is_the_current_one(ranks: Ranks) -> None:
+    ranks.run(4, no_index)
 
 
 def heap_is_full(group: dist.ProcessGroup) -> None:

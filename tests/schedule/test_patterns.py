@@ -19,7 +19,7 @@ from symm_cp.schedule.patterns import (
     TWO_SHOT_ALL_REDUCE,
     Variant,
 )
-from tests.schedule.calls import PLACES, Place
+from tests.schedule.calls import PLACES, Place, Workspace
 
 STAGED = [place for place in PLACES if place.workspace.form == "staged"]
 
@@ -138,9 +138,10 @@ def test_lanes_follow_from_the_issue_order(place: Place, world_size: int) -> Non
         assert sum(map(len, schedule.lanes.values())) == len(order)
         assert (schedule.rank, schedule.world_size, schedule.slots) == (rank, world_size, slots)
         assert schedule.name == str(place.variant)
+        staged = place.workspace.form == "staged"
         lanes = {"copy"} if background else {"compute"}
-        if place.workspace.form == "staged" and world_size > 1:
-            lanes.add("copy")
+        if staged and (background or world_size > 1):
+            lanes = {"compute", "copy"}
         assert schedule.lanes.keys() <= lanes
 
 
@@ -148,7 +149,12 @@ def test_lanes_follow_from_the_issue_order(place: Place, world_size: int) -> Non
 def test_one_rank_waits_for_no_peer(place: Place) -> None:
     (schedule,) = schedules(place, 1)
     synchronising = [step for step in steps_of(schedule) if isinstance(step, Signal | Wait)]
-    assert not synchronising
+    if place.workspace.form == "direct" or place.workspace.channel == "sync":
+        assert not synchronising
+    else:  # its two lanes, unless it reads in place
+        in_place = "in_place" in place.variant.options
+        own = [] if in_place else [Signal(0, "published"), Wait(0, "published")]
+        assert synchronising == own
     written = [write.buffer for step in steps_of(schedule) for write in accesses(step)[1]]
     assert "output" in written or written == ["symmetric"]
 
@@ -220,6 +226,8 @@ def test_how_many_signals_a_call_costs(place: Place) -> None:
     two_shot = variant.name.endswith("TWO_SHOT_ALL_REDUCE")
     if "in_place" in variant.options and not two_shot:
         per_peer += 1  # "done"
+    elif place.workspace == Workspace("async", "staged", 2):
+        per_peer += 1  # "done", for the call after the next
     if variant.name == "CONSUME_AND_REDUCE_SCATTER" or two_shot:
         per_peer += 1  # the shard, then the sum
     if place.workspace.slots == 1:
@@ -266,7 +274,13 @@ def test_kernels_touch_only_memory_of_their_rank(place: Place) -> None:
             assert {region.rank for region in (*reads, *writes)} == {schedule.rank}
         copies = [step for step in schedule.lanes.get("copy", ()) if isinstance(step, Copy)]
         assert {step.dst.rank for step in copies} == {schedule.rank}  # pulled, not pushed
-        assert not any(isinstance(step, Copy) for step in schedule.lanes.get("compute", ()))
+        assert all(
+            step.src.buffer == "input" and step.dst.rank == schedule.rank
+            for step in schedule.lanes.get("compute", ())
+            if isinstance(step, Copy)
+        )
+        if place.workspace.channel == "sync":
+            assert not any(isinstance(step, Copy) for step in schedule.lanes.get("compute", ()))
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
@@ -348,13 +362,15 @@ def test_the_background_gather_waits_for_all_before_it_pulls() -> None:
     assert names == [*signals, *waits, *copies, *signals, *waits]
 
 
-@pytest.mark.parametrize("form", ["direct", "staged"])
-@pytest.mark.parametrize("pattern", [BACKGROUND_ALL_GATHER, BACKGROUND_REDUCE_SCATTER], ids=str)
-def test_in_the_background_the_input_is_read_before_the_signals(
-    pattern: registry.Pattern, form: registry.FormName
-) -> None:
+BACKGROUND = pytest.mark.parametrize(
+    "pattern", [BACKGROUND_ALL_GATHER, BACKGROUND_REDUCE_SCATTER], ids=str
+)
+
+
+@BACKGROUND
+def test_in_the_background_the_input_is_read_before_the_signals(pattern: registry.Pattern) -> None:
     """The caller has it back after them."""
-    for variant in pattern.variants(form):
+    for variant in pattern.variants("direct"):
         if "in_place" in variant.options:
             continue
         steps = variant.schedule(1, 4).lanes["copy"]
@@ -366,3 +382,24 @@ def test_in_the_background_the_input_is_read_before_the_signals(
         ]
         assert readers
         assert max(readers) < first
+
+
+@BACKGROUND
+@pytest.mark.parametrize("slots", [1, 2])
+def test_in_the_background_the_callers_lane_waits_for_no_call_under_way(
+    pattern: registry.Pattern, slots: int
+) -> None:
+    """But for the one whose slot it takes; and only it reads the input."""
+    for world_size in (1, 2, 4):
+        (plain,) = (v for v in pattern.variants("staged") if "in_place" not in v.options)
+        lanes = plain.schedule(0, world_size, slots).lanes
+        waits = [step for step in lanes["compute"] if isinstance(step, Wait)]
+        assert {(wait.flag, wait.lag) for wait in waits} <= {("done", slots)}
+        assert {wait.source for wait in waits} == set(range(1, world_size))
+        readers = {
+            lane
+            for lane, steps in lanes.items()
+            for step in steps
+            if any(region.buffer == "input" for region in accesses(step)[0])
+        }
+        assert readers == {"compute"}

@@ -1,7 +1,8 @@
 """All-gather: every rank's shard is copied to chunk 0, ..., W-1 of ``"output"``.
 
-ALL_GATHER runs in the calling thread, BACKGROUND_ALL_GATHER in lane ``"copy"``, where the input is
-left alone after the signals: the caller may have it back.
+ALL_GATHER runs in the calling thread, BACKGROUND_ALL_GATHER in lane ``"copy"``. In direct form that
+leaves the input alone after the signals: the caller may have it back. In staged form lane
+``"compute"`` copies the input away before the caller goes on.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie
@@ -48,25 +49,26 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, *draft.waits("done"))
 
 
-# Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either.
+# Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either. "done"
+# is that of the call two before; in place the copy lane does all, and waits for "done" of this one.
 #
-#   copy  copy own | copy>slot | signal 1, 2 | wait 1, 2 | pull 1, 2
+#   compute  wait done 1, 2 | copy own, copy>slot |
+#   copy                                          | signal 1, 2 | wait 1, 2 | pull 1, 2 | done 1, 2
 
 
 def _staged(draft: Draft, options: Options) -> None:
     others, in_place = draft.peers, "in_place" in options
     source = draft.own("symmetric" if in_place else "input")
     own = Copy(source, draft.own("output", draft.rank))
-    publish = draft.publish(source) if others else []
     if in_place:
-        draft.copy(*publish, *draft.waits("ready"), own)
+        draft.copy(*draft.signals("ready"), *draft.waits("ready"), own)
     else:
-        draft.copy(own, *publish, *draft.waits("ready"))
+        draft.publish_in_background(own, *([Copy(source, draft.own("slot"))] if others else []))
+        draft.copy(*draft.waits("ready"))
     for peer in others:
         shard = Region(peer, "symmetric" if in_place else "slot")
         draft.copy(Copy(shard, draft.own("output", peer)))
-    for peer in others:
-        draft.copy(*draft.release(peer, in_place=in_place))
+    draft.copy(*draft.signals("done"))
     if in_place:
         # The caller may overwrite its tensor after this.
         draft.copy(*draft.waits("done"))

@@ -8,9 +8,9 @@ Forms
                 ``"compute"``, the calling thread; in the background it is ``"copy"``.
     ``staged``  two lanes: ``"copy"`` (a stream of its own, served by copy engines) exchanges
                 signals and pulls peers' memory ahead of its use; ``"compute"`` (the caller's
-                stream) runs kernels on memory of its own rank. The runtime starts the copy lane
-                of a call when the caller's stream has reached the call, so the input is complete
-                and private memory may be used again.
+                stream) runs kernels on memory of its own rank, and in the background copies the
+                input away. The runtime starts the copy lane of a call when the caller's stream has
+                reached the call, so the input is complete and private memory may be used again.
 
 Issue order
     A builder lists the steps of all lanes in the order in which the host hands them out, and the
@@ -50,19 +50,29 @@ Flags between ranks
                    needed of the peer's memory has been read. Writer: compute.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
                    within the call. Writer: copy; in direct form compute.
-    ``"done"``     this rank has read the peer's memory. Signalled in two cases. *In place*: the
+    ``"done"``     this rank has read the peer's memory. Signalled in three cases. *In place*: the
                    caller may overwrite the symmetric tensor once the call has returned, so the
                    call ends by waiting for it. *One slot*: the next call overwrites what this one
-                   reads, so the next writer waits for it with ``lag=1``. Writer: copy; in direct
-                   form the only lane.
+                   reads, so the next writer waits for it with ``lag=1``. *Background, staged*: by
+                   all, see below. Writer: copy; in direct form the only lane.
 
     In staged form with one slot, each is signalled exactly as often as it is awaited, so a runtime
     may have the waiter reset the flag instead of comparing epochs: a graph has no epoch, as
     each replay runs the same commands. In place there are always two slots.
 
+The background in staged form
+    The caller's stream must not wait for peers of a call that it has not waited for itself. So the
+    slot is written by the compute lane, which waits for no signal of the calls under way: only,
+    with ``lag`` the number of slots, for ``"done"`` of the call that used the slot before. (The
+    ready-signal of the call between would say the same, but it comes when the peer reaches that
+    call.) The copy lane signals and pulls. All variants of the channel signal ``"done"``, so that
+    it may be awaited whatever the earlier call was.
+
 Flags to oneself (staged form; a runtime may turn them into events)
     ``"begun"``                         what the caller wrote to its symmetric tensor is complete
                                         (writer: compute)
+    ``"published"``                     in the background: what the slot is to hold has been copied
+                                        there, and the input is needed no more (compute)
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
     ``"arrived<i>"``                    the i-th shard has arrived; a running kernel polls it (copy)
     ``"consumed<i>"``, ``"added<i>"``   the i-th shard, or partial sum, has been used (compute)
@@ -178,6 +188,12 @@ class Draft:
             self.compute(Signal(self.rank, "begun"))
             self.copy(Wait(self.rank, "begun"))
         self.copy(*self.publish(source))
+
+    def publish_in_background(self, *copies: Copy) -> None:
+        """Copies the input away in the caller's lane, then signals from the copy lane."""
+        self.compute(*(Wait(peer, "done", lag=self.slots) for peer in self.peers))
+        self.compute(*copies, Signal(self.rank, "published"))
+        self.copy(Wait(self.rank, "published"), *self.signals("ready"))
 
     def release(self, peer: int, *, in_place: bool = False) -> list[Step]:
         """Says that the peer's memory has been read, where somebody waits for that."""
@@ -302,7 +318,8 @@ def _schedule(variant: Variant, rank: int, world_size: int, slots: int, pieces: 
     for lane, step in _issue_order(variant, rank, world_size, slots, pieces):
         lanes.setdefault(lane, []).append(step)
     named = {lane: tuple(steps) for lane, steps in lanes.items()}
-    return Schedule(str(variant), rank, world_size, named, slots)
+    caller = "copy" if variant.channel == "async" else "compute"
+    return Schedule(str(variant), rank, world_size, named, slots, caller)
 
 
 class Pattern:

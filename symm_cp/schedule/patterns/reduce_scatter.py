@@ -2,7 +2,8 @@
 
 ``Compute("reduce", rank, ...)`` reads chunk ``rank`` of what every rank contributes: ``"input"``,
 of W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
-while the caller goes on; after its signals it leaves the input alone.
+while the caller goes on. In direct form it leaves the input alone after its signals; in staged form
+lane ``"compute"`` copies the input away first.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which peers read where they lie
@@ -43,23 +44,26 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, reduce)
 
 
-# Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials".
+# Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials". As
+# above, "done" is that of the call two before, and in place the copy lane does all.
 #
-#   copy  copy own | copy chunks>slot | signal 1, 2 | wait 1, 2 | pull 1, 2 | reduce
+#   compute  wait done 1, 2 | copy own, copy chunks>slot |
+#   copy       signal 1, 2 (when they are there) | wait 1, 2 | pull 1, 2 | done 1, 2 | reduce
 
 
 def _staged(draft: Draft, options: Options) -> None:
     rank, others, in_place = draft.rank, draft.peers, "in_place" in options
     parts = tuple(draft.own("partials", source) for source in range(draft.world_size))
     own, theirs = ("symmetric", "symmetric") if in_place else ("input", "slot")
-    draft.copy(Copy(draft.own(own, rank), parts[rank]))
-    if not in_place:
-        draft.copy(*draft.claim_slot())
-        draft.copy(*(Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in others))
-    draft.copy(*draft.signals("ready"), *draft.waits("ready"))
+    keep = Copy(draft.own(own, rank), parts[rank])
+    if in_place:
+        draft.copy(keep, *draft.signals("ready"))
+    else:
+        published = (Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in others)
+        draft.publish_in_background(keep, *published)
+    draft.copy(*draft.waits("ready"))
     draft.copy(*(Copy(Region(peer, theirs, rank), parts[peer]) for peer in others))
-    for peer in others:
-        draft.copy(*draft.release(peer, in_place=in_place))
+    draft.copy(*draft.signals("done"))
     draft.copy(Compute("reduce", rank, parts, (draft.own("output"),)))
     if in_place:
         # The caller may overwrite its tensor after this.

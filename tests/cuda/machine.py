@@ -1,0 +1,193 @@
+"""The simulated machine of this process: its driver's library, streams, and kernels in Python."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import shlex
+import subprocess
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+from symm_cp import native
+
+_FOLDER = Path(__file__).parent
+_SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
+_BATCHES = {0: 0, 12080: 9, 13000: 8}  # the arguments of a batched copy, from a version on
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread")
+
+#: The order of `simulated_set`.
+SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
+            "contexts", "write", "wait", "batch", "peer_copy")  # fmt: skip
+#: What may happen to the last four of them, instead of what should.
+FAULTS = ("", "refuse", "hang", "ignore")
+
+#: A function that a stream calls.
+CALL = ctypes.CFUNCTYPE(None)
+
+
+def _compile(target: Path, *arguments: str) -> None:
+    if target.exists():
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "made.so"
+        command = shlex.split(native.find_compiler())
+        subprocess.run([*command, *_FLAGS, *arguments, "-o", str(made)], check=True)
+        scratch = target.with_name(f"{target.name}.{made.parent.name}")
+        scratch.write_bytes(made.read_bytes())
+        scratch.replace(target)
+
+
+@cache
+def _folder() -> Path:
+    """Where the libraries are, for this version of the sources and the compiler."""
+    digest = hashlib.sha256(native.find_compiler().encode())
+    for name in (*_SOURCES, "driver_batch.cpp", "driver_model.h", "../../csrc/driver.h"):
+        digest.update((_FOLDER / name).read_bytes())
+    made = Path(tempfile.gettempdir()) / f"symm_cp_simulated_driver_{digest.hexdigest()[:16]}"
+    made.mkdir(exist_ok=True)
+    return made
+
+
+@cache
+def _core() -> Path:
+    path = _folder() / "core.so"
+    _compile(path, *(str(_FOLDER / name) for name in _SOURCES))
+    return path
+
+
+@cache
+def build(version: int = 13010) -> str:
+    """Compiles the driver of a version, unless it was before; returns the library's path."""
+    arguments = next(count for since, count in reversed(_BATCHES.items()) if version >= since)
+    path = _folder() / f"driver_{arguments}.so"
+    source = str(_FOLDER / "driver_batch.cpp")
+    core = _core()
+    _compile(path, f"-DBATCH={arguments}", source, "-Wl,--no-as-needed", str(core),
+             f"-Wl,-rpath,{core.parent}")  # fmt: skip
+    return str(path)
+
+
+def thread_state() -> Callable[[], AbstractContextManager[None]]:
+    """Returns what makes another thread treat torch's ops as the calling one does now."""
+    keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    modes = dispatch._get_current_dispatch_mode_stack()
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        before = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(inference))
+            stack.enter_context(torch.set_grad_enabled(grad))
+            torch.set_autocast_enabled("cpu", autocast[0])
+            torch.set_autocast_dtype("cpu", autocast[1])
+            stack.enter_context(torch._C._ForceDispatchKeyGuard(*keys))
+            for mode in modes:
+                dispatch._push_mode(mode)
+            try:
+                yield
+            finally:
+                for _ in modes:
+                    dispatch._pop_mode()
+        torch.set_autocast_enabled("cpu", before[0])
+        torch.set_autocast_dtype("cpu", before[1])
+
+    return entered
+
+
+class Machine:
+    """The driver's library and the streams that torch would have made."""
+
+    def __init__(self) -> None:
+        self.library = ctypes.CDLL(str(_core()))
+        for name in ("stream", "replay"):
+            getattr(self.library, f"simulated_{name}").restype = ctypes.c_void_p
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        for name, types in {
+            "serve": [pointer], "drain": [pointer], "destroy": [pointer],
+            "default_stream": [number, pointer],
+            "call": [pointer, CALL, number, ctypes.c_char_p],
+            "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
+            "replay": [pointer, pointer, number], "graph_destroy": [pointer],
+            "owner": [ctypes.c_uint64],
+            "last_write": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
+        }.items():  # fmt: skip
+            with contextlib.suppress(AttributeError):
+                getattr(self.library, f"simulated_{name}").argtypes = types
+        self.library.simulated_replay.restype = number
+        self.names: dict[str, bytes] = {}
+        self.kernels_loaded: set[str] = set()
+        self.lazy_loading = False
+        self.errors: list[BaseException] = []
+        self._calls: deque[tuple[Any, list[bool]]] = deque()
+        self._defaults: dict[int, int] = {}
+
+    def stream(self, device: int) -> int:
+        """Makes a stream, which a thread of Python's serves: its kernels are in Python."""
+        made: int = self.library.simulated_stream(device, 0)
+        threading.Thread(target=self.library.simulated_serve, args=(made,), daemon=True).start()
+        return made
+
+    def default_stream(self, device: int) -> int:
+        """The stream that handle 0 stands for."""
+        if device not in self._defaults:
+            self._defaults[device] = self.stream(device)
+            self.library.simulated_default_stream(device, self._defaults[device])
+        return self._defaults[device]
+
+    def call(self, stream: int, function: Callable[[], object], *, kind: int = 0,
+             name: str = "a kernel") -> None:  # fmt: skip
+        """Has a stream call a function in the state of this thread: 1 as a kernel, 2 a polling one.
+
+        Where it raises, what this thread had its streams call afterwards is not called.
+        """
+        ended: list[bool] = []
+        state = thread_state()
+
+        def run() -> None:
+            try:
+                if not self.errors:
+                    with state():
+                        function()
+            except BaseException as error:
+                self.errors.append(error)
+            ended.append(True)
+
+        # The stream calls it later; until then it must not be freed, nor while it returns.
+        while len(self._calls) > 1000 and self._calls[0][1]:
+            self._calls.popleft()
+        wrapped = CALL(run)
+        self._calls.append((wrapped, ended))
+        encoded = self.names.setdefault(name, name.encode())
+        self.library.simulated_call(stream, wrapped, kind, encoded)
+
+    def raise_errors(self) -> None:
+        """Raises what a kernel has raised since."""
+        if self.errors:
+            error = self.errors[0]
+            self.errors.clear()
+            raise error
+
+    def load(self, kernel: str, *, anyway: bool) -> None:
+        """Loads a kernel when it is first launched, as drivers do by default."""
+        if self.lazy_loading and (anyway or kernel not in self.kernels_loaded):
+            self.kernels_loaded.add(kernel)
+            self.library.simulated_load()
+
+
+@cache
+def machine() -> Machine:
+    """The machine of this process."""
+    return Machine()

@@ -88,13 +88,13 @@ const Range* find(const std::map<Address, Range>& ranges, Address address) {
 
 }  // namespace
 
-Owner owner_of(Address address) {
+Owner owner_of(Address address, bool surely) {
   Memory& it = memory();
   std::lock_guard<std::mutex> lock(it.mutex);
   const Range* range = find(it.ranges, address);
   const bool old = Clock::now() - it.scanned > kFresh;
   // What was a peer's memory may have been unmapped, and the place be taken by something else.
-  if (range == nullptr || (old && range->owner != Owner::kOwn)) {
+  if (range == nullptr || ((old || surely) && range->owner != Owner::kOwn)) {
     it.ranges = scan();
     it.scanned = Clock::now();
     range = find(it.ranges, address);

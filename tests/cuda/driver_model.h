@@ -146,7 +146,7 @@ Result refuse_in_capture(SimStream* stream);
 // --- memory (driver_memory.cpp)
 
 enum class Owner { kOrdinary, kOwn, kPeer };  // not symmetric memory, this rank's, a peer's
-Owner owner_of(Address address);
+Owner owner_of(Address address, bool surely = false);  // surely: memory was just unmapped
 // Keeps what commands wrote last, for reports about memory that was written when it was free.
 void note_write(Address to, size_t bytes, const char* name);
 std::string last_write(Address address, size_t bytes);

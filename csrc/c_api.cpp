@@ -325,7 +325,12 @@ int64_t symm_cp_streams_give_up(void* streams) {
   });
 }
 
-// Ends the thread that watches the waits of streams.
+// 1 if the streams have come past the point where they were given up, else 0; -1 on failure.
+int64_t symm_cp_streams_ended(void* streams) {
+  return guarded([&]() -> int64_t { return static_cast<Streams*>(streams)->ended() ? 1 : 0; });
+}
+
+// Ends the threads that watch the waits of streams.
 void symm_cp_watch_stop() { Watcher::instance().stop(); }
 
 // Starts or ends the recording of steps.

@@ -36,6 +36,7 @@ Api open(const std::string& path) {
   require(library, path, "cuEventCreate", api.event_create);
   require(library, path, "cuEventDestroy_v2", api.event_destroy);
   require(library, path, "cuEventRecord", api.event_record);
+  require(library, path, "cuEventQuery", api.event_query);
   require(library, path, "cuStreamWaitEvent", api.stream_wait_event);
   require(library, path, "cuStreamBatchMemOp_v2", api.mem_ops);
   require(library, path, "cuMemcpyAsync", api.copy);

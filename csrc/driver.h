@@ -82,6 +82,7 @@ struct Api {
   Result (*event_create)(Event*, unsigned);
   Result (*event_destroy)(Event);
   Result (*event_record)(Event, Stream);
+  Result (*event_query)(Event);
   Result (*stream_wait_event)(Stream, Event, unsigned);
   Result (*mem_ops)(Stream, unsigned, MemOp*, unsigned);
   Result (*copy)(Address, Address, size_t, Stream);

@@ -417,6 +417,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT, _TEXT]),
     "symm_cp_streams_expect": (None, [_VOID, _INT, _INT, _EPOCH, _EPOCH, _TEXT]),
     "symm_cp_streams_give_up": (_LONG, [_VOID]),
+    "symm_cp_streams_ended": (_LONG, [_VOID]),
     "symm_cp_watch_stop": (None, []),
 }
 

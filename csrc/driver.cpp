@@ -50,6 +50,7 @@ Api open(const std::string& path) {
   require(library, path, "cuCtxGetCurrent", api.context_get);
   require(library, path, "cuCtxSetCurrent", api.context_set);
   require(library, path, "cuThreadExchangeStreamCaptureMode", api.capture_mode);
+  find(library, "cuStreamGetCaptureInfo_v2", api.capture_info);
   find(library, "cuMemcpyBatchAsync_v2", api.copy_batch);
   if (api.copy_batch == nullptr) find(library, "cuMemcpyBatchAsync", api.copy_batch_12);
   return api;

@@ -47,6 +47,8 @@ class Streams {
   void give_up();
   // Whether the streams of the last call have come past the point of `give_up`.
   bool ended();
+  // From now on, or no longer, copies are issued one after the other.
+  void set_single_copies(bool single) { single_copies_ = single; }
 
  private:
   enum class Gathered { kNothing, kMemOps, kCopies, kSignals };
@@ -69,11 +71,12 @@ class Streams {
   int rank_;
   WorkspaceLayout layout_;
   bool reset_flags_;
+  bool single_copies_ = false;
   driver::Context context_ = nullptr;
   std::vector<driver::Event> events_;
   std::vector<driver::Stream> last_lanes_;  // of the last call; empty before the first
   bool given_up_ = false;
-  bool endless_ = false;  // it cannot be known when the streams have ended
+  bool endless_ = false;                        // it cannot be known when the streams have ended
   std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them
   std::array<uint32_t, kLanes> sent_epochs_{};  // that the lanes' words were set to
   bool capturing_ = false;

@@ -35,6 +35,7 @@ SAME((int)kDeviceMemory, (int)CU_MEMORYTYPE_DEVICE);
 SAME((int)CU_EVENT_DISABLE_TIMING, 2);
 SAME((int)kNotReady, (int)CUDA_ERROR_NOT_READY);
 SAME((int)kNonBlocking, (int)CU_STREAM_NON_BLOCKING);
+SAME((int)kCapturing, (int)CU_STREAM_CAPTURE_STATUS_ACTIVE);
 SAME((int)kRelaxed, (int)CU_STREAM_CAPTURE_MODE_RELAXED);
 // signatures
 CUresult (*a)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned) = cuStreamBatchMemOp;

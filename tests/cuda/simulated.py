@@ -48,12 +48,14 @@ class _Event:
     def __init__(self, device: SimulatedDevice, stream: int) -> None:
         self._device, self._driver = device, device.machine.library
         self._event = ctypes.c_void_p()
-        self._driver.cuEventCreate(ctypes.byref(self._event), 0)
-        self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream))
+        with device.current():  # as torch's
+            assert self._driver.cuEventCreate(ctypes.byref(self._event), 0) == 0
+            assert self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream)) == 0
 
     def hold_up(self, stream: int) -> None:
         """Makes a stream wait for it."""
-        assert self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0) == 0
+        with self._device.current():
+            assert self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0) == 0
 
     def wait(self) -> None:
         """Makes the current stream wait for it."""

@@ -98,7 +98,7 @@ struct Api {
   Result (*context_set)(Context);
   Result (*capture_mode)(int*);
   // May be missing. The second form has been there since CUDA 11.3.
-  Result (*capture_info)(Stream, int* status, uint64_t* id, void** graph, const void** dependencies,
+  Result (*capture_info)(Stream, int* status, uint64_t* id, void* graph, void* dependencies,
                          size_t* dependency_count);
   // One of them, or none: batches came with CUDA 12.8, and lost an argument in 13.0.
   Result (*copy_batch)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,

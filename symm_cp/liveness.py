@@ -152,12 +152,17 @@ def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
 
     Raises `PeerLostError` when a rank exits first, or the time-out elapses.
     """
+    wait_for_keys(group, store, keys)
+    return [store.get(key).decode() for key in keys]
+
+
+def wait_for_keys(group: Group, store: dist.Store, keys: Sequence[str]) -> None:
+    """Returns when a store has the key of each rank; raises like `read`."""
     with _patience(group) as wait_for:
         for rank, key in enumerate(keys):
             while not store.check([key]):
                 if wait_for(rank, key, lambda: store.check([key])):  # noqa: B023 (called now)
                     break
-    return [store.get(key).decode() for key in keys]
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace
+from symm_cp.devices.base import DeviceWorkspace
+from symm_cp.devices.rendezvous import map_peers
 from symm_cp.memory import Group
 
 
@@ -20,16 +22,18 @@ class SymmetricWorkspace(DeviceWorkspace):
         memory = _SymmetricMemory.empty_strided_p2p(
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )
-        self._shared = _SymmetricMemory.rendezvous(memory, group.name)
-        return memory, _addresses(self._shared, memory, self.rank)
+        self._mapped = map_peers(memory, group)
+        # torch's kernels look the name of its process group up whenever they signal.
+        weakref.finalize(self, self._mapped.forget).atexit = False
+        return memory, self._mapped.addresses
 
     def signal(self, flag: str, peer: int, epoch: int) -> None:
         """Signals a peer by one of torch's kernels, in the current stream."""
-        self._shared.put_signal(peer, self._pad(flag, epoch))
+        self._mapped.handle.put_signal(peer, self._pad(flag, epoch))
 
     def wait(self, flag: str, peer: int, epoch: int) -> None:
         """Waits for a peer's signal by one of torch's kernels, and resets it."""
-        self._shared.wait_signal(peer, self._pad(flag, epoch), self.limit_ms)
+        self._mapped.handle.wait_signal(peer, self._pad(flag, epoch), self.limit_ms)
 
     def _pad(self, flag: str, epoch: int) -> int:
         """The channel of torch's signal pads that a flag takes in a call.
@@ -45,30 +49,3 @@ def is_symmetric(tensor: torch.Tensor) -> bool:
     """Whether a tensor was allocated as torch's symmetric memory, as far as torch can tell."""
     asks_torch = getattr(_SymmetricMemory, "is_symm_mem_tensor", None)
     return asks_torch is None or bool(asks_torch(tensor))
-
-
-def is_whole(device: Device, tensor: torch.Tensor, group: Group) -> bool:
-    """Whether a tensor is a whole allocation of symmetric memory, as far as this rank can tell.
-
-    For a part of an allocation, a rank cannot tell whether it lies at the same place on all ranks.
-    """
-    return (
-        tensor.is_contiguous()
-        and device.is_symmetric(tensor, group)
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    )
-
-
-def symmetric_addresses(tensor: torch.Tensor, group: Group) -> tuple[int, ...] | None:
-    """Returns the address here of each rank's counterpart of a tensor; None when it has none.
-
-    The tensor must be `is_whole`. Collective when its memory was not rendezvoused with the group
-    yet.
-    """
-    shared = _SymmetricMemory.rendezvous(tensor, group.name)
-    return None if shared is None else tuple(_addresses(shared, tensor, group.rank))
-
-
-def _addresses(shared: _SymmetricMemory, tensor: torch.Tensor, rank: int) -> list[int]:
-    offset = tensor.data_ptr() - shared.buffer_ptrs[rank]
-    return [base + offset for base in shared.buffer_ptrs]

@@ -31,7 +31,7 @@ from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 
-from symm_cp import native, wire
+from symm_cp import kernels, native, wire
 from symm_cp.alignment import debug_offset
 from symm_cp.liveness import share, wait_limit, watched_processes
 from symm_cp.memory import Calls, Group, pages
@@ -153,6 +153,27 @@ class Device(ABC):
         """Whether the current stream is being captured into a graph."""
         return False
 
+    def signal(self, bases: torch.Tensor, offset: int, first: int, count: int, value: int) -> None:
+        """Raises flags by a kernel in the current stream, see `kernels.signal`."""
+        kernels.signal(bases, offset, first, count, value)
+
+    def wait(
+        self, flags: torch.Tensor, first: int, count: int, needed: int, *, reset: bool
+    ) -> None:
+        """Waits for flags by a kernel in the current stream, see `kernels.wait`."""
+        kernels.wait(flags, first, count, needed, reset=reset)
+
+    def streams_can_wait(self) -> bool:
+        """Whether its driver lets streams wait in symmetric memory (csrc/driver.h).
+
+        Raises `RuntimeError` when the driver does not load.
+        """
+        library = native.load()
+        version: int = library.symm_cp_driver_version(self.driver.encode())
+        if version < 0:
+            raise RuntimeError(f"symm_cp: {native.error()}")
+        return version >= int(library.symm_cp_stream_signals_version())
+
     def polls(self) -> bool:
         """Whether it has the kernel of attention that polls for the peers' shards."""
         return False
@@ -201,7 +222,11 @@ class DeviceWorkspace(Calls, ABC):
         self.memory[: self.header_bytes].zero_()
         one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
         self.memory[one : one + 4].view(torch.int32).fill_(1)
-        if graph and self.signals is Signals.STREAM:
+        if self.signals is Signals.KERNEL:
+            with ordinary_tensors():
+                self.bases = torch.tensor(addresses, dtype=torch.int64).to(self.memory.device)
+            self._load_kernels()
+        if graph and self.signals is not Signals.TORCH:
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
         device.synchronize()
@@ -212,7 +237,7 @@ class DeviceWorkspace(Calls, ABC):
             # Nobody has read this rank's slots before their first calls.
             for peer, slot in product(range(self.world_size), range(self.slots)):
                 if peer != self.rank:
-                    self.signal("done", peer, slot)
+                    self.signal("done", [peer], slot)
 
     @abstractmethod
     def allocate(self, group: Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -221,16 +246,37 @@ class DeviceWorkspace(Calls, ABC):
         An address is 0 where a rank's memory is not mapped here.
         """
 
-    def signal(self, flag: str, peer: int, epoch: int) -> None:
-        """Signals a peer by a kernel in the current stream."""
-        raise NotImplementedError(f"{self.device}: has no kernels that signal")
+    def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
+        """Signals ranks that follow each other (mod W), by a kernel in the current stream.
 
-    def wait(self, flag: str, peer: int, epoch: int) -> None:
-        """Waits for a peer's signal of a call by a kernel in the current stream.
-
-        The epoch may be one before the first call, which asks for nothing.
+        That is for `Signals.KERNEL`: an epoch, or 1 in a graph.
         """
-        raise NotImplementedError(f"{self.device}: has no kernels that wait")
+        offset = wire.flag_offset(wire.DEVICE_FLAGS.index(flag), self.rank, self.world_size)
+        value = 1 if self.slots == 1 else epoch
+        self.device.signal(self.bases, offset, peers[0], len(peers), value)
+
+    def wait(
+        self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
+    ) -> None:
+        """Waits for such signals of call `epoch - lag`, by a kernel in the current stream.
+
+        In a graph it resets the flags.
+        """
+        reset = self.slots == 1
+        if not reset:
+            expect, number = native.load().symm_cp_streams_expect, wire.DEVICE_FLAGS.index(flag)
+            for peer in peers:
+                expect(self.handle, peer, number, epoch - lag, epoch, call_name)
+        needed = 1 if reset else epoch - lag
+        self.device.wait(self.flags(flag), peers[0], len(peers), needed, reset=reset)
+
+    def _load_kernels(self) -> None:
+        """Launches the kernels that signal once: their first launch may wait for all streams."""
+        reset, number = self.slots == 1, wire.DEVICE_FLAGS.index("arrived")
+        offset = wire.flag_offset(number, self.rank, self.world_size)
+        self.device.signal(self.bases, offset, self.rank, 1, 1)
+        self.device.wait(self.flags("arrived"), self.rank, 1, 1, reset=reset)
+        self.flags("arrived").zero_()
 
     def _open(self, group: Group, graph: bool, addresses: Sequence[int]) -> int:
         self.layout = wire.WorkspaceLayout(

@@ -237,8 +237,8 @@ class NvshmemWorkspace(DeviceWorkspace):
             address if rank == group.rank else int(heap.bindings.ptr(address, pe))
             for rank, (address, pe) in enumerate(zip(self.remote, self.pes, strict=True))
         ]
-        #: Every peer's memory is mapped here: copy engines and stream signals reach it.
-        self.direct = all(bases)
+        #: Every peer's memory is mapped here: copy engines reach it, and streams can wait there.
+        self.direct = all(bases) and self.device.streams_can_wait()
         return heap.memory[offset : offset + nbytes], bases
 
     def _cut(self, nbytes: int) -> int:
@@ -282,12 +282,7 @@ class NvshmemWorkspace(DeviceWorkspace):
     def _is_remote(self, command: wire.StreamCommand) -> bool:
         if command.kind in (wire.StreamKind.SIGNAL, wire.StreamKind.WAIT):
             return True
-        source = command.source
-        return (
-            command.kind == wire.StreamKind.COPY
-            and source.space != wire.Space.OPERAND
-            and source.index != self.rank
-        )
+        return bool(command.kind == wire.StreamKind.COPY and command.remote)
 
     def _issue_remote(
         self,

@@ -13,8 +13,8 @@ one exits. With a process group for each, no rank finds in torch's cache what it
 from __future__ import annotations
 
 import datetime
-import itertools
 import re
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,7 +89,8 @@ class PrivateGroup:
     """A process group of a group's ranks that torch's symmetric memory alone uses."""
 
     def __init__(self, group: Group) -> None:
-        number = next(group.state(_NUMBERS, _numbers))
+        made = group.state(_MADE, Counter)
+        number = made["all"] = made["all"] + 1
         inner = dist.PrefixStore(f"symm_cp/{generation(group)}/meet/{number}", group.store())
         # The native process group holds these, but not their Python halves.
         self._store = ExchangeStore(group, inner)
@@ -108,12 +109,8 @@ class PrivateGroup:
         _unregister_process_group(self.name)
 
 
-def _numbers() -> itertools.count[int]:
-    return itertools.count()
-
-
 # The ranks of a group make their rendezvous in one order.
-_NUMBERS: StateKey[itertools.count[int]] = StateKey("numbers of rendezvous")
+_MADE: StateKey[Counter[str]] = StateKey("rendezvous made")
 
 
 @dataclass(frozen=True)

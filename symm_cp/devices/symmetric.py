@@ -9,7 +9,7 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import wire
-from symm_cp.devices.base import DeviceWorkspace
+from symm_cp.devices.base import DeviceWorkspace, Signals
 from symm_cp.devices.rendezvous import map_peers
 from symm_cp.memory import Group
 
@@ -27,22 +27,35 @@ class SymmetricWorkspace(DeviceWorkspace):
         weakref.finalize(self, self._mapped.forget).atexit = False
         return memory, self._mapped.addresses
 
-    def signal(self, flag: str, peer: int, epoch: int) -> None:
-        """Signals a peer by one of torch's kernels, in the current stream."""
-        self._mapped.handle.put_signal(peer, self._pad(flag, epoch))
+    def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
+        """Signals ranks by our kernel or, one after the other, by torch's."""
+        if self.signals is not Signals.TORCH:
+            super().signal(flag, peers, epoch)
+            return
+        for peer in peers:
+            self._mapped.handle.put_signal(peer, self._pad(flag, epoch))
 
-    def wait(self, flag: str, peer: int, epoch: int) -> None:
-        """Waits for a peer's signal by one of torch's kernels, and resets it."""
-        self._mapped.handle.wait_signal(peer, self._pad(flag, epoch), self.limit_ms)
+    def wait(
+        self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
+    ) -> None:
+        """Waits for signals by our kernel or, one after the other, by torch's, which reset them."""
+        if self.signals is not Signals.TORCH:
+            super().wait(flag, peers, epoch, lag=lag, call_name=call_name)
+            return
+        for peer in peers:
+            self._mapped.handle.wait_signal(peer, self._pad(flag, epoch - lag), self.limit_ms)
 
     def _pad(self, flag: str, epoch: int) -> int:
         """The channel of torch's signal pads that a flag takes in a call.
 
         Each slot has its own for "done": in the background two calls raise it before the first is
-        awaited. All other flags are awaited in the call that raises them.
+        awaited. All other flags are awaited in the call that raises them. Each workspace has its
+        own, too: from torch 2.15 on those of a group signal in one place.
         """
         second = flag == "done" and epoch % self.slots == 1
-        return len(wire.FLAGS) if second else wire.FLAGS.index(flag)
+        number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)
+        kind = 2 * wire.CHANNELS.index(self.channel) + (self.slots == 1)
+        return (len(wire.FLAGS) + 1) * kind + number
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:

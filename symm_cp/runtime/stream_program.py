@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TypeAlias
@@ -33,13 +33,11 @@ Kernel: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True)
 class _KernelCall:
-    """A Python kernel, or a signal or wait by one of torch's kernels (with the peer as index)."""
+    """A Python kernel."""
 
     name: str
     index: int
     lane: str
-    exchange: type[Signal] | type[Wait] | None = None
-    lag: int = 0
 
     def launch(
         self,
@@ -49,22 +47,66 @@ class _KernelCall:
         epoch: int,
         call_name: bytes,
     ) -> None:
-        if self.exchange is None:
-            kernel = partial(kernels[self.name], self.index)
-        else:
-            by_kernel = workspace.signal if self.exchange is Signal else workspace.wait
-            kernel = partial(by_kernel, self.name, self.index, epoch - self.lag)
         device, channel = workspace.device, workspace.channel
+        kernel = partial(kernels[self.name], self.index)
         if recording is None:
             device.launch(self.lane, channel, kernel)
             return
-        with recording.on_lane(self._step(), device, self.lane, channel, epoch, call_name):
+        step = Compute(self.name, self.index, (), ())
+        with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
             device.launch(self.lane, channel, kernel)
 
-    def _step(self) -> Step:
-        if self.exchange is None:
-            return Compute(self.name, self.index, (), ())
-        return self.exchange(self.index, self.name)
+
+@dataclass(frozen=True)
+class _ExchangeCall:
+    """Signals, or waits, by a kernel: for ranks that follow each other, of one flag."""
+
+    steps: tuple[Signal | Wait, ...]
+    lane: str
+
+    @property
+    def peers(self) -> tuple[int, ...]:
+        return tuple(_peer(step) for step in self.steps)
+
+    def takes(self, step: Signal | Wait, lane: str, world_size: int) -> bool:
+        """Whether one launch may do this step, too, which is issued directly behind."""
+        last = self.steps[-1]
+        following = (_peer(last) + 1) % world_size
+        return lane == self.lane and _towards(last, following) == step
+
+    def launch(
+        self,
+        workspace: DeviceWorkspace,
+        kernels: Mapping[str, Kernel],
+        recording: recorder.Recording | None,
+        epoch: int,
+        call_name: bytes,
+    ) -> None:
+        if recording is not None:
+            for step in self.steps:
+                alone = _ExchangeCall((step,), self.lane)
+                device, channel = workspace.device, workspace.channel
+                with recording.on_lane(step, device, self.lane, channel, epoch, call_name):
+                    alone.launch(workspace, kernels, None, epoch, call_name)
+            return
+        first = self.steps[0]
+        if isinstance(first, Signal):
+            kernel = partial(workspace.signal, first.flag, self.peers, epoch)
+        else:
+            kernel = partial(
+                workspace.wait, first.flag, self.peers, epoch, lag=first.lag, call_name=call_name
+            )
+        workspace.device.launch(self.lane, workspace.channel, kernel)
+
+
+def _peer(step: Signal | Wait) -> int:
+    return step.to if isinstance(step, Signal) else step.source
+
+
+def _towards(step: Signal | Wait, peer: int) -> Signal | Wait:
+    if isinstance(step, Signal):
+        return replace(step, to=peer)
+    return replace(step, source=peer)
 
 
 #: Native commands, one after the other.
@@ -75,7 +117,7 @@ _Batch: TypeAlias = "ctypes.Array[wire.StreamCommand]"
 class Launch:
     """A lowered schedule, made once for the sizes of its buffers."""
 
-    items: tuple[_KernelCall | _Batch, ...]
+    items: tuple[_KernelCall | _ExchangeCall | _Batch, ...]
     #: Whether the caller's stream waits for the end of all lanes.
     joined: bool
 
@@ -109,7 +151,7 @@ class Launch:
                 issue(_FOLLOW)
             workspace.last_stream = streams[0]
             for item in self.items:
-                if isinstance(item, _KernelCall):
+                if isinstance(item, _KernelCall | _ExchangeCall):
                     item.launch(workspace, kernels, recording, epoch, call_name)
                 elif recording is None:
                     issue(item)
@@ -182,7 +224,7 @@ class StreamLowering:
             if isinstance(step, Compute)
             for number, (flag, _) in enumerate(step.awaits)
         }
-        self.items: list[_KernelCall | _Batch] = []
+        self.items: list[_KernelCall | _ExchangeCall | _Batch] = []
         self.commands: list[wire.StreamCommand] = []
         # Copies handed out since something else was, with their regions: a batch has no order.
         self.copied: list[Copy] = []
@@ -210,7 +252,7 @@ class StreamLowering:
 
     def _lower(self, lane: str, step: Step) -> None:
         if isinstance(step, Compute):
-            self._call(step.kernel, step.index, lane)
+            self._kernel(_KernelCall(step.kernel, step.index, lane))
         elif isinstance(step, Copy):
             self._copy(lane, step)
         elif isinstance(step, Signal):
@@ -231,7 +273,7 @@ class StreamLowering:
         # where calls are joined (csrc/streams.h).
         assert self.joined or lane == "copy", step
         if self.by_kernels:
-            self._call(step.flag, step.to, lane, Signal)
+            self._exchange(step, lane)
         else:
             flag = wire.FLAGS.index(step.flag)
             self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
@@ -240,7 +282,7 @@ class StreamLowering:
         if step.source == self.rank:
             self._add(wire.StreamKind.WAIT_EVENT, lane, event=self.events[step.flag])
         elif self.by_kernels:
-            self._call(step.flag, step.source, lane, Wait, step.lag)
+            self._exchange(step, lane)
         else:
             flag = wire.FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
@@ -255,17 +297,17 @@ class StreamLowering:
             self.items.append(_batch(self.commands))
             self.commands = []
 
-    def _call(
-        self,
-        name: str,
-        index: int,
-        lane: str,
-        exchange: type[Signal] | type[Wait] | None = None,
-        lag: int = 0,
-    ) -> None:
+    def _kernel(self, call: _KernelCall | _ExchangeCall) -> None:
         self.copied = []
         self._flush()
-        self.items.append(_KernelCall(name, index, lane, exchange, lag))
+        self.items.append(call)
+
+    def _exchange(self, step: Signal | Wait, lane: str) -> None:
+        last = self.items[-1] if self.items and not self.commands else None
+        if isinstance(last, _ExchangeCall) and last.takes(step, lane, self.world_size):
+            self.items[-1] = replace(last, steps=(*last.steps, step))
+        else:
+            self._kernel(_ExchangeCall((step,), lane))
 
     def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
         """Where each part of a region begins, and its bytes."""

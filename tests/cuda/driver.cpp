@@ -88,8 +88,17 @@ Result issue(SimStream& stream, simulated::Command command) {
   return 0;
 }
 
+std::atomic_ref<uint32_t> word_at(Address address) {
+  return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address));
+}
+
 void copy_bytes(Address to, Address from, size_t bytes, const char* name) {
-  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  if (bytes == sizeof(uint32_t) && to % sizeof(uint32_t) == 0 && from % sizeof(uint32_t) == 0) {
+    // May be a signal, whose reader must see what was copied before.
+    word_at(to).store(word_at(from).load(std::memory_order_relaxed), std::memory_order_release);
+  } else {
+    std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes);
+  }
   simulated::note_write(to, bytes, name);
 }
 
@@ -145,10 +154,6 @@ Result check_mem_op(const MemOp& op) {
     return simulated::kNotSupported;
   // Symmetric memory is made by cuMemCreate.
   return owner != Owner::kOrdinary && version < 12050 ? simulated::kNotSupported : 0;
-}
-
-std::atomic_ref<uint32_t> word_at(Address address) {
-  return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address));
 }
 
 simulated::Command write_command(const MemOp& op) {

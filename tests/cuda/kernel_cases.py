@@ -16,6 +16,7 @@ from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as attention
 from symm_cp.kernels.merge_attention import merge_attention as merge
+from symm_cp.kernels.signals import signal, wait
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.schedule.patterns import peers
 from tests.cuda import interpreted
@@ -187,6 +188,52 @@ def late_arrivals() -> int:
         case.arrive(index, 5)
     thread.join(60)
     case.check(*finished[0])
+    return 1
+
+
+def signals() -> int:
+    """Every wait ends with its last signal, and flags of other ranks are left alone."""
+    cases = 0
+    for W in (2, 3, 40):
+        for rank, reset in ((0, False), (W - 1, True)):
+            flags = torch.full((W, W, 16), -7, dtype=torch.int32)  # of each rank, by writer
+            bases = torch.tensor([of.data_ptr() for of in flags])
+            peer, needed = (rank + 1) % W, 1 if reset else 2**31 - 2
+            mine = flags[peer, :, 0]
+            mine[rank] = 0 if reset else needed - 1
+            waiting = threading.Thread(
+                target=lambda: wait(mine, rank, 1, needed, reset=reset)  # noqa: B023
+            )
+            waiting.start()
+            signal(bases, 64 * rank, (rank + 1) % W, W - 1, needed)
+            waiting.join(60)
+            assert not waiting.is_alive()
+            expected = torch.full_like(flags, -7)
+            expected[:, rank, 0] = needed
+            expected[peer, rank, 0] = 0 if reset else needed
+            expected[rank, rank, 0] = -7
+            assert torch.equal(flags, expected)
+            cases += 1
+    return cases
+
+
+def late_signals() -> int:
+    """A wait for several ranks is for all of them, whatever their order."""
+    flags = torch.zeros(4, 16, dtype=torch.int32)[:, 0]
+    ended: list[bool] = []
+
+    def waits() -> None:
+        wait(flags, 2, 3, 5, reset=False)  # ranks 2, 3, 0
+        ended.append(True)
+
+    thread = threading.Thread(target=waits)
+    thread.start()
+    for rank in random.sample([0, 2, 3], 3):
+        time.sleep(0.2)
+        assert not ended, "the kernel did not wait"
+        flags[rank] = 6
+    thread.join(60)
+    assert ended
     return 1
 
 

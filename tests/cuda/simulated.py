@@ -30,6 +30,7 @@ import torch
 from symm_cp import devices, memory
 from symm_cp.devices.symmetric import SymmetricWorkspace
 from symm_cp.runtime.stream_program import Launch
+from tests.cuda.flag_kernels import FlagKernels
 from tests.cuda.machine import FAULTS, SETTINGS, Machine, build, machine
 
 __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
@@ -56,7 +57,7 @@ class _Event:
         self._driver.cuEventDestroy_v2(self._event)
 
 
-class SimulatedDevice(devices.Device):
+class SimulatedDevice(FlagKernels, devices.Device):
     """A device whose memory is the CPU's. Its null stream is one stream for all threads."""
 
     torch_type, dispatch_key = "cpu", "CPU"
@@ -234,7 +235,7 @@ def simulation(
     delays_us: int = 100,
     graph: bool = False,
     signals: str = "stream",
-    driver_version: int = 13000,  # 13010 once signals need no write to a peer
+    driver_version: int = 13010,
     one_queue: bool = False,
     lazy_loading: bool = False,
     multiprocessors: bool = False,

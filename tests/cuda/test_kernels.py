@@ -12,7 +12,14 @@ import sys
 
 import pytest
 
-NAMES = ["add_rows", "merge_attention", "arrival_attention", "late_arrivals"]
+NAMES = [
+    "add_rows",
+    "merge_attention",
+    "arrival_attention",
+    "late_arrivals",
+    "signals",
+    "late_signals",
+]
 
 
 @pytest.fixture(scope="module")

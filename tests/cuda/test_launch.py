@@ -10,8 +10,8 @@ import pytest
 from symm_cp import wire
 from symm_cp.devices import Signals
 from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.stream_program import Launch, StreamLowering, lower
-from symm_cp.schedule import Copy, Region, Step, patterns
+from symm_cp.runtime.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
+from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
 from symm_cp.shards import Extent
 
 LANES = ("compute", "copy")
@@ -29,7 +29,11 @@ def described(launch: Launch) -> list[str]:
     lines = []
     for item in launch.items:
         if not isinstance(item, ctypes.Array):
-            lines.append(f"{item.lane}: call {item.name}({item.index})")
+            if isinstance(item, _KernelCall):
+                names = f"{item.name}({item.index})"
+            else:
+                names = ", ".join(map(str, item.steps))
+            lines.append(f"{item.lane}: call {names}")
             continue
         for command in item:
             assert isinstance(command, wire.StreamCommand)
@@ -94,9 +98,24 @@ def test_signals_by_kernels() -> None:
     assert sorted(calls) == [
         "compute: call consume(0)",
         "compute: call consume(1)",
-        "copy: call ready(1)",
-        "copy: call ready(1)",
+        "copy: call Signal('ready' to rank 1)",
+        "copy: call Wait('ready' from rank 1)",
     ]
+
+
+def test_one_kernel_signals_all_peers() -> None:
+    """Steps of one kind that follow each other are one launch; pulls lie between the waits."""
+    wider = {name: (Extent.even(i, 64, 4),) for i, name in enumerate(["gathered", "output"], 1)}
+    binding = Binding({**BINDING.buffers, **wider})
+    everyone = (2, 3, 0)
+    for variant, signals, waits in (
+        (patterns.ALL_GATHER_AND_CONSUME.staged(), [everyone], [(2,), (3,), (0,)]),
+        (patterns.BACKGROUND_ALL_GATHER.staged(), [everyone] * 2, [everyone] * 2),
+    ):
+        launch = lower(variant, 1, 4, binding, signals=Signals.KERNEL)
+        exchanges = [item for item in launch.items if isinstance(item, _ExchangeCall)]
+        assert [e.peers for e in exchanges if isinstance(e.steps[0], Signal)] == signals
+        assert [e.peers for e in exchanges if isinstance(e.steps[0], Wait)] == waits
 
 
 @pytest.mark.parametrize("depends", [True, False])

@@ -18,11 +18,12 @@ from tests.exhaustive import some
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
+SIGNALS = ("stream", "kernel", "torch")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{}, {"graph": True}, {"signals": "torch"}, {"graph": True, "signals": "torch"}],
-    ids=["eager", "graph", "torch-signals", "graph-torch-signals"],
+    [{"graph": graph, "signals": signals} for signals in SIGNALS for graph in (False, True)],
+    ids=[f"{signals}{graph}" for signals in SIGNALS for graph in ("", "-graph")],
 )
 
 

@@ -52,7 +52,7 @@ def recorded(group: dist.ProcessGroup, signals: str) -> None:
         assert pull.end <= kernel.start
 
 
-@pytest.mark.parametrize("signals", ["stream", "torch"])
+@pytest.mark.parametrize("signals", ["stream", "kernel", "torch"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_both_lanes_are_recorded(ranks: Ranks, world_size: int, signals: str) -> None:
     ranks.run(world_size, recorded, signals)

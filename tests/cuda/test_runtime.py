@@ -17,11 +17,12 @@ from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulated_device, simulation
 from tests.pool import Ranks
 
+SIGNALS = ("stream", "kernel", "torch")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{}, {"graph": True}, {"signals": "torch"}, {"graph": True, "signals": "torch"}],
-    ids=["eager", "graph", "torch-signals", "graph-torch-signals"],
+    [{"graph": graph, "signals": signals} for signals in SIGNALS for graph in (False, True)],
+    ids=[f"{signals}{graph}" for signals in SIGNALS for graph in ("", "-graph")],
 )
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]

@@ -14,6 +14,10 @@ from symm_cp.devices.rendezvous import map_peers
 from symm_cp.memory import Group
 
 
+# The flags that ranks raise at each other.
+_PADS = (*wire.FLAGS, "ready in place")
+
+
 class SymmetricWorkspace(DeviceWorkspace):
     """A workspace in torch's symmetric memory; torch's kernels signal where streams do not."""
 
@@ -53,9 +57,9 @@ class SymmetricWorkspace(DeviceWorkspace):
         own, too: from torch 2.15 on those of a group signal in one place.
         """
         second = flag == "done" and epoch % self.slots == 1
-        number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)
+        number = len(_PADS) if second else _PADS.index(flag)
         kind = 2 * wire.CHANNELS.index(self.channel) + (self.slots == 1)
-        return (len(wire.FLAGS) + 1) * kind + number
+        return (len(_PADS) + 1) * kind + number
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:

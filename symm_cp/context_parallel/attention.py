@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +40,7 @@ def all_gather_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     load_balancer: LoadBalancer | None = None,
-    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
     return_lse: bool = False,
@@ -60,8 +61,11 @@ def all_gather_attention(
         is_causal: a query sees no later key.
         scale: of the scores; 1 / sqrt(E) by default.
         load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
-        cu_seqlens: (documents + 1,) boundaries of packed documents, int32 or int64, in positions of
-            the whole sequence: a query sees only keys of its document.
+        cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
+            sequence: a query sees only keys of its document. A sequence of ints, or a 1-D tensor of
+            int32 or int64, best on CPU: the host reads it. For one on a GPU the host waits for the
+            GPU, once for each tensor and each change that torch sees (not those by a replayed
+            graph); while a graph is captured it is refused.
         window_left, window_right: how many positions before and after its own a query sees.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64).
 
@@ -89,6 +93,7 @@ def all_gather_attention(
     if load_balancer is not None:
         layout["chunk_order"] = load_balancer.chunk_order
         layout["chunk_lengths"] = load_balancer.chunk_lengths
+    is_tensor = cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,
@@ -97,7 +102,8 @@ def all_gather_attention(
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=cu_seqlens if is_tensor else None,
+        document_edges=None if is_tensor else cu_seqlens,
         window_left=window_left,
         window_right=window_right,
         **layout,

@@ -36,9 +36,16 @@ class Tiling:
     stages: int
 
 
-# Two warpgroups of 64 queries each. tests/cuda/test_compiled.py shows that tiles of this size stay
-# in registers on Hopper, and fit into the shared memory of smaller GPUs.
-TILINGS = {64: Tiling(128, 128, 8, 3), 128: Tiling(128, 128, 8, 2)}
+def tiling_of(features: int, capability: int) -> Tiling:
+    """Returns the tiling for a number of features and a major compute capability.
+
+    Two groups of 64 queries each. tests/cuda/test_compiled.py shows that their loops over keys stay
+    in registers, and that tiles fit into the shared memory of the smallest GPUs.
+    """
+    if features == 128:
+        # Only Hopper's matrix units read both operands from shared memory and add in few registers.
+        return Tiling(128, 128, 8, 2) if capability == 9 else Tiling(128, 64, 8, 3)
+    return Tiling(128, 128, 8, 3)
 
 
 @triton.jit
@@ -158,7 +165,9 @@ def _attend_shard(
     return acc, top, total
 
 
-@triton.jit
+# A launch that compiles delays the peers. So what changes from call to call is not specialised for
+# values of 1 and multiples of 16, nor what would gain nothing; addresses and strides are.
+@triton.jit(do_not_specialize=["epoch", "batch_heads", "heads", "groups", "rows", "shards"])
 def arrival_attention_kernel(
     query,
     key,
@@ -280,15 +289,16 @@ def arrival_attention(
     G, shards = key.shape[1], chunks.shape[0]
     out = torch.empty_like(query)
     lse = query.new_empty((B, H, S), dtype=torch.float32)
-    tiling = tiling or TILINGS[E]
-    work = triton.cdiv(S, tiling.rows) * B * H
-    if work == 0:
+    if query.numel() == 0:
         return out, lse
+    if tiling is None or programs is None:
+        gpu = torch.cuda.get_device_properties(query.device)
+        tiling = tiling or tiling_of(E, gpu.major)
+        programs = programs or gpu.multi_processor_count
+    work = triton.cdiv(S, tiling.rows) * B * H
     assert arrivals.keys.stride() == arrivals.values.stride()
     # Offsets of rows are 32-bit integers.
     assert max(t.shape[-2] * t.stride(-2) for t in (key, value, arrivals.keys)) < 1 << 31
-    if programs is None:
-        programs = torch.cuda.get_device_properties(query.device).multi_processor_count
     scale = E**-0.5 if scale is None else scale
     arrival_attention_kernel[(min(programs, work),)](
         query, key, value, arrivals.keys, arrivals.values, out, lse, query_positions, chunks,

@@ -12,7 +12,8 @@ import triton.language as tl
 _ROWS = 16
 
 
-@triton.jit
+# Tiles begin at any row: only what makes loads and stores of features wider is specialised.
+@triton.jit(do_not_specialize=["lse", "part_lse", "heads", "rows"])
 def _merge(
     out,
     lse,
@@ -91,4 +92,5 @@ def merge_attention(
         E=E,
         FEATURES=triton.next_power_of_2(E),
         ROWS=_ROWS,
+        enable_fp_fusion=True,
     )

@@ -51,7 +51,9 @@ def signal(bases: torch.Tensor, offset: int, first: int, count: int, value: int)
     lies in each, in bytes.
     """
     W = len(bases)
-    signal_kernel[(1,)](bases, offset, first, count, W, value, BLOCK=_block(W), num_warps=1)
+    signal_kernel[(1,)](
+        bases, offset, first, count, W, value, BLOCK=_block(W), num_warps=1, enable_fp_fusion=True
+    )
 
 
 def wait(flags: torch.Tensor, first: int, count: int, needed: int, *, reset: bool) -> None:
@@ -61,7 +63,10 @@ def wait(flags: torch.Tensor, first: int, count: int, needed: int, *, reset: boo
     `reset` they are set to 0 afterwards.
     """
     W = len(flags)
-    wait_kernel[(1,)](flags, first, count, W, needed, RESET=reset, BLOCK=_block(W), num_warps=1)
+    wait_kernel[(1,)](
+        flags, first, count, W, needed, RESET=reset, BLOCK=_block(W), num_warps=1,
+        enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def _block(world_size: int) -> int:

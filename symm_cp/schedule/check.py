@@ -11,6 +11,11 @@ lane and only grows, waits are ``>=``, and no step branches on data. So a step t
 able to run whatever the others do, every timing runs the same steps, and they end in the same
 state; a lane that is stuck in one timing is stuck in all (README.md has the argument in full).
 
+A kernel that polls (``Compute.awaits``) may keep all multiprocessors of its rank until the peers'
+shards have come. A copy within the rank may need one, and signals follow copies: those of the same
+call must be ordered before the kernel begins, or ranks could wait for each other. (Those of earlier
+and later calls are: a runtime starts each call where the caller's stream is.)
+
 What the run assumes beyond the steps themselves
     * Between two calls, before the first and after the last, each rank's caller writes its
       symmetric tensor: it may do so as soon as the call has returned. The write is placed in the
@@ -36,6 +41,7 @@ from symm_cp.schedule.steps import (
     GIVEN_BUFFERS,
     SHARED_BUFFERS,
     Compute,
+    Copy,
     Epoch,
     Region,
     Schedule,
@@ -133,7 +139,18 @@ class TwoWriters:
         )
 
 
-Problem: TypeAlias = Race | Deadlock | UninitialisedRead | ForeignAccess | TwoWriters
+@dataclass(frozen=True, slots=True)
+class Starvation:
+    """A copy within a rank, or a signal to a peer, that may have to wait for a polling kernel."""
+
+    step: Site
+    kernel: Site
+
+    def __str__(self) -> str:
+        return f"starvation: nothing orders [{self.step}] before [{self.kernel}], which polls"
+
+
+Problem: TypeAlias = Race | Deadlock | UninitialisedRead | ForeignAccess | TwoWriters | Starvation
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +210,7 @@ class _Event(NamedTuple):
     call: int
     at: int  # step index, or CALLER
     step: Step | None  # None: the caller writes its symmetric tensor
+    polls: int = 0  # the beginning of a kernel that polls: how many parts follow
 
 
 #: A lane, a call, a chunk and a piece of it, and whether it is written.
@@ -246,6 +264,9 @@ class _Run:
         # access elsewhere, so do the earlier ones of the same kind.
         self.accesses: dict[_Place, dict[_Part, _Access]] = {}
         self.written: dict[tuple[_Place, int], set[tuple[int | None, int | None]]] = {}
+        # Of each rank and call: what may need a multiprocessor, and kernels that keep them all.
+        self.needing: dict[tuple[int, int], list[tuple[int, _Lane, _Event]]] = {}
+        self.polling: dict[tuple[int, int], list[tuple[int, _Lane, _Event]]] = {}
         self.lanes = _lanes(calls, world_size)
 
     def report(self) -> CheckReport:
@@ -269,6 +290,7 @@ class _Run:
                     return
             lane.position += 1
             lane.clock[lane.number] += 1
+            self._occupy(lane, event)
             if isinstance(step, Signal):
                 key = (step.flag, lane.rank, step.to)
                 self._signal(lane, event, key, (event.call + 1, step.piece))
@@ -282,6 +304,21 @@ class _Run:
                     self._access(lane, event, region, writes=False)
                 for region in writes:
                     self._access(lane, event, region, writes=True)
+
+    def _occupy(self, lane: _Lane, event: _Event) -> None:
+        """Note what may need a multiprocessor, and who may keep it from that."""
+        place = (lane.rank, event.call)
+        now = lane.clock[lane.number]
+        if event.polls:
+            self.polling.setdefault(place, []).append((now + event.polls, lane, event))
+            for time, other, earlier in self.needing.get(place, ()):
+                if lane.clock[other.number] < time:
+                    self.problems.append(Starvation(other.site(earlier), lane.site(event)))
+        if _needs_multiprocessor(event.step, lane.rank):
+            self.needing.setdefault(place, []).append((now, lane, event))
+            for end, other, kernel in self.polling.get(place, ()):
+                if lane.clock[other.number] < end:
+                    self.problems.append(Starvation(lane.site(event), other.site(kernel)))
 
     def _signal(self, lane: _Lane, event: _Event, key: _FlagKey, epoch: Epoch) -> None:
         flag = self.flags.get(key)
@@ -379,8 +416,16 @@ def _lanes(calls: Sequence[Sequence[Schedule]], world_size: int) -> list[_Lane]:
 
 def _events(call: int, steps: tuple[Step, ...], rank: int) -> Iterator[_Event]:
     for index, step in enumerate(steps):
-        for part in parts(step, rank):
+        first, *others = parts(step, rank)
+        yield _Event(call, index, first, len(others))
+        for part in others:
             yield _Event(call, index, part)
+
+
+def _needs_multiprocessor(step: Step | None, rank: int) -> bool:
+    if isinstance(step, Copy):
+        return step.src.rank == step.dst.rank
+    return isinstance(step, Signal) and step.to != rank
 
 
 def parts(step: Step, rank: int) -> Iterator[Step]:

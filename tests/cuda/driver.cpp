@@ -202,9 +202,9 @@ void simulated_default_stream(int device, Stream stream) {
 void simulated_drain(Stream stream) { static_cast<SimStream*>(stream)->drain(); }
 void simulated_drain_all() { simulated::drain_all(); }
 
-// Has a stream run a function: 0 no kernel at all, 1 a kernel, 2 one that polls.
+// Has a stream run a function: 0 for the host alone, 1 a kernel, 2 one that polls.
 void simulated_call(Stream handle, void (*function)(), int kind, const char* name) {
-  const Kind kinds[] = {Kind::kWork, Kind::kKernel, Kind::kPollingKernel};
+  const Kind kinds[] = {Kind::kHost, Kind::kKernel, Kind::kPollingKernel};
   simulated::Command command{name, kinds[kind]};
   command.run = [function] { function(); };
   issue(*static_cast<SimStream*>(handle), std::move(command));
@@ -255,6 +255,23 @@ Result simulated_replay(void* graph, Stream stream, int on_captured_streams) {
 }
 void simulated_graph_destroy(void* graph) {
   simulated::graph_destroy(static_cast<simulated::Graph*>(graph));
+}
+
+// The stream that the calling thread's tensors belong to: it may use what they leave, in order.
+thread_local SimStream* chosen_stream = nullptr;
+void simulated_choose_stream(Stream stream) { chosen_stream = static_cast<SimStream*>(stream); }
+void* simulated_owning_stream() {
+  if (simulated::served_here() != nullptr) return simulated::served_here();
+  return chosen_stream != nullptr ? chosen_stream : default_streams[current.device];
+}
+// Calls a function with a block that was freed, once its stream is past this point.
+void simulated_when_passed(void* owner, void (*function)(void*), void* block) {
+  auto* stream = static_cast<SimStream*>(owner);
+  if (stream == nullptr || stream == simulated::served_here()) return function(block);
+  if (stream->capture != nullptr) return;  // the graph keeps it
+  simulated::Command command{"", Kind::kHost};
+  command.run = [function, block] { function(block); };
+  stream->push(std::move(command));
 }
 
 // 0 ordinary memory, 1 this rank's symmetric memory, 2 a peer's.

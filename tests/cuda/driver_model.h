@@ -46,7 +46,8 @@ enum Fault { kWorks, kRefuses, kHangs, kIgnored };
 bool faulty(Faulty what, Fault how);
 
 // What a command needs from the device besides its turn.
-enum class Kind { kWork, kWait, kKernel, kPollingKernel, kLocalCopy };
+// What the host alone does (kHost) takes no place in the queue that streams may share.
+enum class Kind { kHost, kWork, kWait, kKernel, kPollingKernel, kLocalCopy };
 
 struct Command {
   const char* name = "";
@@ -100,6 +101,8 @@ struct SimEvent {
   int record = 0;
 };
 
+// The stream that the calling thread serves, or null.
+SimStream* served_here();
 // All streams of the process; for draining and reports.
 std::vector<SimStream*> all_streams();
 // Returns when everything issued so far has ended, in all streams.

@@ -50,6 +50,10 @@ bool takes_multiprocessor(Kind kind) {
 
 }  // namespace
 
+thread_local SimStream* served = nullptr;
+
+SimStream* served_here() { return served; }
+
 Settings& settings() {
   static Settings* it = new Settings;
   return *it;
@@ -69,7 +73,8 @@ SimStream::SimStream(int device, bool own_thread)
 void SimStream::push(Command command) {
   // Both at once, so that the order in a stream is that of the tickets.
   std::lock_guard<std::mutex> all(machine().mutex);
-  command.ticket = machine().tickets++;
+  command.ticket = machine().tickets;
+  if (command.kind != Kind::kHost) ++machine().tickets;
   if (!settings().one_queue) machine().turn = machine().tickets;
   std::lock_guard<std::mutex> lock(mutex_);
   queue_.push_back(std::move(command));
@@ -95,6 +100,7 @@ void SimStream::destroy() {
 }
 
 void SimStream::serve() {
+  served = this;
   while (true) {
     Command command;
     {
@@ -124,6 +130,7 @@ void SimStream::execute(Command& command) {
     std::lock_guard<std::mutex> lock(mutex_);
     waiting_for_.clear();
   };
+  if (command.kind == Kind::kHost) return command.run();
   const bool one_queue = settings().one_queue;
   std::atomic<uint64_t>& turn = machine().turn;
   if (one_queue && turn < command.ticket)

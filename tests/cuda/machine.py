@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from symm_cp import native
 _FOLDER = Path(__file__).parent
 _SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
 _BATCHES = {0: 0, 12080: 9, 13000: 8}  # the arguments of a batched copy, from a version on
+_TORCH = Path(torch.__file__).parent
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread")
 
 #: The order of `simulated_set`.
@@ -51,8 +52,14 @@ def _compile(target: Path, *arguments: str) -> None:
 @cache
 def _folder() -> Path:
     """Where the libraries are, for this version of the sources and the compiler."""
-    digest = hashlib.sha256(native.find_compiler().encode())
-    for name in (*_SOURCES, "driver_batch.cpp", "driver_model.h", "../../csrc/driver.h"):
+    digest = hashlib.sha256(f"{native.find_compiler()} {torch.__version__}".encode())
+    for name in (
+        *_SOURCES,
+        "driver_batch.cpp",
+        "driver_poison.cpp",
+        "driver_model.h",
+        "../../csrc/driver.h",
+    ):
         digest.update((_FOLDER / name).read_bytes())
     made = Path(tempfile.gettempdir()) / f"symm_cp_simulated_driver_{digest.hexdigest()[:16]}"
     made.mkdir(exist_ok=True)
@@ -75,6 +82,15 @@ def build(version: int = 13010) -> str:
     core = _core()
     _compile(path, f"-DBATCH={arguments}", source, "-Wl,--no-as-needed", str(core),
              f"-Wl,-rpath,{core.parent}")  # fmt: skip
+    return str(path)
+
+
+@cache
+def build_poison() -> str:
+    """Compiles the allocator, unless it was before; returns the library's path."""
+    path, core = _folder() / "poison.so", _core()
+    _compile(path, str(_FOLDER / "driver_poison.cpp"), f"-I{_TORCH}/include", f"-L{_TORCH}/lib",
+             "-lc10", str(core), f"-Wl,-rpath,{core.parent}")  # fmt: skip
     return str(path)
 
 
@@ -107,6 +123,13 @@ def thread_state() -> Callable[[], AbstractContextManager[None]]:
     return entered
 
 
+def _call(held: list[tuple[Callable[[], object], Any]], *, forget: bool) -> None:
+    """Calls a function; what it alone holds is freed when it returns."""
+    function, state = held.pop() if forget else held[0]
+    with state():
+        function()
+
+
 class Machine:
     """The driver's library and the streams that torch would have made."""
 
@@ -121,7 +144,7 @@ class Machine:
             "call": [pointer, CALL, number, ctypes.c_char_p],
             "capture_begin": [pointer], "capture_end": [pointer, number, ctypes.POINTER(pointer)],
             "replay": [pointer, pointer, number], "graph_destroy": [pointer],
-            "owner": [ctypes.c_uint64],
+            "choose_stream": [pointer], "owner": [ctypes.c_uint64],
             "last_write": [ctypes.c_uint64, ctypes.c_size_t, ctypes.c_char_p, ctypes.c_size_t],
         }.items():  # fmt: skip
             with contextlib.suppress(AttributeError):
@@ -148,28 +171,33 @@ class Machine:
         return self._defaults[device]
 
     def call(self, stream: int, function: Callable[[], object], *, kind: int = 0,
-             name: str = "a kernel") -> None:  # fmt: skip
+             name: str = "a kernel", keep: list[Any] | None = None) -> None:  # fmt: skip
         """Has a stream call a function in the state of this thread: 1 as a kernel, 2 a polling one.
 
-        Where it raises, what this thread had its streams call afterwards is not called.
+        Where it raises, what this thread had its streams call afterwards is not called. `keep`: a
+        list that lives as long as the stream may call it; otherwise it is called once.
         """
         ended: list[bool] = []
-        state = thread_state()
+        held = [(function, thread_state())]
+        del function
 
         def run() -> None:
             try:
                 if not self.errors:
-                    with state():
-                        function()
+                    _call(held, forget=keep is None)
             except BaseException as error:
                 self.errors.append(error)
+            held[:] = held if keep is not None else ()
             ended.append(True)
 
         # The stream calls it later; until then it must not be freed, nor while it returns.
         while len(self._calls) > 1000 and self._calls[0][1]:
             self._calls.popleft()
         wrapped = CALL(run)
-        self._calls.append((wrapped, ended))
+        if keep is None:
+            self._calls.append((wrapped, ended))
+        else:
+            keep.append(wrapped)
         encoded = self.names.setdefault(name, name.encode())
         self.library.simulated_call(stream, wrapped, kind, encoded)
 
@@ -179,6 +207,17 @@ class Machine:
             error = self.errors[0]
             self.errors.clear()
             raise error
+
+    @cached_property
+    def poison(self) -> ctypes.CDLL:
+        """The allocator that fills freed memory with NaN, and finds what writes to it."""
+        return ctypes.CDLL(build_poison())
+
+    def written_when_free(self) -> str:
+        """What has written to freed memory since the last time."""
+        text = ctypes.create_string_buffer(1 << 14)
+        self.poison.poison_check(text, ctypes.c_size_t(len(text)))
+        return text.value.decode()
 
     def load(self, kernel: str, *, anyway: bool) -> None:
         """Loads a kernel when it is first launched, as drivers do by default."""

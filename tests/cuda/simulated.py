@@ -19,6 +19,7 @@ import functools
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import cache
@@ -26,11 +27,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import devices, memory
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.runtime.stream_program import Launch
+from tests.cuda import pools
 from tests.cuda.flag_kernels import FlagKernels
+from tests.cuda.graphs import Graph, refuse
 from tests.cuda.machine import FAULTS, SETTINGS, Machine, build, machine
 
 __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
@@ -47,10 +51,13 @@ class _Event:
         self._driver.cuEventCreate(ctypes.byref(self._event), 0)
         self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream))
 
+    def hold_up(self, stream: int) -> None:
+        """Makes a stream wait for it."""
+        assert self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0) == 0
+
     def wait(self) -> None:
         """Makes the current stream wait for it."""
-        current = self._device.current_stream()
-        self._driver.cuStreamWaitEvent(ctypes.c_void_p(current), self._event, 0)
+        self.hold_up(self._device.current_stream())
         self._device.join()
 
     def __del__(self) -> None:
@@ -73,6 +80,13 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self._sides: dict[str, int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.in_capture = False
+        self.graph: Graph | None = None  # that is captured
+        self._lane = 0  # the stream of the kernel that is captured; 0: the current one
+        self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._guards: dict[str, tuple[int, _Event]] = {}  # the last signal op of each group
+        self.stream_guard = False
         self.deferred = self.stepwise = False
         self.chosen_signals = devices.Signals.STREAM
 
@@ -92,29 +106,93 @@ class SimulatedDevice(FlagKernels, devices.Device):
     def stream(self, stream: int | None = None) -> Iterator[int]:
         """Inside, the calling thread's work goes to another stream; None: a new one."""
         before = getattr(self._chosen, "stream", 0)
-        self._chosen.stream = stream or self.machine.stream(self.index)
+        self._choose(stream or self.machine.stream(self.index))
         try:
             yield self._chosen.stream
         finally:
-            self._chosen.stream = before
+            self._choose(before)
+
+    def _choose(self, stream: int) -> None:
+        self._chosen.stream = stream
+        self.library.simulated_choose_stream(stream)
 
     def streams(self, channel: str) -> tuple[int, int]:
         return getattr(self._chosen, "stream", 0), self._side(channel)
 
+    def lane_stream(self) -> int:
+        """The stream that ops go to while a graph is captured."""
+        return self._lane or self.current_stream()
+
     def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
         self.machine.raise_errors()
-        name = getattr(getattr(kernel, "func", kernel), "__qualname__", "a kernel")
+        function = getattr(kernel, "func", kernel)
+        name = getattr(function, "__qualname__", "a kernel")
+        stream = self.current_stream() if lane == "compute" else self._side(channel)
+        workspace = getattr(function, "__self__", None)
+        signals = isinstance(workspace, devices.DeviceWorkspace)
+        if self.graph is not None and not signals:  # its ops are recorded one by one
+            self._lane = stream
+            try:
+                kernel()
+            finally:
+                self._lane = 0
+            return
         if not self.capturing():
             self.machine.load(name, anyway=random.random() < 1 / 8)
-        stream = self.current_stream() if lane == "compute" else self._side(channel)
-        self.machine.call(stream, kernel, kind=2 if _POLLING in name else 1, name=name)
+        with self._guarded(stream, workspace if signals else None):
+            keep = None if self.graph is None else self.graph.kept
+            kind = 2 if _POLLING in name else 1
+            self.machine.call(stream, kernel, kind=kind, name=name, keep=keep)
         if self.stepwise and not self.capturing():
             self.library.simulated_drain(stream)
             self.machine.raise_errors()
 
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        self.call(stream, kernel)
+
+    def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
+        with self.stream(stream):
+            graph = self._captured(function)
+
+        def replay() -> None:
+            result = self.machine.library.simulated_replay(graph, stream, 1)
+            assert result == 0, f"the replay failed: {result}"
+
+        return replay
+
+    def offers(self) -> tuple[devices.Signals, ...]:
+        return (*super().offers(), devices.Signals.KERNEL, devices.Signals.TORCH)
+
+    def open_stream(self) -> int:
+        return self.machine.stream(self.index)
+
+    def ended(self, stream: int) -> bool:
+        self.machine.raise_errors()
+        return super().ended(stream)
+
+    def close_stream(self, stream: int) -> None:
+        pass
+
+    @contextlib.contextmanager
+    def _guarded(self, stream: int, workspace: devices.DeviceWorkspace | None) -> Iterator[None]:
+        """torch 2.15's GroupStreamGuard: one stream after the other signals in a group."""
+        if workspace is None or not self.stream_guard or not self._by_torch(workspace):
+            yield
+            return
+        name = self._groups[workspace]
+        last_stream, event = self._guards.get(name, (stream, None))
+        if event is not None and last_stream != stream:
+            event.hold_up(stream)
+        yield
+        self._guards[name] = stream, _Event(self, stream)
+
+    def _by_torch(self, workspace: devices.DeviceWorkspace) -> bool:
+        return workspace.signals is devices.Signals.TORCH
+
     def call(self, stream: int, function: Callable[[], object]) -> None:
         """Has a stream call a function."""
-        self.machine.call(stream or self.current_stream(), function)
+        keep = None if self.graph is None else self.graph.kept
+        self.machine.call(stream or self.current_stream(), function, keep=keep)
 
     def mark(self, lane: str, channel: str) -> devices.Mark:
         times: list[int] = []
@@ -123,16 +201,21 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return lambda: times[0]
 
     def synchronize(self) -> None:
+        if self.graph is not None:
+            refuse("cudaDeviceSynchronize")
         self.library.simulated_drain_all()
 
     def join(self) -> None:
         """Waits for the calling thread's stream; raises what a kernel has raised."""
-        if not self.deferred:
+        if not self.deferred and self.graph is None:
             self.library.simulated_drain(self.current_stream())
             self.machine.raise_errors()
 
     def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
         # Memory here is freed at once: the stream itself keeps it until it is past this point.
+        if self.graph is not None:
+            self.graph.kept.extend(tensors)
+            return
         held = list(tensors)
         self.call(self._side(channel), held.clear)
 
@@ -158,7 +241,11 @@ class SimulatedDevice(FlagKernels, devices.Device):
             self.library.simulated_set_device(before, 1)
 
     def capturing(self) -> bool:
-        return self.in_capture
+        status = ctypes.c_int()
+        self.library.cuStreamIsCapturing(
+            ctypes.c_void_p(self.current_stream()), ctypes.byref(status)
+        )
+        return self.in_capture or status.value != 0
 
     def verdict(self, group: memory.Group) -> devices.Verdict:
         return devices.Verdict(self.chosen_signals)
@@ -172,7 +259,11 @@ class SimulatedDevice(FlagKernels, devices.Device):
         graph: bool,
         verdict: devices.Verdict,
     ) -> devices.DeviceWorkspace:
-        return SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+        if self.graph is not None:
+            refuse("cuMemCreate")
+        made = SymmetricWorkspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
+        self._groups[made] = group.name
+        return made
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
         return is_symmetric(tensor)
@@ -194,7 +285,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
 
     def run(self, issue: Callable[[], None], workspace: devices.DeviceWorkspace) -> None:
         """Issues a call as the mode wants it, and lets its caller see the result."""
-        if self.in_capture:
+        if self.in_capture and self.graph is None:
             graph = self._captured(issue)
             self.machine.library.simulated_replay(graph, self.current_stream(), 1)
             self.machine.library.simulated_graph_destroy(graph)
@@ -240,6 +331,9 @@ def simulation(
     lazy_loading: bool = False,
     multiprocessors: bool = False,
     contexts: bool = False,
+    stream_guard: bool = False,
+    poison: bool = False,
+    offsets: bool = False,
     deferred: bool = False,
     stepwise: bool = False,
     patience_ms: int = 30_000,
@@ -257,6 +351,11 @@ def simulation(
         them, and no other thread may call the driver meanwhile
     multiprocessors: a kernel that polls leaves none to others
     contexts: threads have no current context until they set one
+    stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
+    poison: memory is NaN until it is written, and from when it was freed; whoever writes to it
+        then is found at the end
+    offsets: tensors of `symm_mem.empty` lie at another offset of their memory on each rank, as
+        those of torch's memory pools may
     deferred: calls return while their streams still run
     stepwise: kernels are waited for when they are launched, and exceptions raised there
     patience_ms: a wait that takes longer aborts the process
@@ -275,21 +374,14 @@ def simulation(
     made.machine.lazy_loading = lazy_loading
     made.machine.kernels_loaded.clear()
     made.in_capture, made.chosen_signals = graph, devices.Signals(signals)
-    made.deferred, made.stepwise = deferred, stepwise
-    original = Launch.run
-
-    @functools.wraps(original)
-    def run(launch: Launch, workspace: Any, *args: Any, **options: Any) -> None:
-        issue = functools.partial(original, launch, workspace, *args, **options)
-        if isinstance(workspace.device, SimulatedDevice):
-            workspace.device.run(issue, workspace)
-        else:
-            issue()
-
-    with (
-        mock.patch.object(Launch, "run", run),
-        devices.replaced(torch.device("cpu"), made),
-    ):
+    made.deferred, made.stepwise, made.stream_guard = deferred, stepwise, stream_guard
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Launch, "run", _running(Launch.run)))
+        stack.enter_context(devices.replaced(torch.device("cpu"), made))
+        if offsets:
+            stack.enter_context(mock.patch.object(symm_mem, "empty", pools.empty))
+        if poison:
+            made.machine.poison.poison_use(1)
         try:
             yield made
         finally:
@@ -300,10 +392,39 @@ def simulation(
             _set(made, {"one_queue": False, "multiprocessors": False, "contexts": False})
             made.machine.lazy_loading = False
             made.in_capture, made.chosen_signals = False, devices.Signals.STREAM
-            made.deferred = made.stepwise = False
+            made.deferred = made.stepwise = made.stream_guard = False
+            if poison:
+                made.machine.poison.poison_use(0)
+        if poison:
+            written = made.machine.written_when_free()
+            assert not written, written
+
+
+def _running(original: Callable[..., None]) -> Callable[..., None]:
+    """Has calls run as the mode of the simulated device wants it."""
+
+    @functools.wraps(original)
+    def run(launch: Launch, workspace: Any, *args: Any, **options: Any) -> None:
+        issue = functools.partial(original, launch, workspace, *args, **options)
+        if isinstance(workspace.device, SimulatedDevice):
+            workspace.device.run(issue, workspace)
+        else:
+            issue()
+
+    return run
 
 
 def _set(made: SimulatedDevice, values: dict[str, Any]) -> None:
     for name, value in values.items():
         number = FAULTS.index(value) if isinstance(value, str) else int(value)
         made.library.simulated_set(SETTINGS.index(name), number)
+
+
+def random_mode(choose: random.Random) -> dict[str, Any]:
+    """Options of `simulation` that any op must cope with, a few of them at a time."""
+    version = choose.choice([12050, 12080, 13000, 13010])
+    mode: dict[str, Any] = {"driver_version": version, "delays_us": choose.choice([0, 100, 1000])}
+    mode["signals"] = choose.choice(["stream", "stream", "kernel", "torch"])
+    switches = ("one_queue", "lazy_loading", "multiprocessors", "contexts", "stream_guard",
+                "poison", "offsets")  # fmt: skip
+    return mode | {switch: True for switch in switches if choose.random() < 0.4}

@@ -33,7 +33,8 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
 
     module.arrival_attention = small
     state = memory.resolve(group)
-    with simulation(delays_us=2000):
+    # The kernel fills the device, and copies within it cannot run beside it.
+    with simulation(delays_us=2000, multiprocessors=True, driver_version=13000, patience_ms=8000):
         for _ in range(4):
             layout = choose.choice([sequential, head_tail])(16 * 2 * W, W)
             mask = choose.choice([Mask(), Mask(right=0)])

@@ -1,55 +1,105 @@
-"""The Triton kernels as Hopper's machine code, which needs no GPU to be looked at."""
+"""The Triton kernels as machine code of GPUs, and when a launch needs new code: without a GPU."""
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
 from symm_cp.kernels import arrival_attention as arrival
+from symm_cp.kernels.add_rows import add_rows
+from symm_cp.kernels.merge_attention import merge_attention
+from tests.cuda.launches import TOOLS, recorded, resources
+from tests.exhaustive import exhaustive, some
 
-HOPPER = GPUTarget("cuda", 90, 32)
-_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+#: Shared memory that a block may have, in bytes, by compute capability.
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+#: Registers of a multiprocessor, which a block must fit into.
+REGISTERS = 65536
 
 
-#: The shared memory of a block where it is least (compute capability 8.9): 99 KiB.
-SMALL, LEAST = GPUTarget("cuda", 89, 32), 99 << 10
+def attention(
+    capability: int, features: int, causal: bool, *, epoch: int = 5, rows: int = 512
+) -> None:
+    """Launches the polling kernel as `arrival.attend` does: 4 ranks, grouped heads."""
+    B, H, G, W = 1, 4, 2, 4
+    half = torch.bfloat16
+    q = torch.empty(B, rows, H, features, dtype=half).transpose(1, 2)
+    k, v = (torch.empty(B, rows, G, features, dtype=half).transpose(1, 2) for _ in "kv")
+    pulled = (torch.empty(W - 1, B, G, rows, features, dtype=half) for _ in "kv")
+    words = torch.zeros((W - 1) * 16, dtype=torch.int32)
+    arrival.arrival_attention(
+        q,
+        k,
+        v,
+        arrival.Arrivals(*pulled, words, 16, epoch),
+        torch.zeros(rows, dtype=torch.int32),
+        torch.zeros(W, 2, 3, dtype=torch.int32),
+        causal=causal,
+        tiling=arrival.tiling_of(features, capability // 10),
+        programs=100,
+    )
 
 
-def compiled(
-    kernel: Any,
-    types: dict[str, str],
-    constants: dict[str, Any],
-    target: GPUTarget = HOPPER,
-    **options: Any,
-) -> Any:
-    """What a launch compiles whose pointers and strides are multiples of 16."""
-    signature = {
-        name: "constexpr" if name in constants else types.get(name, "i32")
-        for name in kernel.arg_names
-    }
-    at = {name: (index,) for index, name in enumerate(kernel.arg_names)}
-    aligned = {
-        at[name]: [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if kind.startswith("*") or re.fullmatch(r"\w_[bhs]|pulled_shard", name)
-    }
-    values = {at[name]: value for name, value in constants.items()}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=aligned)
-    return triton.compile(source, target=target, options=options)
+def sum_of_rows(
+    _: int = 90, *, ranks: int = 4, count: int = 4096, dtype: torch.dtype = torch.bfloat16
+) -> None:
+    pitch = -(-count // 32) * 32
+    rows = torch.empty(ranks, pitch, dtype=dtype)[:, :count]
+    add_rows(rows, torch.empty(count, dtype=dtype))
+
+
+def merged(_: int = 90, *, heads: int = 2, features: int = 128, begin: int = 0) -> None:
+    B, S = 1, 64
+    out = torch.empty(B, S, heads, features).transpose(1, 2)[:, :, begin:]
+    part = torch.empty(B, S, heads, features, dtype=torch.bfloat16).transpose(1, 2)[:, :, begin:]
+    lse, part_lse = (torch.empty(B, heads, S)[:, :, begin:] for _ in "lp")
+    merge_attention(out, lse, part, part_lse)
+
+
+ATTENTION = {
+    f"attention-{features}-{'causal' if causal else 'full'}": partial(
+        attention, features=features, causal=causal
+    )
+    for features, causal in itertools.product(arrival.FEATURES, (False, True))
+}
+#: Everything that is launched, by name; each is given a compute capability.
+LAUNCHES: dict[str, Callable[[int], None]] = {
+    "add_rows": sum_of_rows,
+    "add_rows-float64": partial(sum_of_rows, ranks=8, dtype=torch.float64),
+    "merge_attention": merged,
+    **ATTENTION,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "capability"),
+    some(("add_rows", 90), ("merge_attention", 90), of=itertools.product(LAUNCHES, SHARED)),
+)
+def test_resources(name: str, capability: int, tmp_path: Path) -> None:
+    with recorded(capability) as launches:
+        LAUNCHES[name](capability)
+    assert launches
+    for launch in launches:
+        made = launch.compiled(capability)
+        used = resources(made.asm["cubin"], tmp_path)
+        assert made.metadata.shared + used.shared <= SHARED[capability]
+        assert used.registers * 32 * made.metadata.num_warps <= REGISTERS
+        if name not in ATTENTION:  # there, loops count: see below
+            assert used.stack == 0, "registers spill"
 
 
 def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
     """The loops of a binary that have none inside: the names of their instructions."""
     path = folder / "kernel.cubin"
     path.write_bytes(binary)
-    command = [str(_TOOLS / "nvdisasm"), "-c", str(path)]
+    command = [str(TOOLS / "nvdisasm"), "-c", str(path)]
     text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names: list[str] = []
     labels: dict[str, int] = {}
@@ -70,28 +120,18 @@ def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
     return [names[begin:end] for begin, end in inner]
 
 
-def attention(features: int, causal: bool, target: GPUTarget) -> Any:
-    tiling = arrival.TILINGS[features]
-    tensors = ("query", "key", "value", "pulled_key", "pulled_value", "out")
-    types = dict.fromkeys(tensors, "*bf16")
-    types |= dict.fromkeys(("q_positions", "chunks", "words"), "*i32")
-    types |= {"lse": "*fp32", "scale": "fp32"}
-    constants = {
-        "CHUNKS": 2, "CAUSAL": causal, "ROWS": tiling.rows, "KEYS": tiling.keys, "E": features
-    }  # fmt: skip
-    return compiled(
-        arrival.arrival_attention_kernel, types, constants, target,
-        num_warps=tiling.warps, num_stages=tiling.stages, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("features", arrival.FEATURES)
-def test_loops_over_keys_stay_in_registers(features: int, causal: bool, tmp_path: Path) -> None:
-    made = attention(features, causal, HOPPER)
-    assert made.metadata.shared <= 227 << 10  # what a block may have
-    loops = innermost_loops(made.asm["cubin"], tmp_path)
-    over_keys = [names for names in loops if "HGMMA" in names]
+@exhaustive
+@pytest.mark.parametrize(("capability", "product"), [(80, "HMMA"), (90, "HGMMA"), (100, "UTCHMMA")])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_loops_over_keys_stay_in_registers(
+    name: str, capability: int, product: str, tmp_path: Path
+) -> None:
+    with recorded(capability) as launches:
+        ATTENTION[name](capability)
+    made = launches[0].compiled(capability)
+    over_keys = [
+        names for names in innermost_loops(made.asm["cubin"], tmp_path) if product in names
+    ]
     # Of the own and of the pulled shards, each without masks and with them.
     assert len(over_keys) == 4
     for names in over_keys:
@@ -101,5 +141,46 @@ def test_loops_over_keys_stay_in_registers(features: int, causal: bool, tmp_path
     assert 1.2 * max(plain) < min(masked), "whole tiles pay for masks"
 
 
-def test_the_largest_tiles_fit_on_small_gpus() -> None:
-    assert attention(128, True, SMALL).metadata.shared <= LEAST
+# --- when a launch compiles --------------------------------------------------------------------
+
+
+def variants(*launches: Callable[[], None]) -> int:
+    """How many kernels are compiled for these launches."""
+    with recorded() as made:
+        for launch in launches:
+            launch()
+    assert len(made) == len(launches)
+    return len({(launch.kernel.fn, launch.variant) for launch in made})
+
+
+def test_no_epoch_compiles() -> None:
+    """Triton specialises integers that are 1 or multiples of 16: peers would wait meanwhile."""
+    epochs = [*range(1, 20), 32, 2**31 - 1]
+    assert variants(*(partial(attention, 90, 64, True, epoch=epoch) for epoch in epochs)) == 1
+
+
+def test_numbers_of_queries_do_not_compile() -> None:
+    lengths = [16 * n for n in (1, 3, 32, 100)]
+    assert variants(*(partial(attention, 90, 64, True, rows=rows) for rows in lengths)) == 1
+
+
+def test_sums_compile_for_whole_vectors_and_for_the_rest() -> None:
+    counts = [16, 32, 4096, 16 * 1001]
+    assert variants(*(partial(sum_of_rows, count=count) for count in counts)) == 1
+    odd = [17, 31, 4097]
+    assert variants(*(partial(sum_of_rows, count=count) for count in (*counts, *odd))) == 2
+
+
+def test_sums_are_loaded_by_whole_vectors() -> None:
+    with recorded() as launches:
+        sum_of_rows()
+    text = launches[0].compiled(90).asm["ptx"]
+    # 2048 elements by 128 threads: 16 of 2 bytes each, 16 bytes at a time.
+    assert len(re.findall(r"ld\.global\S*\.v4", text)) == 2 * 4
+    assert len(re.findall(r"st\.global\S*\.v4", text)) == 2
+
+
+def test_merging_of_any_rows_compiles_once() -> None:
+    begins = [0, 1, 5, 16, 63]
+    assert variants(*(partial(merged, begin=begin) for begin in begins)) == 1
+    assert variants(*(partial(merged, heads=heads) for heads in (1, 2, 4, 16))) == 1

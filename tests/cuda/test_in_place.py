@@ -6,10 +6,9 @@ CUDA backend does.
 
 from __future__ import annotations
 
-import contextlib
+import os
+import resource
 import signal
-from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 import symm_cp
 from symm_cp import devices, memory
 from symm_cp.devices import rendezvous
+from symm_cp.devices import symmetric as symmetric_memory
 from tests.cuda import waits
 from tests.cuda.simulated import simulation
 from tests.pool import Ranks
@@ -135,15 +135,16 @@ def test_what_one_rank_passes_wrong_is_refused_on_all(ranks: Ranks) -> None:
     ranks.run(2, refuses)
 
 
-def only_one_in_place(group: dist.ProcessGroup) -> None:
-    """Ranks of which only some read in place would get what lies in a slot, or an old tensor."""
+def mismatched(group: dist.ProcessGroup) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ["SYMM_CP_TIMEOUT_MS"] = str(waits.SHORT_MS)
     with simulation(delays_us=0):
         x = symmetric(4, 4)
         symm_cp.read_in_place(x, group)
-        gathers(x, group, 0)
         plain = torch.empty(4, 4)
-        gathers(plain, group, 1)
-        waits.others_wait(group, lambda g: gathers(plain if g.rank() else x, g, 2), waits.stops)
+        for turn in range(4):  # both have been passed by all before, in calls of either parity
+            gathers(x if turn % 2 else plain, group, turn)
+        gathers(plain if group.rank() else x, group, 4)
 
 
 def test_ranks_of_which_only_some_read_in_place_end_with_words(ranks: Ranks) -> None:
@@ -154,16 +155,6 @@ def test_ranks_of_which_only_some_read_in_place_end_with_words(ranks: Ranks) -> 
             assert f"waiting for flag '{flag}' of rank {1 - rank}" in outcome.output
 
 
-def mismatched(group: dist.ProcessGroup) -> None:
-    with simulation(delays_us=0), waits.short_timeout():
-        x = symmetric(4, 4)
-        symm_cp.read_in_place(x, group)
-        plain = torch.empty(4, 4)
-        for turn in range(4):  # both have been passed by all before, in calls of either parity
-            gathers(x if turn % 2 else plain, group, turn)
-        gathers(plain if group.rank() else x, group, 4)
-
-
 class TorchOnCuda:
     """What torch's rendezvous on CUDA does beside mapping memory, of several versions at once.
 
@@ -171,59 +162,49 @@ class TorchOnCuda:
     allocations each rank has made, in groups that `set_group_info` told them of.
     """
 
-    exchanges = 0
-
     def __init__(self, told: dist.ProcessGroup, allocations: int) -> None:
-        self.told, self.allocations = told, allocations
+        self._told, self._allocations, self._exchanges = told.group_name, allocations, 0
         self.empty_strided_p2p = _SymmetricMemory.empty_strided_p2p
 
     def get_backend(self, device: torch.device) -> str:
         return "CUDA"
 
+    def _next(self) -> str:
+        self._exchanges += 1
+        return f"CUDASymmetricMemory/{self._exchanges}"
+
     def _gather(self, group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
-        keys = [f"CUDASymmetricMemory/{self.exchanges}/{rank}" for rank in range(group.size())]
-        self.exchanges += 1
-        store = group.get_group_store()
-        store.set(keys[group.rank()], payload)  # type: ignore[arg-type]
-        return store.multi_get(keys)  # type: ignore[arg-type]
+        store, begin = group.get_group_store(), self._next()
+        store.set(f"{begin}/{group.rank()}", payload)  # type: ignore[arg-type]
+        return store.multi_get([f"{begin}/{rank}" for rank in range(group.size())])
 
     def rendezvous(self, tensor: torch.Tensor, name: str) -> _SymmetricMemory:
         group = _resolve_process_group(name)  # type: ignore[arg-type]
-        own = self.allocations.to_bytes(8, "little") + b"\xff"  # not text
-        counts = self._gather(group, own)
-        if name in (self.told.group_name, dist.group.WORLD.group_name):
-            assert set(counts) == {own}, "Symmetric window mismatch"
-        group.get_group_store().barrier(f"CUDASymmetricMemory/{self.exchanges}", group.size())
-        self.exchanges += 1
+        count = self._allocations.to_bytes(8, "little") + b"\xff"  # not text
+        counts = self._gather(group, count)
+        if name == self._told:
+            assert set(counts) == {count}, "Symmetric window mismatch"
+        group.get_group_store().barrier(self._next(), group.size())
         self._gather(group, b"multicast")
-        ranks = sorted(dist.get_process_group_ranks(self.told))
-        true = self.told if group.size() == len(ranks) else dist.group.WORLD
-        return _SymmetricMemory.rendezvous(tensor, true.group_name)
-
-
-@contextlib.contextmanager
-def torch_on_cuda(told: dist.ProcessGroup) -> Iterator[TorchOnCuda]:
-    made = TorchOnCuda(told, allocations=dist.get_rank())
-    with mock.patch.object(rendezvous, "_SymmetricMemory", made):
-        yield made
+        # The memory is the CPU's.
+        return _SymmetricMemory.rendezvous(tensor, name.split(", symmetric memory")[0])
 
 
 def histories(group: dist.ProcessGroup) -> None:
     """A sub-group that leaves a rank out makes rendezvous first; then the whole group does."""
-    first = dist.new_group([0, 1])
-    told = first if group.rank() < 2 else group
-    with simulation(delays_us=0), torch_on_cuda(told):
-        if group.rank() < 2:
+    pair = dist.new_group([0, 1])
+    torchs = TorchOnCuda(group, allocations=group.rank())
+    with (
+        simulation(delays_us=0),
+        mock.patch.object(rendezvous, "_SymmetricMemory", torchs),
+        mock.patch.object(symmetric_memory, "_SymmetricMemory", torchs),
+    ):
+        for members in (pair, group) if group.rank() < 2 else (group,):
             x = symmetric(4, 4)
-            symm_cp.read_in_place(x, first)
-            gathers(x, first, 1)
-            gathers(torch.empty(64, 64), first, 2)
-        x = symmetric(4, 4)
-        symm_cp.read_in_place(x, group)
-        gathers(x, group, 3)
-        gathers(torch.empty(128, 128), group, 4)
-    names: list[Any] = dist.distributed_c10d._world.pg_map  # type: ignore[assignment]
-    assert len(names) >= 2
+            symm_cp.read_in_place(x, members)
+            gathers(x, members, 1)
+            gathers(torch.empty(300, 300), members, 2)  # a larger workspace
+    assert torchs._exchanges == (12 if group.rank() < 2 else 6)
 
 
 def test_a_rendezvous_does_not_depend_on_what_ranks_did_in_other_groups(ranks: Ranks) -> None:

@@ -62,14 +62,18 @@ class Case:
         return mask
 
     def arguments(self) -> dict[str, Any]:
-        documents = None if self.documents is None else torch.tensor(self.documents)
+        edges: dict[str, Any] = {}
+        if self.documents is not None:
+            as_ints = len(self.documents) % 2 == 0
+            edges = {"document_edges": list(self.documents)}
+            edges = edges if as_ints else {"cu_seqlens": torch.tensor(self.documents)}
         return {
             "is_causal": self.causal,
             "scale": self.scale,
             "enable_gqa": self.heads != self.kv_heads,
             "chunk_order": list(self.layout.chunk_order),
             "chunk_lengths": list(self.layout.chunk_lengths),
-            "cu_seqlens": documents,
+            **edges,
             "window_left": self.left,
             "window_right": self.right,
             **self.options,

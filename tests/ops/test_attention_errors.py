@@ -58,6 +58,13 @@ CASES: list[tuple[Any, Any, Any, dict[str, Any], type[Exception], str]] = [
     (*(x(*Q),) * 3, {"chunk_order": [0, 1], "chunk_lengths": [8]}, ValueError, "1 entries for 2"),
     (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0, 9, 5, 16])}, ValueError, "must ascend from 0"),
     (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0, 9])}, ValueError, "to 16, the length"),
+    (*(x(*Q),) * 3, {"document_edges": [0, 9]}, ValueError, "to 16, the length"),
+    (
+        *(x(*Q),) * 3,
+        {"cu_seqlens": torch.tensor([0, 16]), "document_edges": [0, 16]},
+        ValueError,
+        "must be one",
+    ),
     (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([1, 16])}, ValueError, "must ascend from 0"),
     (*(x(*Q),) * 3, {"cu_seqlens": torch.tensor([0.0, 16])}, ValueError, "int32 or int64"),
     (

@@ -21,6 +21,7 @@ def options(world_size: int) -> list[dict[str, Any]]:
         {"is_causal": True, "chunk_order": list(head_tail_order(world_size)), "scale": 0.3},
         {"enable_gqa": True, "cu_seqlens": torch.tensor([0, 3, 8 * world_size])},
         {"window_left": 2, "window_right": 1, "chunk_lengths": [8] * world_size},
+        {"document_edges": [0, 5, 8 * world_size]},
     ]
 
 
@@ -81,3 +82,17 @@ def like_real(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_fake_results_are_like_real_ones(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, like_real)
+
+
+def test_edges_on_the_host_for_tensors_on_a_gpu() -> None:
+    """As `torch.compile` traces it: a tensor on the CPU beside those on a GPU, or ints."""
+    edges: list[dict[str, Any]] = [
+        {"cu_seqlens": torch.tensor([0, 3, 8])},
+        {"document_edges": [0, 3, 8]},
+    ]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q = torch.empty(2, 4, 8, 6, device="cuda")
+        for chosen in edges:
+            out, lse = OPS.fused_all_gather_attention(q, q, q, "0", **chosen)
+            grads = OPS.fused_all_gather_attention_backward(out, q, q, q, out, lse, "0", **chosen)
+            assert {t.device.type for t in (out, lse, *grads)} == {"cuda"}

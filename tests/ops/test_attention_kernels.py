@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp.ops.attention import kernels as attention_kernels
+from symm_cp.ops.attention.tiles import additive
 from symm_cp.schedule.tiles import Tile, squares
 
 
@@ -55,29 +60,127 @@ def test_rows_that_see_nothing() -> None:
     assert not grads[0][0, 0, 2].any()
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_on_cuda_the_kernel_is_the_one_that_torch_would_choose(
-    masked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    query = torch.empty(1, 4, 3, 64, device="meta")  # any device but the CPU
-    key = torch.empty(1, 2, 5, 64, device="meta")
-    mask = torch.empty(3, 5, device="meta") if masked else None
-    chosen = {0: "matmul", 1: "flash", 2: "efficient", 3: "cudnn"}
-    asked: list[tuple[Any, dict[str, object]]] = []
-    for number, kind in chosen.items():
+class Ops(TorchDispatchMode):
+    """Counts ops by name."""
 
-        def choice(*given: object, number: int = number, **options: object) -> int:
-            asked.append((given, options))
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Functions(TorchFunctionMode):
+    """Counts torch's functions by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.counts[getattr(func, "__name__", "")] += 1
+        return func(*args, **(kwargs or {}))
+
+
+Choose = Callable[[int], list[tuple[Any, bool]]]
+
+
+@pytest.fixture
+def choose(monkeypatch: pytest.MonkeyPatch) -> Choose:
+    """Makes torch choose a kernel; returns the list of what it will be asked."""
+
+    def by_number(number: int) -> list[tuple[Any, bool]]:
+        asked: list[tuple[Any, bool]] = []
+
+        def choice(*given: object, enable_gqa: bool) -> int:
+            asked.append((given, enable_gqa))
             return number
 
         monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
-        found = attention_kernels.kind_of(query, key, mask, causal=not masked)
-        assert found == ("efficient" if masked and kind != "matmul" else kind)
-        (_, keys, _, bias, _, causal), options = asked.pop()
+        return asked
+
+    return by_number
+
+
+KINDS = {0: "matmul", 1: "flash", 2: "efficient", 3: "cudnn"}
+
+
+@pytest.mark.parametrize("number", KINDS)
+@pytest.mark.parametrize("masked", [False, True])
+def test_on_cuda_the_kernel_is_the_one_that_torch_would_choose(
+    masked: bool, number: int, choose: Choose
+) -> None:
+    # Any device but the CPU.
+    query, key = torch.empty(1, 4, 5, 64, device="meta"), torch.empty(1, 2, 5, 64, device="meta")
+    mask = torch.empty(5, 5, device="meta") if masked else None
+    kind = KINDS[number]
+    if masked and kind != "matmul":
+        kind = "efficient"
+    asked = choose(number)
+    names = {"efficient": "_efficient_", "flash": "_flash_", "cudnn": "_cudnn_", "matmul": "bmm"}
+    by_heads = masked or kind in ("efficient", "matmul")
+    options = {"causal": not masked, "scale": None}
+    results: list[torch.Tensor] = []
+    for backward in (False, True):
+        with Ops() as ops, Functions() as functions:
+            if backward:
+                attention_kernels.backward(results[0], query, key, key, *results, mask, **options)
+            else:
+                results += attention_kernels.forward(query, key, key, mask, **options)
+        assert any(names[kind] in name for name in ops.counts)
+        # Keys and values are repeated once, and a mask is padded once; so is the log-sum-exp.
+        assert functions.counts["repeat_interleave"] == 2 * by_heads
+        of_lse = backward and kind == "efficient"
+        assert functions.counts["pad"] == masked + of_lse
+    (forward, gqa), (backward, backward_gqa) = asked
+    assert gqa is backward_gqa is not masked
+    assert backward[0].requires_grad, "torch was not asked for a kernel with a backward pass"
+    for given in (forward, backward):
+        _, keys, _, bias, _, causal = given
         assert causal is not masked
-        assert options == {"enable_gqa": not masked}
         assert keys.shape[1] == (4 if masked else 2)
-        assert bias is None or bias.shape == (1, 4, 3, 5)
+        assert bias is None or bias.shape == (1, 4, 5, 5)
+        assert bias is None or (bias.dtype == query.dtype and bias.stride(-2) % 16 == 0)
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize("version", [91900, 92600])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("keys", [64, 128, 192])
+def test_cudnn_differentiates_only_where_its_gradients_are_finite(
+    keys: int,
+    causal: bool,
+    version: int,
+    capability: tuple[int, int],
+    choose: Choose,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    choose(3)
+    q = torch.empty(1, 2, keys, 64, device="meta")
+    assert attention_kernels.kind_of(q, q, None, causal=causal) == "cudnn"
+    broken = keys % 128 == 64 and not causal and version < 92600 and capability == (9, 0)
+    kind = attention_kernels.kind_of(q, q, None, causal=causal, backward=True)
+    assert kind == ("flash" if broken else "cudnn")
+
+
+def test_masks_of_tiles_are_kept_as_kernels_take_them() -> None:
+    visible = torch.ones(6, 37, dtype=torch.bool, device="meta")
+    mask = additive(visible, torch.bfloat16)
+    assert (mask.shape, mask.dtype) == (visible.shape, torch.bfloat16)
+    assert mask.stride(0) % 16 == 0
+    query, key = (torch.empty(2, 4, n, 64, device="meta", dtype=mask.dtype) for n in (6, 37))
+    with Ops() as ops:
+        bias = attention_kernels._aligned(mask, query, key)
+    assert bias.shape == (2, 4, 6, 37)
+    assert set(ops.counts) == {"expand"}
 
 
 @pytest.mark.parametrize(("rows", "keys"), [(5, 5), (5, 9), (9, 5), (1, 4), (4, 1)])

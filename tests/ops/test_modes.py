@@ -53,7 +53,7 @@ MODES = {
 
 def fresh(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group without workspaces, plans or masks."""
-    attention_tiles._band.cache_clear()
+    attention_tiles._band.forget()
     made = dist.new_group(list(range(group.size())))
     assert isinstance(made, dist.ProcessGroup)
     return made

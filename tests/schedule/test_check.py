@@ -1,5 +1,7 @@
 """``check`` finds what is wrong in schedules that are known to be."""
 
+from dataclasses import replace
+
 import pytest
 
 from symm_cp.schedule import (
@@ -18,6 +20,7 @@ from symm_cp.schedule.check import (
     Deadlock,
     ForeignAccess,
     Race,
+    Starvation,
     TwoWriters,
     UninitialisedRead,
 )
@@ -232,11 +235,13 @@ def test_a_signal_to_oneself_orders_two_lanes() -> None:
 
 def polling(rank: int, awaits: tuple[tuple[str, Region], ...], *reads: Region) -> Schedule:
     """As `prefetch`, with a kernel that polls; it also reads its own input from the start."""
-    copy = (*prefetch(rank, handed_over=True).lanes["copy"],)
+    publish, signal, *pull = prefetch(rank, handed_over=True).lanes["copy"]
+    copy = (publish, signal, Signal(rank, "offered"), *pull)
     kernel = Compute(
         "poll", rank, (Region(rank, "input"), *reads), (Region(rank, "output"),), awaits
     )
-    return Schedule("polling", rank, 2, {"compute": (kernel,), "copy": copy}, 2)
+    lanes = {"compute": (Wait(rank, "offered"), kernel), "copy": copy}
+    return Schedule("polling", rank, 2, lanes, 2)
 
 
 def test_a_kernel_that_polls_reads_what_it_polled_for() -> None:
@@ -251,6 +256,25 @@ def test_a_kernel_that_polls_reads_what_it_polled_for() -> None:
     unasked = [polling(rank, (), Region(rank, "pulled", 1 - rank)) for rank in (0, 1)]
     report = check([unasked] * 3)
     assert Race in kinds(report) or UninitialisedRead in kinds(report)
+
+
+@pytest.mark.parametrize("missing", ["copy", "signal"])
+def test_a_kernel_that_polls_starts_when_the_peers_have_what_they_wait_for(missing: str) -> None:
+    """It may keep the multiprocessor that a copy within its rank, or a signal, needs."""
+
+    def early(rank: int) -> Schedule:
+        right = polling(rank, (("arrived", Region(rank, "pulled", 1 - rank)),))
+        publish, signal, offered, *pull = right.lanes["copy"]
+        first = [offered, publish, signal] if missing == "copy" else [publish, offered, signal]
+        return replace(right, lanes={**right.lanes, "copy": (*first, *pull)})
+
+    report = check([[early(rank) for rank in (0, 1)]] * 3)
+    assert kinds(report) == {Starvation}
+    text = "Copy(input of rank 0 -> slot of rank 0)" if missing == "copy" else "Signal('ready'"
+    assert text in str(report)
+    assert "before [rank 0, lane 'compute', call 0, step 1: Compute('poll', 0)], which" in str(
+        report
+    )
 
 
 def test_a_report_says_what_was_checked() -> None:

@@ -86,7 +86,7 @@ def test_a_loop_needs_both_halves(place: Place) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int) -> None:
     call = ALL_GATHER_AND_POLL.staged().schedules(world_size)
-    (kernel,) = call[0].lanes["compute"]
+    offered, kernel = call[0].lanes["compute"]
     assert isinstance(kernel, Compute)
     for index, (_, shard) in enumerate(kernel.awaits):
         unasked = replace(
@@ -94,8 +94,8 @@ def test_a_kernel_must_poll_the_flag_of_each_shard(world_size: int) -> None:
             reads=(*kernel.reads, shard),
             awaits=kernel.awaits[:index] + kernel.awaits[index + 1 :],
         )
-        assert not check([with_lane(call, 0, "compute", [unasked])] * 3).ok
+        assert not check([with_lane(call, 0, "compute", [offered, unasked])] * 3).ok
     if world_size > 2:
         flags, shards = zip(*kernel.awaits, strict=True)
         crossed = replace(kernel, awaits=tuple(zip(flags, shards[::-1], strict=True)))
-        assert not check([with_lane(call, 0, "compute", [crossed])] * 3).ok
+        assert not check([with_lane(call, 0, "compute", [offered, crossed])] * 3).ok

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
 from symm_cp import runtime, tuning
 from symm_cp.devices import Signals, device_of, has_streams
+from symm_cp.devices.kept import kept
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
-from symm_cp.modes import ordinary_tensors
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
@@ -60,9 +58,9 @@ def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSp
     )
 
 
-@lru_cache(maxsize=64)
+@kept(maxsize=64)
 def _tables(
-    layout: SequenceLayout, rank: int, rows: int, device: torch.device
+    device: torch.device, layout: SequenceLayout, rank: int, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Positions of this rank's queries; of each shard's chunks (begin, length, position)."""
     from symm_cp.kernels.arrival_attention import chunk_table
@@ -71,11 +69,10 @@ def _tables(
         [(span.row, span.length, span.start) for span in layout.spans(owner)]
         for owner in (rank, *peers(rank, layout.world_size))
     ]
-    with ordinary_tensors():
-        positions = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
-        # Without a mask, queries may be of another sequence: positions do not matter then.
-        positions = positions if len(positions) == rows else positions.new_zeros(rows)
-        return positions.to(device), chunk_table(shards).to(device)
+    positions = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
+    # Without a mask, queries may be of another sequence: positions do not matter then.
+    positions = positions if len(positions) == rows else positions.new_zeros(rows)
+    return positions.to(device), chunk_table(shards).to(device)
 
 
 def attend(
@@ -89,7 +86,7 @@ def attend(
     """Returns the attention over all ranks' keys, and its log-sum-exp. Collective."""
     from symm_cp.kernels.arrival_attention import Arrivals, arrival_attention
 
-    positions, chunks = _tables(spec.layout, group.rank, query.shape[2], query.device)
+    positions, chunks = _tables(query.device, spec.layout, group.rank, query.shape[2])
     query = dense_features(query)
     key, value = key.contiguous(), value.contiguous()
     results: list[tuple[torch.Tensor, torch.Tensor]] = []

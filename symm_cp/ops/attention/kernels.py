@@ -7,7 +7,10 @@ Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, fea
            keys, where the flash kernel loses NaN.
     CUDA   what torch would choose for the same attention, so that `sdpa_kernel` etc. apply: cuDNN,
            flash or memory-efficient; plain matmuls for what none of them supports. So, too, on
-           devices of other types.
+           devices of other types. Forward and backward passes are chosen for separately: all of
+           them take and return the same log-sum-exp.
+
+The schemas of these ops are the same in torch 2.11 to 2.15 (tests/cuda/sdpa_schemas.json).
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ _cpu_backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward.defau
 _flash = _aten._scaled_dot_product_flash_attention.default
 _flash_backward = _aten._scaled_dot_product_flash_attention_backward.default
 _cudnn = _aten._scaled_dot_product_cudnn_attention.default
+_cudnn_backward = _aten._scaled_dot_product_cudnn_attention_backward.default
 _efficient = _aten._scaled_dot_product_efficient_attention.default
 _efficient_backward = _aten._scaled_dot_product_efficient_attention_backward.default
 
@@ -31,23 +35,47 @@ _KINDS = {1: "flash", 2: "efficient", 3: "cudnn"}
 # With fewer keys torch's kernel treats a row with NaN scores as one that sees no key.
 _CPU_KEYS = 16
 # The efficient kernel requires rows of a mask to begin at multiples of 16 elements.
-_MASK_ALIGN = 16
+MASK_ALIGN = 16
+# cuDNN requires tensors to begin at multiples of these bytes.
+_CUDNN_ALIGN = 16
+# The first cuDNN whose gradients of queries are finite on compute capability 9.0 without a causal
+# mask for 64 more than a multiple of 128 keys. torch 2.15 knows it, earlier ones do not.
+_CUDNN_FINITE = 92600
 
 
 def kind_of(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, causal: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    causal: bool,
+    backward: bool = False,
 ) -> str:
-    """Returns the kernel for a tile: "cpu", "cudnn", "flash", "efficient" or "matmul"."""
+    """Returns the kernel for a tile: "cpu", "cudnn", "flash", "efficient" or "matmul".
+
+    With a mask, `key` and `mask` must be as the efficient kernel takes them, except on CPU.
+    """
     if query.device.type == "cpu":
         return "cpu" if key.shape[2] >= _CPU_KEYS else "matmul"
+    shared = query.shape[1] != key.shape[1]
+    with torch.set_grad_enabled(backward):
+        if backward:  # torch leaves out what has no backward pass for queries that require one
+            query = query.detach().requires_grad_()
+        choice = torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=shared)
+    kind = _KINDS.get(choice, "matmul")
     if mask is not None:
         # Only the efficient kernel takes a mask and returns a log-sum-exp.
-        times = query.shape[1] // key.shape[1]
-        key, mask = _repeated(key, times), _aligned(mask, query, key)
-    shared = query.shape[1] != key.shape[1]
-    choice = torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=shared)
-    kind = _KINDS.get(choice, "matmul")
-    return "efficient" if mask is not None and kind != "matmul" else kind
+        return kind if kind == "matmul" else "efficient"
+    if kind == "cudnn" and backward and not _is_finite(query, key, causal):
+        return "flash"
+    return kind
+
+
+def _is_finite(query: torch.Tensor, key: torch.Tensor, causal: bool) -> bool:
+    """Whether the backward pass of the installed cuDNN is right for a tile."""
+    if causal or key.shape[2] % 128 != 64 or torch.backends.cudnn.version() >= _CUDNN_FINITE:
+        return True
+    return torch.cuda.get_device_capability(query.device) != (9, 0)
 
 
 def forward(
@@ -61,6 +89,7 @@ def forward(
     kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and its log-sum-exp, which is undefined for rows that see no key."""
+    key, value, mask = _for_masks(query, key, value, mask)
     kind = kind or kind_of(query, key, mask, causal=causal)
     if kind == "cpu":
         return _cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
@@ -78,8 +107,7 @@ def forward(
     times = query.shape[1] // key.shape[1]
     key, value = _repeated(key, times), _repeated(value, times)
     if kind == "efficient":
-        bias = _aligned(mask, query, key)
-        out, lse, *_ = _efficient(query, key, value, bias, True, 0.0, causal, scale=scale)
+        out, lse, *_ = _efficient(query, key, value, mask, True, 0.0, causal, scale=scale)
         return out, lse[:, :, : query.shape[2]]  # its length is rounded up to a multiple of 32
     score = _scores(query, key, mask, causal, scale)
     lse = torch.logsumexp(score, -1)
@@ -100,22 +128,33 @@ def backward(
     kind: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns the gradients of query, key and value; `lse` is inf in rows that see no key."""
-    kind = kind or kind_of(query, key, mask, causal=causal)
+    times = query.shape[1] // key.shape[1]
+    key, value, mask = _for_masks(query, key, value, mask)
+    kind = kind or kind_of(query, key, mask, causal=causal, backward=True)
     if kind == "cpu":
         return _cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale
         )
-    if kind in ("flash", "cudnn"):
-        # cuDNN requires the log-sum-exp in the layout of its own forward pass; flash takes any.
+    if kind == "cudnn":
+        return _by_cudnn(grad_out, query, key, value, out, lse, causal, scale)
+    if kind == "flash":
         grads = _by_flash(grad_out, query, key, value, out, lse, causal, scale)
         return tuple(grad[..., : query.shape[-1]] for grad in grads)
-    times = query.shape[1] // key.shape[1]
-    key, value = _repeated(key, times), _repeated(value, times)
-    if kind == "efficient":
-        grads = _by_efficient(grad_out, query, key, value, out, lse, mask, causal, scale)
-    else:
-        grads = _by_matmuls(grad_out, query, key, value, out, lse, mask, causal, scale)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = _repeated(key, repeats), _repeated(value, repeats)
+    by = _by_efficient if kind == "efficient" else _by_matmuls
+    grads = by(grad_out, query, key, value, out, lse, mask, causal, scale)
     return grads[0], _summed(grads[1], times), _summed(grads[2], times)
+
+
+def _for_masks(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Returns keys, values and a mask as kernels that take masks need them; without one, as is."""
+    if mask is None or query.device.type == "cpu":
+        return key, value, mask
+    times = query.shape[1] // key.shape[1]
+    return _repeated(key, times), _repeated(value, times), _aligned(mask, query, key)
 
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
@@ -165,16 +204,24 @@ def _summed(grad: torch.Tensor, times: int) -> torch.Tensor:
     return grad if times == 1 else grad.unflatten(1, (-1, times)).sum(2)
 
 
-def _aligned(
-    mask: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor
-) -> torch.Tensor | None:
+def _aligned(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
     """Returns a mask as the efficient kernel takes it: in the query's dtype, expanded, aligned."""
-    if mask is None:
-        return None
     keys = key.shape[2]
-    padding = -keys % _MASK_ALIGN
-    bias = F.pad(mask.to(query.dtype), (0, padding))[..., :keys]
-    return bias.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+    if mask.dtype != query.dtype or mask.stride(-2) % MASK_ALIGN != 0:
+        mask = F.pad(mask.to(query.dtype), (0, -keys % MASK_ALIGN))[..., :keys]
+    return mask.expand(query.shape[0], query.shape[1], query.shape[2], keys)
+
+
+def _alike(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Returns tensors of one shape with the same strides, aligned: copies unless they are."""
+    strides = {
+        tuple(stride for size, stride in zip(t.shape, t.stride(), strict=True) if size > 1)
+        for t in tensors
+    }
+    aligned = all(t.data_ptr() % _CUDNN_ALIGN == 0 for t in tensors)
+    if len(strides) == 1 and aligned and not any(0 in known for known in strides):
+        return tensors
+    return tuple(t.clone(memory_format=torch.contiguous_format) for t in tensors)
 
 
 def _scores(
@@ -220,6 +267,27 @@ def _by_flash(
     )
 
 
+def _by_cudnn(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    causal: bool,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    none = torch.empty(0, dtype=torch.int64, device=query.device)
+    rows, keys = query.shape[2], key.shape[2]
+    # torch keeps cuDNN's plans by the strides of query, key and value: those of the others, which
+    # are part of a plan, must follow from them.
+    grad_out, query, out = _alike(grad_out, query, out)
+    return _cudnn_backward(
+        grad_out, query, key, value, out, lse.contiguous(), none, none, None, None, None,
+        rows, keys, 0.0, causal, scale=scale,
+    )  # fmt: skip
+
+
 def _by_matmuls(
     grad_out: torch.Tensor,
     query: torch.Tensor,
@@ -258,9 +326,8 @@ def _by_efficient(
     rows = query.shape[2]
     padded = F.pad(lse, (0, -rows % 32), value=torch.inf).contiguous()
     none = torch.empty(0, dtype=torch.int64, device=query.device)
-    bias = _aligned(mask, query, key)
     grads = _efficient_backward(
-        grad_out, query, key, value, bias, out, padded, none, none, 0.0,
+        grad_out, query, key, value, mask, out, padded, none, none, 0.0,
         [True, True, True, False], causal, scale=scale,
     )  # fmt: skip
     return grads[0], grads[1], grads[2]

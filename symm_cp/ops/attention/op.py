@@ -219,7 +219,8 @@ def register() -> None:
         (_BACKWARD, _attention_backward_kernel, _attention_backward_fake),
     ):
         register_kernel(name, kernel)
-        lib.impl(name, fake, "Meta")
+        # Not as a kernel for "Meta", for which tensors, cu_seqlens too, must be on one device.
+        torch.library.register_fake(f"symm_mem::{name}", fake, lib=lib)
     autocast.register(autocast.cast, _FORWARD)
     autocast.register(autocast.as_they_are, _BACKWARD)
     lib.impl(_FORWARD, _attention_autograd, "Autograd")

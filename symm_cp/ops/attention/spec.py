@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from symm_cp.devices import device_of, has_streams
 from symm_cp.memory import Group
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
@@ -23,8 +25,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: The options of the ops, as their schemas have them; `AttentionSpec.of` takes the same.
 OPTIONS = (
     "bool is_causal=False, float? scale=None, bool enable_gqa=False, int[]? chunk_order=None, "
-    "SymInt[]? chunk_lengths=None, Tensor? cu_seqlens=None, int? window_left=None, "
-    "int? window_right=None"
+    "SymInt[]? chunk_lengths=None, Tensor? cu_seqlens=None, SymInt[]? document_edges=None, "
+    "int? window_left=None, int? window_right=None"
 )
 
 _ROTATE_METHODS = ("allgather", "alltoall")
@@ -85,12 +87,14 @@ class AttentionSpec:
         chunk_order: list[int] | None = None,
         chunk_lengths: list[int] | None = None,
         cu_seqlens: torch.Tensor | None = None,
+        document_edges: list[int] | None = None,
         window_left: int | None = None,
         window_right: int | None = None,
     ) -> AttentionSpec:
         """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
 
-        torch leaves out options that have the default of the schema.
+        `document_edges` are those that `cu_seqlens` would hold. torch leaves out options that have
+        the default of the schema.
         """
         check_tensors(op, query, key, value, enable_gqa)
         for name, size in (("window_left", window_left), ("window_right", window_right)):
@@ -98,7 +102,12 @@ class AttentionSpec:
                 raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
         layout = _layout_of(op, group, key.shape[2], chunk_order, chunk_lengths)
         right = 0 if is_causal else window_right
-        mask = Mask(window_left, right, _documents(op, cu_seqlens, layout.length))
+        if cu_seqlens is not None and document_edges is not None:
+            raise ValueError(f"{op}: cu_seqlens and document_edges are both given, must be one")
+        if cu_seqlens is not None:
+            document_edges = _host_edges(op, cu_seqlens, query.device)
+        documents = _documents(op, document_edges, layout.length)
+        mask = Mask(window_left, right, documents)
         if mask and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{op}: query has {query.shape[2]} rows and key {key.shape[2]}: is_causal, windows "
@@ -216,18 +225,54 @@ def _layout_of(
     return layout
 
 
-def _documents(op: str, cu_seqlens: torch.Tensor | None, length: int) -> tuple[int, ...] | None:
-    if cu_seqlens is None:
-        return None
+def _host_edges(op: str, cu_seqlens: torch.Tensor, device: torch.device) -> list[int]:
+    """Returns the values of `cu_seqlens`, for a call on `device`.
+
+    A tensor on a device is read once for each version of it, since the host waits for all kernels
+    before; torch counts the versions. While a graph is captured it is refused: the host must not
+    wait, and replays would not see other values.
+    """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op}: cu_seqlens must be a 1-D tensor of int32 or int64, is {cu_seqlens.dtype} "
             f"{list(cu_seqlens.shape)}"
         )
-    edges = tuple(cu_seqlens.tolist())
-    if len(edges) < 2 or edges[0] != 0 or edges[-1] != length or list(edges) != sorted(edges):
-        raise ValueError(
-            f"{op}: cu_seqlens={list(edges)} must ascend from 0 to {length}, the length of the "
-            "whole sequence"
+    if cu_seqlens.device.type == "cpu":
+        edges: list[int] = cu_seqlens.tolist()
+        return edges
+    if _captures(device):
+        raise RuntimeError(
+            f"{op}: cu_seqlens is on {cu_seqlens.device}, where the host cannot read it while a "
+            "CUDA graph is captured: pass a sequence of ints or a CPU tensor, which become part of "
+            "the graph"
         )
+    version = None if cu_seqlens.is_inference() else cu_seqlens._version
+    known = _read_edges.get(cu_seqlens)
+    if known is not None and version is not None and known[0] == version:
+        return known[1]
+    edges = cu_seqlens.tolist()
+    _read_edges[cu_seqlens] = version, edges
     return edges
+
+
+# Values of tensors on devices, by tensor, with the version that was read.
+_read_edges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _captures(device: torch.device) -> bool:
+    if not has_streams(device):
+        return False
+    serving = device_of(device)
+    with serving.guard():
+        return serving.capturing()
+
+
+def _documents(op: str, edges: list[int] | None, length: int) -> tuple[int, ...] | None:
+    if edges is None:
+        return None
+    if len(edges) < 2 or edges[0] != 0 or edges[-1] != length or edges != sorted(edges):
+        raise ValueError(
+            f"{op}: cu_seqlens={edges} must ascend from 0 to {length}, the length of the whole "
+            "sequence"
+        )
+    return tuple(edges)

@@ -7,11 +7,9 @@ number of parts. torch's CPU kernel crashes the process without keys, so it is n
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 
-from symm_cp.modes import ordinary_tensors
+from symm_cp.devices.kept import kept
 from symm_cp.ops.attention import kernels
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
@@ -47,36 +45,40 @@ def dense_features(tensor: torch.Tensor) -> torch.Tensor:
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns a boolean mask as kernels take it: zeros, and -inf where it is False."""
-    # 16-bit dtypes are masked in float32.
-    bias = torch.zeros(visible.shape, dtype=wide(dtype), device=visible.device)
+    keys = visible.shape[-1]
+    # For 16-bit dtypes the CPU's kernel takes masks in float32. The others take them in the dtype,
+    # with rows that begin at multiples of some elements.
+    on_cpu = visible.device.type == "cpu"
+    dtype, padding = (wide(dtype), 0) if on_cpu else (dtype, -keys % kernels.MASK_ALIGN)
+    shape = (*visible.shape[:-1], keys + padding)
+    bias = torch.zeros(shape, dtype=dtype, device=visible.device)[..., :keys]
     return bias.masked_fill_(visible.logical_not(), -torch.inf)
 
 
-@lru_cache(maxsize=16)
+@kept(maxsize=16)
 def _band(
+    device: torch.device,
     rows: int,
     keys: int,
     low: int | None,
     high: int | None,
     dtype: torch.dtype,
-    device: torch.device,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The additive mask of a tile with a band, and which of its rows see no key."""
-    with ordinary_tensors():
-        offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
-        visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
-        if low is not None:
-            visible &= offset >= low
-        if high is not None:
-            visible &= offset <= high
-        return additive(visible, dtype), visible.any(1).logical_not()
+    offset = torch.arange(keys, device=device) - torch.arange(rows, device=device).unsqueeze(1)
+    visible = torch.ones(rows, keys, dtype=torch.bool, device=device)
+    if low is not None:
+        visible &= offset >= low
+    if high is not None:
+        visible &= offset <= high
+    return additive(visible, dtype), visible.any(1).logical_not()
 
 
 def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if tile.full or tile.causal:
         return None, None
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
-    return _band(rows, keys, tile.low, tile.high, query.dtype, query.device)
+    return _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
 
 
 def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:

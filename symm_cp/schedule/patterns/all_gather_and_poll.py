@@ -13,7 +13,8 @@ from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 # Rank 0 of 3, staged. The whole copy lane is handed out before the kernel: what is handed out
-# after it might run only once the kernel has ended.
+# after it might run only once the kernel has ended. The kernel starts only when the peers have what
+# they wait for: it may fill all multiprocessors, and copies within a device may need one.
 #
 #   copy     copy>slot | signal 1, 2 | wait 1 | pull 1 | wait 2 | pull 2 |
 #   compute                          | consume (0 ........ 1 ........ 2) |
@@ -24,11 +25,14 @@ def _staged(draft: Draft, options: Options) -> None:
     awaits: list[tuple[str, Region]] = []
     if draft.peers:
         draft.begin_staged(source)
+        draft.copy(Signal(rank, "offered"))
     for turn, peer in enumerate(draft.peers):
         flag, pulled = f"arrived{turn}", draft.own("gathered", peer)
         # Awaits the peer's shard.
         draft.copy(Wait(peer, "ready"), Copy(Region(peer, "slot"), pulled), Signal(rank, flag))
         awaits.append((flag, pulled))
+    if draft.peers:
+        draft.compute(Wait(rank, "offered"))
     draft.compute(Compute("consume", rank, (source,), (draft.own("output"),), tuple(awaits)))
 
 

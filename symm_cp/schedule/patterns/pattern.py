@@ -77,6 +77,8 @@ Flags to oneself (staged form; a runtime may turn them into events)
     ``"published"``                     in the background: what the slot is to hold has been copied
                                         there, and the input is needed no more (compute)
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
+    ``"offered"``                       before a kernel that polls: the slot has been written, and
+                                        the peers have been told (copy)
     ``"arrived<i>"``                    the i-th shard has arrived; a running kernel polls it (copy)
     ``"consumed<i>"``, ``"added<i>"``   the i-th shard, or partial sum, has been used (compute)
     ``"ended"``                         the copy lane has nothing left that kernels wait for (copy)

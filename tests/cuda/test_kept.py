@@ -1,0 +1,119 @@
+"""What attention keeps from call to call on devices: masks, tables and the edges of documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from symm_cp.ops.attention.arrival import _tables
+from symm_cp.ops.attention.spec import _host_edges
+from symm_cp.ops.attention.tiles import _band
+from symm_cp.schedule.layout import head_tail
+from tests.cuda.simulated import simulation
+
+CPU = torch.device("cpu")
+BAND = (CPU, 40, 60, -3, 5, torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> None:
+    _band.forget()
+
+
+def test_what_a_capture_makes_is_its_own() -> None:
+    """It lies in the graph's memory, which holds nothing before the graph is replayed."""
+    with simulation():
+        eager = _band(*BAND)
+    with simulation(graph=True):
+        captured = [_band(*BAND) for _ in range(2)]
+    with simulation():
+        assert _band(*BAND)[0] is eager[0], "a capture has replaced what is kept"
+    # Kept ones may be dropped while the graph lives, and each graph's memory is its own.
+    tensors = [made[0] for made in (eager, *captured)]
+    assert len({tensor.data_ptr() for tensor in tensors}) == 3
+    assert all(torch.equal(tensor, eager[0]) for tensor in tensors)
+
+
+def test_a_capture_before_the_first_eager_call_leaves_nothing() -> None:
+    with simulation(graph=True):
+        captured = _band(*BAND)
+    with simulation():
+        assert _band(*BAND)[0] is not captured[0]
+
+
+def test_each_stream_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing orders the streams: what one makes may not be complete when another reads it."""
+    with simulation() as made:
+        _, copy = made.streams("sync")
+        kept = {}
+        for stream in (1, 2):
+            monkeypatch.setattr(made, "streams", lambda channel, stream=stream: (stream, copy))
+            kept[stream] = _band(*BAND)
+            assert _band(*BAND)[0] is kept[stream][0]
+        assert kept[1][0] is not kept[2][0]
+
+
+def test_tables_of_the_polling_kernel_are_kept_likewise() -> None:
+    layout = head_tail(64, 2)
+    with simulation():
+        kept = _tables(CPU, layout, 0, 32)
+        assert _tables(CPU, layout, 0, 32)[0] is kept[0]
+    with simulation(graph=True):
+        assert _tables(CPU, layout, 0, 32)[0] is not kept[0]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that claims to be on a GPU, and counts how often the host reads it."""
+
+    @staticmethod
+    def __new__(cls, values: list[int]) -> OnGpu:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined,no-any-return]
+            cls, (len(values),), dtype=torch.int32, device="cuda:0"
+        )
+
+    def __init__(self, values: list[int]) -> None:
+        self.values, self.reads = values, 0
+
+    def tolist(self) -> list[int]:
+        self.reads += 1
+        return list(self.values)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0]
+
+
+def test_edges_on_a_gpu_are_read_once_for_each_version() -> None:
+    tensor, other = OnGpu([0, 3, 8]), OnGpu([0, 5, 8])
+    for _ in range(3):
+        assert _host_edges("op", tensor, CPU) == [0, 3, 8]
+        assert _host_edges("op", other, CPU) == [0, 5, 8]
+    assert (tensor.reads, other.reads) == (1, 1)
+    tensor.values = [0, 4, 8]
+    tensor.add_(1)  # as torch sees a write
+    for _ in range(2):
+        assert _host_edges("op", tensor, CPU) == [0, 4, 8]
+    assert tensor.reads == 2
+
+
+def test_edges_on_a_gpu_are_not_read_in_a_capture() -> None:
+    tensor = OnGpu([0, 3, 8])
+    _host_edges("op", tensor, CPU)
+    with (
+        simulation(graph=True),
+        pytest.raises(
+            RuntimeError, match=r"op: cu_seqlens is on cuda:0.*a sequence of ints or a CP"
+        ),
+    ):
+        _host_edges("op", tensor, CPU)
+    assert tensor.reads == 1
+
+
+def test_edges_on_the_host_are_read_in_a_capture_and_anew_each_time() -> None:
+    edges = torch.tensor([0, 3, 8])
+    with simulation(graph=True):
+        assert _host_edges("op", edges, CPU) == [0, 3, 8]
+        edges.numpy()[1] = 5  # torch does not see this
+        assert _host_edges("op", edges, CPU) == [0, 5, 8]

@@ -196,6 +196,7 @@ def histories(group: dist.ProcessGroup) -> None:
     """A sub-group that leaves a rank out makes rendezvous first; then the whole group does."""
     pair = dist.new_group([0, 1])
     torchs = TorchOnCuda(group, allocations=group.rank())
+    devices.workspaces_of(memory.resolve(group)).current.clear()  # of earlier tests
     with (
         simulation(delays_us=0),
         mock.patch.object(rendezvous, "_SymmetricMemory", torchs),

@@ -80,6 +80,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self._sides: dict[str, int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.in_capture = False
+        self._kept: list[Any] | None = None  # what a graph of `capture` calls
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
@@ -148,13 +149,18 @@ class SimulatedDevice(FlagKernels, devices.Device):
             self.machine.raise_errors()
 
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
-        self.call(stream, kernel)
+        self.machine.call(stream, kernel, keep=self._kept)
 
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
-        with self.stream(stream):
-            graph = self._captured(function)
+        kept: list[Any] = []
+        self._kept = kept
+        try:
+            with self.stream(stream):
+                graph = self._captured(function)
+        finally:
+            self._kept = None
 
-        def replay() -> None:
+        def replay(_: Any = kept) -> None:
             result = self.machine.library.simulated_replay(graph, stream, 1)
             assert result == 0, f"the replay failed: {result}"
 

@@ -243,6 +243,7 @@ def idle() -> Iterator[IdleDevice]:
             mock.patch.object(kernels, "merge_attention", device.kernels.triton),
             mock.patch.object(kernels, "add_rows", device.kernels.triton),
             mock.patch.object(torch_symm_mem, "rendezvous", _nothing),
+            mock.patch.object(liveness, "generation", lambda group: "idle"),
             mock.patch.object(liveness, "read", _as_rank_0_says),
         ]
         for patch in patches:

@@ -204,7 +204,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _as_rank_0_says(group: memory.Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
+def _as_rank_0_says(
+    group: memory.Group, store: dist.Store, keys: Sequence[str], **_: Any
+) -> list[str]:
     return [store.get(keys[0]).decode()] * len(keys)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from symm_cp.alignment import part_offsets
+from symm_cp.alignment import contiguous_strides, part_offsets
 
 Shape: TypeAlias = tuple[int, ...]
 #: The shapes of the tensors that make up a shard.
@@ -310,10 +310,15 @@ class Shards:
 
 
 def viewing(memory: torch.Tensor) -> ViewAt:
-    """Returns what gives tensors over parts of a tensor of bytes."""
+    """Returns what gives tensors over parts of a tensor of bytes, which is aligned (`scratch`)."""
+    numbers: dict[torch.dtype, torch.Tensor] = {}
 
     def view_at(offset: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        return memory[offset : offset + nbytes].view(dtype).view(shape)
+        typed = numbers.get(dtype)
+        if typed is None:
+            whole = memory.numel() // dtype.itemsize * dtype.itemsize
+            typed = numbers[dtype] = memory[:whole].view(dtype)
+        begin = typed.storage_offset() + offset // dtype.itemsize
+        return typed.as_strided(shape, contiguous_strides(shape), begin)
 
     return view_at

@@ -263,9 +263,7 @@ class NvshmemWorkspace(DeviceWorkspace):
         def issue_here(first: int, end: int) -> None:
             if first < end:
                 part = (wire.StreamCommand * (end - first))(*commands[first:end])
-                super(NvshmemWorkspace, self).issue(
-                    part, operands, lanes, epoch, False, call_name
-                )
+                super(NvshmemWorkspace, self).issue(part, operands, lanes, epoch, False, call_name)
 
         first = 0
         for index, command in enumerate(commands):

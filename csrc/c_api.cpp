@@ -325,6 +325,51 @@ int64_t symm_cp_streams_give_up(void* streams) {
   });
 }
 
+void symm_cp_streams_set_single_copies(void* streams, int single) {
+  static_cast<Streams*>(streams)->set_single_copies(single != 0);
+}
+
+// The context of the calling thread, for another thread to take on; null on failure.
+void* symm_cp_context(const char* driver) {
+  driver::Context context = nullptr;
+  guarded([&]() -> int64_t { return driver::load(driver).context_get(&context); });
+  return context;
+}
+
+int64_t symm_cp_set_context(const char* driver, void* context) {
+  return guarded([&]() -> int64_t {
+    const driver::Api& api = driver::load(driver);
+    api.expect(api.context_set(context), "cuCtxSetCurrent");
+    return 0;
+  });
+}
+
+// A new stream of the driver's, which waits for no other one; null on failure.
+void* symm_cp_stream_open(const char* driver) {
+  driver::Stream stream = nullptr;
+  guarded([&]() -> int64_t {
+    const driver::Api& api = driver::load(driver);
+    api.expect(api.stream_create(&stream, driver::kNonBlocking), "cuStreamCreate");
+    return 0;
+  });
+  return stream;
+}
+
+// Whether all work on a stream has ended: 1 or 0, or -1 when it failed. Never waits.
+int64_t symm_cp_stream_ended(const char* driver, void* stream) {
+  return guarded([&]() -> int64_t {
+    const driver::Api& api = driver::load(driver);
+    const driver::Result result = api.stream_query(stream);
+    if (result == driver::kNotReady) return 0;
+    api.expect(result, "cuStreamQuery");
+    return 1;
+  });
+}
+
+void symm_cp_stream_close(const char* driver, void* stream) {
+  guarded([&]() -> int64_t { return driver::load(driver).stream_destroy(stream); });
+}
+
 // Ends the thread that watches the waits of streams.
 void symm_cp_watch_stop() { Watcher::instance().stop(); }
 

@@ -191,7 +191,7 @@ void Streams::forget() {
 
 void Streams::flush_copies(driver::Stream lane) {
   // The null stream takes no batches.
-  if (!api_.batches() || capturing_ || lane == nullptr) {
+  if (!api_.batches() || single_copies_ || capturing_ || lane == nullptr) {
     for (size_t i = 0; i < sizes_.size(); ++i)
       api_.expect(api_.copy(to_[i], from_[i], sizes_[i], lane), "cuMemcpyAsync");
     return;

@@ -44,6 +44,8 @@ class Streams {
   // Tells the peers that this rank completes no further call, and stops watching its own waits.
   // Throws driver::Error when they cannot be told.
   void give_up();
+  // From now on, or no longer, copies are issued one after the other.
+  void set_single_copies(bool single) { single_copies_ = single; }
 
  private:
   enum class Gathered { kNothing, kMemOps, kCopies, kSignals };
@@ -66,6 +68,7 @@ class Streams {
   int rank_;
   WorkspaceLayout layout_;
   bool reset_flags_;
+  bool single_copies_ = false;
   driver::Context context_ = nullptr;
   std::vector<driver::Event> events_;
   std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them

@@ -5,6 +5,7 @@
 | `SYMM_CP_BUILD_DIR` | folder of built code and measurements | `~/.cache/symm_cp` |
 | `SYMM_CP_TIMEOUT_MS` | how long an op waits for a peer, in milliseconds | the group's time-out |
 | `SYMM_CP_SIGNALS` | how GPUs signal: by the `stream`, our `kernel` or `torch` | what works |
+| `SYMM_CP_SELFTEST` | 0: use GPUs without testing first what works between them | 1 |
 | `SYMM_CP_ATTENTION` | on CUDA: a `pipeline` of kernels, or one that polls (`arrival`) | as tuned |
 | `SYMM_CP_DEBUG` | 1: ranks compare their calls first on CUDA (they always do on CPU) | 0 |
 | `SYMM_CP_DEBUG_OFFSETS` | a seed: moves slots and scratch by multiples of 64 bytes | unset |
@@ -62,6 +63,14 @@ def signals() -> str | None:
     if text not in (None, "stream", "kernel", "torch"):
         raise ValueError(f"SYMM_CP_SIGNALS={text!r} must be 'stream', 'kernel' or 'torch'")
     return text
+
+
+def selftest() -> bool:
+    """Tells whether groups test at first use what works between their devices."""
+    text = os.environ.get("SYMM_CP_SELFTEST", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"SYMM_CP_SELFTEST={text!r} must be 0 or 1")
+    return text == "1"
 
 
 def attention() -> str | None:

@@ -113,10 +113,11 @@ def _agree_on_generation(group: Group, own: str) -> str:
     return drawn[0]
 
 
-def share(group: Group, key: str, text: str) -> list[str]:
+def share(group: Group, key: str, text: str, *, seconds: float | None = None) -> list[str]:
     """Returns the text that each rank passes for a key. Collective; a key may be used again.
 
-    Raises `PeerLostError` when a rank exits first, or the time-out elapses.
+    Raises `PeerLostError` when a rank exits first, or writes nothing within `seconds`, or within
+    the group's time-out.
     """
     if group.world_size == 1:
         return [text]
@@ -127,7 +128,7 @@ def share(group: Group, key: str, text: str) -> list[str]:
     store = group.store()
     by_rank = [f"symm_cp/{begin}/{key}/{number}/{rank}" for rank in range(group.world_size)]
     store.set(by_rank[group.rank], text)
-    return read(group, store, by_rank)
+    return read(group, store, by_rank, seconds=seconds)
 
 
 def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
@@ -147,12 +148,14 @@ def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
     return [said["text"] for said in told]
 
 
-def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
+def read(
+    group: Group, store: dist.Store, keys: Sequence[str], *, seconds: float | None = None
+) -> list[str]:
     """Returns what a store has under the key of each rank, when all have written theirs.
 
-    Raises `PeerLostError` when a rank exits first, or the time-out elapses.
+    Raises `PeerLostError` when a rank exits first, or the time-out elapses (see `share`).
     """
-    with _patience(group) as wait_for:
+    with _patience(group, seconds) as wait_for:
         for rank, key in enumerate(keys):
             while not store.check([key]):
                 if wait_for(rank, key, lambda: store.check([key])):  # noqa: B023 (called now)
@@ -161,7 +164,9 @@ def read(group: Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _patience(group: Group) -> Iterator[Callable[[int, str, Callable[[], bool]], bool]]:
+def _patience(
+    group: Group, seconds: float | None = None
+) -> Iterator[Callable[[int, str, Callable[[], bool]], bool]]:
     """Yields a function that waits a little for what a rank is to write under a key.
 
     It asks once more, by the function that it is handed, when the rank is lost or the time-out has
@@ -169,6 +174,8 @@ def _patience(group: Group) -> Iterator[Callable[[int, str, Callable[[], bool]],
     `PeerLostError`.
     """
     limit = wait_limit(group).total_seconds()
+    if seconds is not None:
+        limit = min(limit, seconds)
     deadline = time.monotonic() + limit
     pauses: dict[str, float] = {}
     with _links(group) as lost:

@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import ClassVar, Protocol, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -36,6 +36,11 @@ from symm_cp.alignment import debug_offset
 from symm_cp.liveness import share, wait_limit, watched_processes
 from symm_cp.memory import Calls, Group, pages
 from symm_cp.modes import ordinary_tensors
+
+T = TypeVar("T")
+
+#: The channel of the self-test's workspaces, whose waits the self-test watches itself.
+TRIAL = "self-test"
 
 #: Lanes of schedules: the caller's stream, and the one that drives the copy engines.
 LANES = ("compute", "copy")
@@ -119,6 +124,10 @@ class Device(ABC):
     def launch(self, lane: str, channel: str, kernel: Callable[[], object]) -> None:
         """Calls a function whose kernels go to the stream of a lane."""
 
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to a stream, given by the driver's handle."""
+        raise NotImplementedError(f"{self}: has no self-test")
+
     @abstractmethod
     def mark(self, lane: str, channel: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""
@@ -152,6 +161,47 @@ class Device(ABC):
     def capturing(self) -> bool:
         """Whether the current stream is being captured into a graph."""
         return False
+
+    def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
+        """Captures what a function puts on a stream into a graph; returns what replays it there."""
+        raise NotImplementedError(f"{self}: calls cannot be captured")
+
+    def open_stream(self) -> int:
+        """Returns the driver's handle of a new stream; close it by `close_stream`."""
+        stream: int | None = native.load().symm_cp_stream_open(self.driver.encode())
+        if not stream:
+            raise RuntimeError(native.error())
+        return stream
+
+    def close_stream(self, stream: int) -> None:
+        """Closes a stream that `open_stream` made."""
+        native.load().symm_cp_stream_close(self.driver.encode(), stream)
+
+    def ended(self, stream: int) -> bool:
+        """Whether all work on a stream has ended. Never waits; raises when the work failed."""
+        state: int = native.load().symm_cp_stream_ended(self.driver.encode(), stream)
+        if state < 0:
+            raise RuntimeError(native.error())
+        return state == 1
+
+    def offers(self) -> tuple[Signals, ...]:
+        """The ways to signal that the driver and torch may have, the best first."""
+        return (Signals.STREAM,) if self.streams_can_wait() else ()
+
+    def in_this_context(self, function: Callable[[], T]) -> Callable[[], T]:
+        """Returns a function that other threads may call: it runs in this thread's context.
+
+        A new thread has no context, also where torch takes this device for its current one.
+        """
+        library, driver = native.load(), self.driver.encode()
+        context = library.symm_cp_context(driver)
+
+        def call() -> T:
+            if library.symm_cp_set_context(driver, context) < 0:
+                raise RuntimeError(native.error())
+            return function()
+
+        return call
 
     def signal(self, bases: torch.Tensor, offset: int, first: int, count: int, value: int) -> None:
         """Raises flags by a kernel in the current stream, see `kernels.signal`."""
@@ -212,20 +262,22 @@ class DeviceWorkspace(Calls, ABC):
         self.header_bytes = pages(flag_bytes) + offset
         self.signals = verdict.signals
         self.last_stream: int | None = None
-        self.limit_ms = int(wait_limit(group).total_seconds() * 1000)
+        self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         with ordinary_tensors():
             self.memory, addresses = self.allocate(group, nbytes)
         self.handle = self._open(group, graph, addresses)
         weakref.finalize(self, native.load().symm_cp_streams_close, self.handle).atexit = False
+        self.set_single_copies(single=not verdict.batches)
         self.memory[: self.header_bytes].zero_()
         one = wire.sent_offset(wire.CONSTANT_ONE, self.rank, self.world_size)
         self.memory[one : one + 4].view(torch.int32).fill_(1)
         if self.signals is Signals.KERNEL:
             with ordinary_tensors():
                 self.bases = torch.tensor(addresses, dtype=torch.int64).to(self.memory.device)
-            self._load_kernels()
+            if channel != TRIAL:
+                self.load_kernels()
         if graph and self.signals is not Signals.TORCH:
             # Nobody has read this rank's slot before the first call.
             self.flags("done").fill_(1)
@@ -270,7 +322,7 @@ class DeviceWorkspace(Calls, ABC):
         needed = 1 if reset else epoch - lag
         self.device.wait(self.flags(flag), peers[0], len(peers), needed, reset=reset)
 
-    def _load_kernels(self) -> None:
+    def load_kernels(self) -> None:
         """Launches the kernels that signal once: their first launch may wait for all streams."""
         reset, number = self.slots == 1, wire.DEVICE_FLAGS.index("arrived")
         offset = wire.flag_offset(number, self.rank, self.world_size)
@@ -318,6 +370,10 @@ class DeviceWorkspace(Calls, ABC):
         if run(self.handle, commands, count, operands, lanes, epoch, int(capturing), call_name) < 0:
             raise RuntimeError(f"symm_cp: {native.error()}")
 
+    def set_single_copies(self, *, single: bool) -> None:
+        """Has copies issued one after the other from now on, or in batches."""
+        native.load().symm_cp_streams_set_single_copies(self.handle, int(single))
+
     def give_up(self) -> None:
         """After an error in the middle of a call: tells the peers, and serves no other call.
 
@@ -332,6 +388,10 @@ class DeviceWorkspace(Calls, ABC):
     def serves(self, slot_bytes: int) -> bool:
         """Whether a call with a slot of `slot_bytes` can be made."""
         return super().serves(slot_bytes) and not self.given_up
+
+    def own_flags(self) -> Sequence[torch.Tensor]:
+        """Returns all memory, as bytes, where peers signal this rank."""
+        return (self.memory[: self.header_bytes],)
 
     def flags(self, name: str) -> torch.Tensor:
         """Returns the flag of that name of each rank, as int32, in this rank's memory."""

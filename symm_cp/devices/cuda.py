@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from symm_cp.devices import selftest
-from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Verdict
+from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Signals, Verdict
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.memory import Group
 
@@ -48,6 +48,30 @@ class CudaDevice(Device):
         else:
             with torch.cuda.stream(self._copy_stream(channel)):
                 kernel()
+
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        """Calls a function whose kernels go to a stream, given by the driver's handle."""
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.torch_device)):
+            kernel()
+
+    def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
+        """Captures what a function puts on a stream into a graph; returns what replays it there."""
+        graph = torch.cuda.CUDAGraph()
+
+        def record() -> None:
+            # Other threads may use the device meanwhile.
+            graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                function()
+            finally:
+                graph.capture_end()
+
+        self.launch_on(stream, record)
+        return lambda: self.launch_on(stream, graph.replay)
+
+    def offers(self) -> tuple[Signals, ...]:
+        """The ways to signal that the driver and torch offer, the best first."""
+        return (*super().offers(), Signals.KERNEL, Signals.TORCH)
 
     def mark(self, lane: str, channel: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""

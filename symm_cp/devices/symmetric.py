@@ -46,12 +46,18 @@ class SymmetricWorkspace(DeviceWorkspace):
 
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
-        own, too: from torch 2.15 on those of a group signal in one place.
+        own, too: from torch 2.15 on those of a group signal in one place. The self-test's come
+        first, leave no signal there, and take those of channel "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
         number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)
-        kind = 2 * wire.CHANNELS.index(self.channel) + (self.slots == 1)
+        kind = 2 * (self.channel == "async") + (self.slots == 1)
         return (len(wire.FLAGS) + 1) * kind + number
+
+    def own_flags(self) -> Sequence[torch.Tensor]:
+        """Returns all memory, as bytes, where peers signal this rank."""
+        pad = self._shared.get_signal_pad(self.rank).view(torch.uint8)
+        return (*super().own_flags(), pad[: self.header_bytes])
 
 
 def is_symmetric(tensor: torch.Tensor) -> bool:

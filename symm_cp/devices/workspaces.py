@@ -41,9 +41,15 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
     """Returns the group's workspace of a channel, with slots of at least `slot_bytes`.
 
     Collective when it has to be made or to grow; every rank must ask for the same size. Raises
-    `RuntimeError` when that would be in the middle of a capture.
+    `RuntimeError` when that would be in the middle of a capture, or when the group's self-test
+    found that calls cannot be captured.
     """
     capturing = device.capturing()
+    if capturing and not device.verdict(group).graphs:
+        raise RuntimeError(
+            f"symm_cp: calls of group {group.name!r} on {device} cannot be captured into a graph: "
+            f"{device.verdict(group).reason}"
+        )
     return _workspace(group, device, channel, slot_bytes, graph=capturing, capturing=capturing)
 
 

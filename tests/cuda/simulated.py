@@ -181,6 +181,32 @@ class SimulatedDevice(FlagKernels, devices.Device):
             self.library.simulated_drain(stream)
             self.machine.raise_errors()
 
+    def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
+        self.call(stream, kernel)
+
+    def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
+        with self.stream(stream):
+            graph = self._captured(function)
+
+        def replay() -> None:
+            result = self.machine.library.simulated_replay(graph, stream, 1)
+            assert result == 0, f"the replay failed: {result}"
+
+        return replay
+
+    def offers(self) -> tuple[devices.Signals, ...]:
+        return (*super().offers(), devices.Signals.KERNEL, devices.Signals.TORCH)
+
+    def open_stream(self) -> int:
+        return self.machine.stream(self.index)
+
+    def ended(self, stream: int) -> bool:
+        self.machine.raise_errors()
+        return super().ended(stream)
+
+    def close_stream(self, stream: int) -> None:
+        pass
+
     @contextlib.contextmanager
     def _guarded(self, stream: int, workspace: devices.DeviceWorkspace | None) -> Iterator[None]:
         """torch 2.15's GroupStreamGuard: one stream after the other signals in a group."""

@@ -1,0 +1,187 @@
+"""The self-test of groups on devices, over a simulated driver: what works, and what does not."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from symm_cp import memory, wire
+from symm_cp.devices import Signals, selftest
+from symm_cp.devices.symmetric import SymmetricWorkspace
+from tests.cuda.simulated import SimulatedDevice, simulation
+from tests.pool import Ranks
+
+Commands = list[wire.StreamCommand]
+COPY, SIGNAL = wire.StreamKind.COPY, wire.StreamKind.SIGNAL
+exhaustive = pytest.mark.exhaustive
+
+
+class Faulty(SimulatedDevice):
+    """A device on which rank 1 does something else with some commands."""
+
+    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
+        return commands
+
+    def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
+        return FaultyWorkspace(group, self, channel, slot_bytes, **options)
+
+
+class FaultyWorkspace(SymmetricWorkspace):
+    device: Faulty
+    single = False
+
+    def set_single_copies(self, *, single: bool) -> None:
+        self.single = single
+        super().set_single_copies(single=single)
+
+    def issue(self, commands: Any, *rest: Any, capturing: bool, call_name: bytes) -> None:
+        if self.rank == 1:
+            kept = self.device.fault(list(commands), single=self.single, capturing=capturing)
+            commands = (wire.StreamCommand * len(kept))(*kept)
+        super().issue(commands, *rest, capturing=capturing, call_name=call_name)
+
+
+class LosesSignals(Faulty):
+    def fault(self, commands: Commands, **options: bool) -> Commands:
+        return [command for command in commands if command.kind != SIGNAL]
+
+
+class LosesSignalsInGraphs(Faulty):
+    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
+        return [command for command in commands if command.kind != SIGNAL or not capturing]
+
+
+def shortened(commands: Commands) -> Commands:
+    for command in [c for c in commands if c.kind == COPY and c.remote][-1:]:
+        command.bytes -= 1
+    return commands
+
+
+class ShortensCopies(Faulty):
+    def fault(self, commands: Commands, **options: bool) -> Commands:
+        return shortened(commands)
+
+
+class ShortensBatches(Faulty):
+    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
+        return commands if single else shortened(commands)
+
+
+class ShortensCopiesInGraphs(Faulty):
+    def fault(self, commands: Commands, *, single: bool, capturing: bool) -> Commands:
+        return shortened(commands) if capturing else commands
+
+
+class LosesAllSignals(LosesSignals):
+    """Kernels of symm_cp's own signal nobody either."""
+
+    def signal(self, *arguments: Any) -> None:
+        pass
+
+
+class TorchSignalsNobody(FaultyWorkspace):
+    def signal(self, flag: str, peers: Any, epoch: int) -> None:
+        if self.signals is not Signals.TORCH:
+            super().signal(flag, peers, epoch)
+
+
+class HasNoWayToSignal(LosesAllSignals):
+    def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
+        return TorchSignalsNobody(group, self, channel, slot_bytes, **options)
+
+
+class IsSlowToReturn(Faulty):
+    """The driver holds up the thread that calls it."""
+
+    def fault(self, commands: Commands, **options: bool) -> Commands:
+        if any(command.kind == SIGNAL for command in commands):
+            time.sleep(3)
+        return commands
+
+
+def judge(
+    group: dist.ProcessGroup, kind: type[SimulatedDevice], modes: dict[str, Any]
+) -> tuple[Any, ...]:
+    """What the verdict allows, its reason, how long it took, and the warnings; or an error."""
+    with (
+        simulation(**modes) as made,
+        mock.patch.multiple(selftest, LIMIT=1.0, STEP_LIMIT=2.0),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        device = kind()
+        device.driver = made.driver
+        try:
+            found = selftest.SelfTest(memory.resolve(group), device).run()
+        except RuntimeError as error:
+            return str(error), ""
+    said = [str(warning.message) for warning in caught]
+    if group.rank() == 0 and found.reason:
+        assert len(said) == 1, said
+        assert found.reason in said[0]
+    else:
+        assert said == []
+    return (found.signals.value, found.batches, found.graphs), found.reason
+
+
+NO_STREAMS = ("kernel", True, True)
+BY_KERNELS = "so signals go by kernels of symm_cp"
+NOTHING = ("none", False, False)
+TO_OTHERS = "so ranks exchange data through the process group"
+
+
+def case(
+    name: str, expected: Any, reason: str, *, kind: Any = SimulatedDevice, **modes: Any
+) -> Any:
+    plain = name in ("all", "lost signals", "no way", "short batches", "stuck waits")
+    marks = () if plain else exhaustive
+    return pytest.param(kind, modes, expected, reason, id=name.replace(" ", "-"), marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "modes", "expected", "reason"),
+    [
+        case("all", ("stream", True, True), ""),
+        case("contexts", ("stream", True, True), "", contexts=True),
+        case("lazy loading", ("stream", True, True), "", lazy_loading=True),
+        case("one queue", ("stream", True, True), "", one_queue=True),
+        case("CUDA 12.8", ("stream", True, True), "", driver_version=12080),
+        case("CUDA 12.4", NO_STREAMS, "", driver_version=12040),
+        case("refused writes", NO_STREAMS, "NOT_SUPPORTED", faults={"write": "refuse"}),
+        case("lost writes", NO_STREAMS, "the flag is 0, not 3", faults={"write": "ignore"}),
+        case("refused waits", NO_STREAMS, "NOT_SUPPORTED", faults={"wait": "refuse"}),
+        case("no waits", NO_STREAMS, "bytes from rank", faults={"wait": "ignore"}),
+        case("stuck waits", None, "SYMM_CP_SIGNALS=kernel", faults={"wait": "hang"}),
+        case("lost signals", NO_STREAMS, "signals of ranks [1] did not", kind=LosesSignals),
+        case("lost by kernels", ("torch", True, True), "kernels of torch", kind=LosesAllSignals),
+        case("no way", NOTHING, TO_OTHERS, kind=HasNoWayToSignal),
+        case("lost copies", NOTHING, TO_OTHERS, faults={"peer_copy": "ignore"}),
+        case("refused copies", NOTHING, TO_OTHERS, faults={"peer_copy": "refuse"}),
+        case("stuck copies", None, "stay stuck", faults={"peer_copy": "hang"}),
+        case("short copies", NOTHING, "1 of 16384 bytes from rank", kind=ShortensCopies),
+        case("short batches", ("stream", False, True), "one after", kind=ShortensBatches),
+        case("refused batches", ("stream", False, True), "one after", faults={"batch": "refuse"}),
+        case("lost batches", ("stream", False, True), "one after", faults={"batch": "ignore"}),
+        case("lost in graphs", ("stream", True, False), "a graph", kind=LosesSignalsInGraphs),
+        case("short in graphs", ("stream", True, False), "a graph", kind=ShortensCopiesInGraphs),
+        case("slow driver", NO_STREAMS, "the driver did not return", kind=IsSlowToReturn),
+    ],
+)
+def test_what_does_not_work_is_replaced(
+    ranks: Ranks, kind: Any, modes: dict[str, Any], expected: Any, reason: str
+) -> None:
+    """All ranks come to the same verdict, or raise the same error."""
+    results = ranks.run(3, judge, kind, modes)
+    assert len(set(results)) == 1
+    allowed, why = results[0]
+    if expected is None:
+        assert reason in allowed
+    else:
+        assert allowed == expected, why
+        assert reason in why
+        assert bool(reason) == bool(why)

@@ -115,7 +115,8 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self.machine.default_stream(index)
         self._sides: dict[str, int] = {}
         self._chosen = threading.local()  # each thread's stream
-        self.mode = machine().mode or Mode()
+        self.mode = self.machine.mode or Mode()
+        self.in_capture = self.mode.graph
         self.driver = build(self.mode.driver_version)
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one

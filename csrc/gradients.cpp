@@ -110,9 +110,33 @@ struct AllReduceBackward : torch::autograd::Node {
   // used takes part as well.
   variable_list apply(variable_list&& grads) override {
     const at::Tensor grad = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
-    return {all_reduce(grad, reduce_op, group)};
+    return {grad.is_cpu() ? all_reduce(grad, reduce_op, group) : all_reduce_elsewhere(grad)};
   }
+
+  // torch's kernels for other devices take symmetric memory only, which a gradient is not in.
+  at::Tensor all_reduce_elsewhere(const at::Tensor& grad) const;
 };
+
+at::Tensor with_gradient(at::Tensor total, const at::Tensor& of, const c10::IValue& reduce_op,
+                         const c10::IValue& group) {
+  const auto node = make_node<AllReduceBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(of));
+  node->reduce_op = reduce_op;
+  node->group = group;
+  torch::autograd::set_history(total, node);
+  return total;
+}
+
+at::Tensor AllReduceBackward::all_reduce_elsewhere(const at::Tensor& grad) const {
+  static const auto op = handle_of("_c10d_functional::all_reduce");
+  at::Tensor total;
+  {
+    at::AutoDispatchBelowAutograd below;
+    total = waited(call_all_reduce(op, grad, reduce_op, group));
+  }
+  const bool again = at::GradMode::is_enabled() && grad.requires_grad();
+  return again ? with_gradient(std::move(total), grad, reduce_op, group) : total;
+}
 
 // The gradients of keys and values are reduce-scattered together.
 struct GatherKvBackward : torch::autograd::Node {
@@ -193,12 +217,10 @@ void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   const at::Tensor& tensor = arguments[0].toTensor();
   const char* name = op.schema().name().c_str() + strlen("symm_mem::");
   if (!needs_gradient(name, tensor)) return redispatch(op, keys, stack);
-  const auto node = make_node<AllReduceBackward>();
-  node->set_next_edges(torch::autograd::collect_next_edges(tensor));
-  node->reduce_op = arguments[1];
-  node->group = arguments[2];
+  const at::Tensor reduced = tensor;
+  const c10::IValue reduce_op = arguments[1], group = arguments[2];
   redispatch(op, keys, stack);
-  torch::autograd::set_history(stack->back().toTensor(), node);
+  with_gradient(stack->back().toTensor(), reduced, reduce_op, group);
 }
 
 void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -242,14 +264,14 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
 }
 
 // So that autograd notices when what it saved has been overwritten. The tensor that is returned is
-// the one that was written to.
+// the one that was written to. On other devices torch's ops stay as they are.
 void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   {
     at::AutoDispatchBelowADInplaceOrView below;
     op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
   }
   const at::Tensor& written = stack->back().toTensor();
-  if (!written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
+  if (written.is_cpu() && !written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
 
 }  // namespace
@@ -259,8 +281,13 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot_autograd>());
-  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_autograd>());
   m.impl("all_gather_kv", torch::CppFunction::makeFromBoxedFunction<&gather_kv_autograd>());
+}
+
+// Not for torch's kernels on other devices: they write to parameters, and to what requires grad,
+// where these raise.
+TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
+  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_autograd>());
   for (const char* name : {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
                            "two_shot_all_reduce_out", "reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());

@@ -77,13 +77,13 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a contiguous and aligned tensor of the same values: a copy if it has to be.
+def aligned(tensor: torch.Tensor, to: int = ALIGN) -> torch.Tensor:
+    """Returns a contiguous tensor of the same values at a multiple of `to` bytes, at most `ALIGN`.
 
-    Dimensions of length 1 get the strides of a new tensor: matmuls derive from strides which
-    operand is transposed.
+    A copy if it has to be. Dimensions of length 1 get the strides of a new tensor: matmuls derive
+    from strides which operand is transposed.
     """
-    if tensor.data_ptr() % ALIGN != 0 or not tensor.is_contiguous():
+    if tensor.data_ptr() % to != 0 or not tensor.is_contiguous():
         memory = scratch(tensor, tensor.numel() * tensor.element_size())
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
     strides = contiguous_strides(tensor.shape) if 1 in tensor.shape else tensor.stride()

@@ -6,7 +6,6 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.axes import Axes, expose, sizes, without
@@ -32,9 +31,7 @@ from symm_cp.inductor.rewrite import (
     hoist,
     order_of,
 )
-
-_FUSED = torch.ops.symm_mem.fused_all_gather_matmul.default
-_FUSED_SCALED = torch.ops.symm_mem.fused_all_gather_scaled_matmul.default
+from symm_cp.ops.common import op_for
 
 
 @dataclass(frozen=True)
@@ -227,9 +224,12 @@ def _emit(
     first, matmuls = matches[0], [match.matmul for match in matches]
     weights = [right(matmul) for matmul in matmuls]
     group = first.traced.gather.args[2]
-    if first.matmul.target is SCALED:
+    scaled = first.matmul.target is SCALED
+    name = f"fused_all_gather_{'scaled_' * scaled}matmul"
+    op = op_for(name, shard.meta["val"].device).default
+    if scaled:
         fused = emitter.call(
-            _FUSED_SCALED,
+            op,
             shard,
             weights,
             _shard_scale(emitter, tracer, first),
@@ -242,7 +242,7 @@ def _emit(
             [bool(argument(matmul, "use_fast_accum")) for matmul in matmuls],
         )
     else:
-        fused = emitter.call(_FUSED, shard, weights, first.dim, group, return_A=keep_gathered)
+        fused = emitter.call(op, shard, weights, first.dim, group, return_A=keep_gathered)
     results = emitter.item(fused, 1)
     products = [emitter.item(results, index) for index in range(len(matches))]
     return (emitter.item(fused, 0) if keep_gathered else None), products

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import torch
+from typing import Any
+
 from torch.fx import Graph, Node
 
-from symm_cp import devices
 from symm_cp.inductor.decisions import Decision, record
 from symm_cp.inductor.matmuls import MATMULS, flops
 from symm_cp.inductor.nodes import GATHER, SCATTER, WAIT, is_dynamic, static_shape, value
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.rewrite import Emitter
-from symm_cp.ops import override
+from symm_cp.ops.common import op_for
 
-_GATHER = torch.ops.symm_mem._low_contention_all_gather.default
-_SCATTER = torch.ops.symm_mem._low_contention_reduce_scatter.default
 # Floating-point operations that take at least as long as moving a byte: by a processor in its
 # memory, and by a GPU over NVLink (an H100: 990 TFLOP/s in bfloat16, 450 GB/s).
 _FLOPS_PER_BYTE = {"cpu": 8.0, "cuda": 2200.0}
@@ -32,12 +30,13 @@ def sink_collectives(graph: Graph, options: Options) -> None:
             continue
         last, dependent = overlap
         emitter = Emitter(graph, node)
+        args: tuple[Any, ...]
         if node.target is GATHER:
-            into = "_low_contention_all_gather"
-            started = emitter.call(_GATHER, node.args[0], node.args[2])
+            into, args = "_low_contention_all_gather", (node.args[0], node.args[2])
         else:
             into = "_low_contention_reduce_scatter"
-            started = emitter.call(_SCATTER, node.args[0], node.args[1], node.args[3])
+            args = (node.args[0], node.args[1], node.args[3])
+        started = emitter.call(op_for(into, node.meta["val"].device).default, *args)
         waits[0].replace_input_with(node, started)
         graph.erase_node(node)
         for later in reversed(dependent):
@@ -55,10 +54,6 @@ def _why_not(node: Node, waits: list[Node], options: Options) -> str:
     device = source.device.type
     if device not in _FLOPS_PER_BYTE:
         return f"it is on {device}"
-    kind = devices.kind_for(source.device)
-    if kind is not None and kind.torch_has_kernels and not override.installed():
-        # torch's kernels move the bytes with multiprocessors, and share one workspace.
-        return f"on {kind.dispatch_key} it needs symm_cp.override_cuda_ops()"
     if node.target is SCATTER and node.args[1] not in ("sum", "avg"):
         return f"it reduces by {node.args[1]}"
     nbytes = _bytes(node)

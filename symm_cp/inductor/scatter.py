@@ -23,9 +23,8 @@ from symm_cp.inductor.nodes import SCATTER, WAIT, argument, aten, is_dynamic, st
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
 from symm_cp.inductor.rewrite import DynamicShapeError, Emitter
+from symm_cp.ops.common import op_for
 
-_FUSED = torch.ops.symm_mem.fused_matmul_reduce_scatter.default
-_FUSED_SCALED = torch.ops.symm_mem.fused_scaled_matmul_reduce_scatter.default
 _FUSED_SUM = torch.ops.symm_mem._fused_matmuls_reduce_scatter.default
 
 
@@ -172,7 +171,8 @@ def _emit(
     if is_scaled:
         return _emit_scaled(emitter, scatter, terms[0], lefts[0], product_shape, dim)
     if len(terms) == 1 and not biases:
-        return emitter.call(_FUSED, lefts[0], rights[0], reduce_op, dim, group)
+        op = op_for("fused_matmul_reduce_scatter", lefts[0].meta["val"].device).default
+        return emitter.call(op, lefts[0], rights[0], reduce_op, dim, group)
     addend = None
     for bias in biases:
         addend = bias if addend is None else emitter.call(aten.add.Tensor, addend, bias)
@@ -190,7 +190,7 @@ def _emit_scaled(
         assert isinstance(scale, Node)
         scale = emitter.reshape(scale, [*product_shape[:-1], 1])
     return emitter.call(
-        _FUSED_SCALED,
+        op_for("fused_scaled_matmul_reduce_scatter", x.meta["val"].device).default,
         x,
         right(matmul),
         scale,
@@ -203,6 +203,7 @@ def _emit_scaled(
         argument(matmul, "bias"),
         argument(matmul, "scale_result"),
         argument(matmul, "out_dtype"),
+        bool(argument(matmul, "use_fast_accum")),
     )
 
 

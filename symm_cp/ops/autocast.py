@@ -16,10 +16,13 @@ import torch
 from torch.amp.autocast_mode import _cast
 
 from symm_cp import devices
-from symm_cp.ops.common import lib, named_with_sizes
+from symm_cp.ops.common import Op, device_kernels, keys_of_ours, lib, named_with_sizes
 
 #: Takes the arguments of an op and the device; returns the arguments to use under autocast.
 Prepare: TypeAlias = Callable[[tuple[Any, ...], str], tuple[Any, ...]]
+
+#: What `symm_cp.override_cuda_ops` registers for torch's ops, by dispatch key and name.
+device_autocast: dict[tuple[str, str], Op] = {}
 
 
 def cast(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
@@ -48,24 +51,29 @@ def as_they_are(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
     return args
 
 
-def _register(name: str, device: str, dispatch_key: str, prepare: Prepare) -> None:
+def _rule(name: str, device: str, key: str, prepare: Prepare) -> Op:
     op = getattr(torch.ops.symm_mem, name).default
-    key = f"Autocast{dispatch_key}"
     keys = torch._C.DispatchKeySet(torch._C._parse_dispatch_key(key))
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(keys):
             return op(*prepare(args, device), **kwargs)
 
-    lib.impl(name, kernel, key)
+    return kernel
 
 
 def register(prepare: Prepare, *names: str) -> None:
     """Registers what ops, and those that take sizes, do with their inputs under autocast.
 
-    The kernels are called only while autocast is on for the device of an input.
+    The kernels are called only while autocast is on for the device of an input. Where torch has
+    kernels, autocast leaves the inputs of torch's ops alone until ours are installed instead.
     """
     kinds = ((kind.torch_type, kind.dispatch_key) for kind in devices.known())
     for device, dispatch_key in (("cpu", "CPU"), *kinds):
+        key = f"Autocast{dispatch_key}"
         for name in named_with_sizes(*names):
-            _register(name, device, dispatch_key, prepare)
+            rule = _rule(name, device, key, prepare)
+            if name in device_kernels and dispatch_key not in keys_of_ours():
+                device_autocast[key, name] = rule
+            else:
+                lib.impl(name, rule, key)

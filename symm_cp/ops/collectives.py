@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
+from torch._subclasses.functional_tensor import CppFunctionalizeAPI
 
 from symm_cp.devices import has_streams
 from symm_cp.hosts import hosts_of, no_common_memory
@@ -23,6 +24,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
+from symm_cp.ops.override import fake_kernel
 from symm_cp.ops.transforms import register_no_gradient
 from symm_cp.shards import Split
 
@@ -191,8 +193,8 @@ _FAKES = {
 
 
 # The compiler refuses ops whose result is an argument; it takes them as ones that return a new
-# tensor, and a copy. A `symm_buffer` is left out there: the compiler would allocate it in symmetric
-# memory itself, which torch cannot do for CPU tensors.
+# tensor, and a copy. On CPU a `symm_buffer` is left out: the compiler would allocate it itself in
+# symmetric memory, which torch cannot do for CPU tensors. On other devices torch's kernel needs it.
 
 
 def _two_shot_functional(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
@@ -213,7 +215,14 @@ def _copy_functional(
     symm_buffer: torch.Tensor, local_input: torch.Tensor, reduce_op: str, group_name: str
 ) -> torch.Tensor:
     _check_buffer(symm_buffer, local_input)
-    return torch.ops.symm_mem.one_shot_all_reduce(local_input, reduce_op, group_name)
+    if local_input.device.type == "cpu":
+        return torch.ops.symm_mem.one_shot_all_reduce(local_input, reduce_op, group_name)
+    functionalize = CppFunctionalizeAPI()
+    tensors: Any = functionalize.unwrap_tensors((symm_buffer, local_input))
+    with functionalize.redispatch_to_next():
+        total = torch.ops.symm_mem.one_shot_all_reduce_copy(*tensors, reduce_op, group_name)
+    wrapped: Any = functionalize.wrap_tensors(total)
+    return wrapped
 
 
 def _copy_out_functional(
@@ -230,6 +239,10 @@ def _copy_out_functional(
 def _reduce_scatter_out_functional(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
+    if input.device.type != "cpu":
+        raise NotImplementedError(
+            f"{_SCATTER_OUT}: torch.compile of it is supported on CPU only, not on {input.device}"
+        )
     shape = _scattered_shape(input, split_last_dim, group_name)
     _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
     scattered = torch.ops.symm_mem._reduce_scatter(input, group_name, split_last_dim)
@@ -256,7 +269,10 @@ def register() -> None:
     lib.impl("get_remote_tensors", _get_remote_tensors_cpu, "CPU")
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta", allow_override=True)
-    lib.impl("get_remote_tensors", no_fake_remote_tensors, "Meta", allow_override=True)
+    remote_fake = fake_kernel(no_fake_remote_tensors, torch_symm_mem._get_remote_tensors_meta)
+    lib.impl("get_remote_tensors", remote_fake, "Meta", allow_override=True)
     for name, functional in _FUNCTIONAL.items():
         lib.impl(name, functional, "Functionalize")
-    register_no_gradient("get_remote_tensors", "tensors of other ranks are no function of x")
+    register_no_gradient(
+        "get_remote_tensors", "tensors of other ranks are no function of x", is_torchs=True
+    )

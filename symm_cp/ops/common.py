@@ -33,6 +33,15 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
+# What GPUs' matmuls take. CPUs multiply integers as well.
+_MULTIPLIED = (
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.complex64,
+    torch.complex128,
+)
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 
@@ -130,6 +139,22 @@ Op: TypeAlias = Callable[..., Any]
 #: Kernels for devices, by name, of ops that torch has kernels for as well:
 #: `symm_cp.override_cuda_ops` installs ours.
 device_kernels: dict[str, Op] = {}
+
+
+def keys_of_ours() -> tuple[str, ...]:
+    """Returns the dispatch keys of the devices on which only we have kernels of torch's ops.
+
+    What is registered for the others changes torch's ops there. Importing must not do that, except
+    to add what is right for torch's kernels as well.
+    """
+    kinds = [kind.dispatch_key for kind in devices.known() if not kind.torch_has_kernels]
+    return ("CPU", *kinds)
+
+
+def device_behind(tensor: torch.Tensor) -> torch.device:
+    """Returns the device of a tensor; in fake kernels, the one that it stands for."""
+    fake: torch.device | None = getattr(tensor, "fake_device", None)
+    return tensor.device if fake is None else fake
 
 
 def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
@@ -302,6 +327,13 @@ def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int)
         raise TypeError(
             f"{op}: A is {a.dtype}: needs {_SUMMABLE} (for float8 there are the scaled ops)"
         )
+    device = device_behind(a)
+    integer_on_cpu = device.type in ("cpu", "meta") and a.dtype in REDUCIBLE
+    if a.dtype not in _MULTIPLIED and not integer_on_cpu:
+        names = ", ".join(str(dtype)[6:] for dtype in _MULTIPLIED)
+        raise TypeError(
+            f"{op}: A is {a.dtype}, of which there are no matmuls on {device}: needs {names}"
+        )
     for index, b in enumerate(bs):
         if b.dim() != 2:
             raise ValueError(f"{op}: B[{index}] must be a matrix, has shape {list(b.shape)}")
@@ -343,10 +375,9 @@ def _rank_in(group_name: str) -> int:
 _rank_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-#: The last arguments of an op for uneven parts: the length of every rank's, and this rank.
-SIZES = "SymInt[] sizes, int rank"
-#: The same of an op that may be called without them.
-OPTIONAL_SIZES = "SymInt[]? sizes=None, int? rank=None"
+#: The last arguments of an op for uneven parts: the length of every rank's, and this rank; without
+#: them all parts are equal.
+SIZES = "SymInt[]? sizes=None, int? rank=None"
 Uneven: TypeAlias = "tuple[()] | tuple[list[int], int]"
 
 
@@ -364,7 +395,8 @@ def uneven_of(last: Sequence[Any]) -> Uneven:
     return () if not last or last[0] is None else (last[0], last[1])
 
 
-#: The ops of ours that are torch's, but for the sizes of uneven parts and the rank at the end.
+#: The ops of ours that are torch's, but for the sizes of uneven parts and the rank at the end. They
+#: run our kernels on all devices, torch's on CUDA theirs until `symm_cp.override_cuda_ops`.
 WITH_SIZES = {
     "fused_all_gather_matmul": "_all_gather_matmul_split",
     "fused_matmul_reduce_scatter": "_matmul_reduce_scatter_split",
@@ -385,10 +417,22 @@ def with_sizes(by_op: Mapping[str, T]) -> dict[str, T]:
     return {name: value for op, value in by_op.items() for name in named_with_sizes(op)}
 
 
-def call_op(name: str, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
-    """Calls torch's op, or for uneven parts the op of ours that takes their sizes."""
-    op = getattr(torch.ops.symm_mem, WITH_SIZES[name] if uneven else name)
-    return op(*args, *uneven, **kwargs)
+def op_for(name: str, device: torch.device) -> Any:
+    """Returns the op that runs our kernel on a device: torch's of that name, or else ours.
+
+    torch's kernels for CUDA fail for some arguments (scaled products of which the last dimension is
+    gathered or scattered, negative dimensions, float8 results), round more often (the last
+    dimension in 16 bits), and wait without end.
+    """
+    kind = devices.kind_for(device)
+    of_torch = kind is not None and kind.torch_has_kernels
+    return getattr(torch.ops.symm_mem, WITH_SIZES[name] if of_torch else name)
+
+
+def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
+    """Runs our kernel on the device of a tensor, the first argument."""
+    ours = getattr(torch.ops.symm_mem, WITH_SIZES[name]) if uneven else op_for(name, tensor.device)
+    return ours(tensor, *args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

@@ -29,6 +29,7 @@ from symm_cp.ops.common import (
     register_device_kernel,
     register_in_python,
     scatter_split,
+    uneven_of,
     uneven_parts,
     unfused_all_gather,
     unfused_reduce_scatter,
@@ -137,21 +138,26 @@ def _reduce_scatter_fake(
     return tensor.new_empty(split.shape_of(rank or 0, tensor.shape))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, *reduce_op, ctx.group_name, sizes, rank = inputs
-    ctx.mean, ctx.uneven = reduce_op == ["avg"], (sizes, rank)
+def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.group_name, *last = inputs
+    ctx.uneven = uneven_of(last)
+
+
+def _scatter_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, reduce_op, ctx.group_name, *last = inputs
+    ctx.mean, ctx.uneven = reduce_op == "avg", uneven_of(last)
 
 
 def _all_gather_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     scattered = call_op(_SCATTER, grad, "sum", ctx.group_name, uneven=ctx.uneven)
-    return funcol.wait_tensor(scattered), None, None, None
+    return funcol.wait_tensor(scattered), *(None,) * (1 + len(ctx.uneven))
 
 
 def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     gathered = funcol.wait_tensor(call_op(_GATHER, grad, ctx.group_name, uneven=ctx.uneven))
     if ctx.mean:
         gathered = gathered / world_size_of(ctx.group_name)
-    return gathered, None, None, None, None
+    return gathered, *(None,) * (2 + len(ctx.uneven))
 
 
 _KERNELS: dict[str, Op] = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
@@ -170,8 +176,8 @@ def register() -> None:
         {_GATHER: _all_gather_fake, _SCATTER: _reduce_scatter_fake}
     ).items():
         lib.impl(name, fake, "Meta", allow_override=True)
-    register_gradient(WITH_SIZES[_GATHER], _all_gather_backward, _setup)
-    register_gradient(WITH_SIZES[_SCATTER], _reduce_scatter_backward, _setup)
+    register_gradient(WITH_SIZES[_GATHER], _all_gather_backward, _gather_setup)
+    register_gradient(WITH_SIZES[_SCATTER], _reduce_scatter_backward, _scatter_setup)
 
 
 def low_contention_all_gather(

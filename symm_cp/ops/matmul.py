@@ -19,7 +19,6 @@ import torch
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
-    OPTIONAL_SIZES,
     SIZES,
     WITH_SIZES,
     Op,
@@ -49,7 +48,7 @@ lib.define(
 )
 lib.define(
     f"{SUM}(Tensor[] As, Tensor[] Bs, Tensor? addend, str reduce_op, int scatter_dim, "
-    f"str group_name, {OPTIONAL_SIZES}) -> Tensor"
+    f"str group_name, {SIZES}) -> Tensor"
 )
 
 _KERNELS: dict[str, Op] = with_sizes(

@@ -11,7 +11,7 @@ from symm_cp import runtime
 from symm_cp.alignment import aligned
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
-    OPTIONAL_SIZES,
+    SIZES,
     Op,
     Sum,
     as_rows,
@@ -33,11 +33,11 @@ _BACKWARD = "_fused_matmul_reduce_scatter_backward"
 
 lib.define(
     f"{_WEIGHT_GRAD}(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
-    f"{OPTIONAL_SIZES}, bool transposed=False) -> Tensor[]"
+    f"{SIZES}, bool transposed=False) -> Tensor[]"
 )
 lib.define(
     f"{_BACKWARD}(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, "
-    f"str group_name, bool need_a, bool need_b, {OPTIONAL_SIZES}) -> (Tensor, Tensor)"
+    f"str group_name, bool need_a, bool need_b, {SIZES}) -> (Tensor, Tensor)"
 )
 
 

@@ -2,28 +2,74 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
 import warnings
-from collections.abc import Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import devices, native
-from symm_cp.ops.common import device_kernels
+from symm_cp.hosts import hosts_of
+from symm_cp.memory import Group, StateKey, resolve
+from symm_cp.ops.autocast import device_autocast
+from symm_cp.ops.common import Op, device_behind, device_kernels
 
 _installed: CudaOverride | None = None
+
+# Devices of a group about which it was said that torch's kernels stay.
+_TOLD: StateKey[set[torch.device]] = StateKey("override_told")
+
+
+def _serves(group: Group, device: torch.device) -> bool:
+    """Whether our kernels serve a group: the self-test passed. Collective at the first call.
+
+    torch's kernels cannot serve ranks that do not share memory; ours pass data between hosts.
+    """
+    if group.world_size == 1 or hosts_of(group, device) is not None:
+        return True
+    verdict = devices.device_for(group, device).verdict(group)
+    if verdict.passed:
+        return True
+    told = group.state(_TOLD, set)
+    if device not in told:
+        told.add(device)
+        native.say(
+            f"override_cuda_ops: torch's kernels stay in use for group {group.name!r} on {device}: "
+            f"{verdict.reason}"
+        )
+    return False
+
+
+def _or_torchs(name: str, ours: Op) -> Op:
+    """Returns our kernel of an op, and torch's for groups that ours do not serve."""
+    torchs: Op = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
+    arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
+    group_name = [argument.name for argument in arguments].index("group_name")
+
+    @functools.wraps(ours)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        serves = _serves(resolve(args[group_name]), args[0].device)
+        return (ours if serves else torchs)(*args, **kwargs)
+
+    return kernel
 
 
 class CudaOverride:
     """Our kernels, installed; `undo()`, or the end of a `with` block, restores torch's."""
 
-    def __init__(self, dispatch_keys: Sequence[str]) -> None:
+    def __init__(self, kinds: list[type[devices.Device]]) -> None:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
-            for key, (name, kernel) in itertools.product(dispatch_keys, device_kernels.items()):
-                self._library.impl(name, kernel, key, allow_override=True)
+            for name, ours in device_kernels.items():
+                kernel = _or_torchs(name, ours)
+                for kind in kinds:
+                    self._library.impl(name, kernel, kind.dispatch_key, allow_override=True)
+        for (key, name), rule in device_autocast.items():
+            if key.removeprefix("Autocast") in [kind.dispatch_key for kind in kinds]:
+                self._library.impl(name, rule, key)
 
     def undo(self) -> None:
         """Restores torch's kernels; a second call does nothing."""
@@ -45,25 +91,36 @@ class CudaOverride:
         self.undo()
 
 
-def installed() -> bool:
-    """Returns whether our kernels are installed instead of torch's."""
-    return _installed is not None
+def fake_kernel(ours: Op, torchs: Any) -> Op:
+    """Returns a fake kernel of torch's op: torch's own for devices where torch's kernel runs."""
+
+    @functools.wraps(ours)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        kind = devices.kind_for(device_behind(args[0]))
+        of_torch = kind is not None and kind.torch_has_kernels and _installed is None
+        return (torchs if of_torch else ours)(*args, **kwargs)
+
+    return fake
 
 
 def override_cuda_ops() -> CudaOverride:
     """Uses our kernels for those ops of `torch.ops.symm_mem` that torch has CUDA kernels for.
 
     The fused (scaled) matmuls and the low-contention collectives: copy engines move the bytes,
-    streams signal, and calls in flight on a group do not disturb each other. Call it on all ranks.
-    Calling it again changes nothing. Returns an object with `undo()`, which is also a
+    streams signal, and calls in flight on a group do not disturb each other. Groups for which the
+    self-test did not pass keep torch's kernels, with one line on stderr that says why. Call it on
+    all ranks. Calling it again changes nothing. Returns an object with `undo()`, which is also a
     context manager. Raises `RuntimeError` where the driver does not load.
     """
     global _installed
-    kinds = [kind for kind in devices.known() if kind.torch_has_kernels]
     driver_level = native.load().symm_cp_driver
-    keys = [kind.dispatch_key for kind in kinds if driver_level(kind.driver.encode()) >= 0]
-    if not keys:
+    kinds = [
+        kind
+        for kind in devices.known()
+        if kind.torch_has_kernels and driver_level(kind.driver.encode()) >= 0
+    ]
+    if not kinds:
         raise RuntimeError(f"override_cuda_ops: {native.error()}")
     if _installed is None:
-        _installed = CudaOverride(keys)
+        _installed = CudaOverride(kinds)
     return _installed

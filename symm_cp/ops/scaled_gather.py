@@ -26,8 +26,11 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.scaled_operands import (
     Weight,
+    check_bias,
     check_inner,
+    check_kernel,
     check_operands,
+    check_result,
     check_weight_scale,
     dtype_of,
 )
@@ -63,6 +66,7 @@ def scale_mode(x_shard: torch.Tensor, scale: torch.Tensor, split: Split) -> str:
 
 def _check_gather(
     x_shard: torch.Tensor,
+    x_scale: torch.Tensor,
     matrices: list[torch.Tensor],
     gather_dim: int,
     sizes: Sequence[int] | None,
@@ -88,6 +92,10 @@ def _check_gather(
         check_inner(GATHER, f"B[{index}]", x_shard, matrix, inner)
         check_weight_scale(GATHER, f"B_scales[{index}]", scale, matrix)
         out_dtype = dtype_of(GATHER, dtype) or x_shard.dtype
+        check_result(GATHER, out_dtype)
+        scales = {"A_scale": x_scale, f"B_scales[{index}]": scale}
+        check_kernel(GATHER, f"B[{index}]", x_shard, matrix, scales, [matrix.shape[1]])
+        check_bias(GATHER, f"biases[{index}]", bias, matrix, out_dtype)
         weights.append(Weight(matrix, scale, out_dtype, bias, result_scale, fast))
     return split, weights
 
@@ -116,7 +124,7 @@ def all_gather_scaled_matmul_kernel(
         "use_fast_accum": use_fast_accum,
     }
     split, weights = _check_gather(
-        x_shard, matrices, gather_dim, sizes, group.rank, group.world_size, by_weight
+        x_shard, x_scale, matrices, gather_dim, sizes, group.rank, group.world_size, by_weight
     )
     mode = scale_mode(x_shard, x_scale, split)
     if mode == "replicated" and not split.is_equal:
@@ -154,7 +162,7 @@ def _scaled_as_gathered(
         if mode == "sharded":
             scale = aligned(shards[1]).flatten(0, -2)
         elif mode == "replicated":
-            scale = as_rows(split.of(rank, x_scale), dim).contiguous()
+            scale = as_rows(split.of(rank, x_scale), dim)
         rows = aligned(shards[0]).flatten(0, -2)
         for out, weight in zip(outs, weights, strict=True):
             weight.multiply(rows, scale, front.of(rank, out).flatten(0, -2))
@@ -205,7 +213,7 @@ def _gathered_then_scaled(
             split=columns,
         )
         gathered = gathered.view(*x_shard.shape[:-1], split.length)
-    scale = x_scale if mode == "tensor" else x_scale.flatten(0, -2).contiguous()
+    scale = x_scale if mode == "tensor" else x_scale.flatten(0, -2)
     lead = gathered.shape[:-1]
     outs = [new_result(x_shard, [*lead, w.matrix.shape[1]], w.dtype) for w in weights]
     for out, weight in zip(outs, weights, strict=True):
@@ -237,7 +245,7 @@ def all_gather_scaled_matmul_fake(
     }
     world_size = world_size_of(group_name)
     split, weights = _check_gather(
-        x_shard, matrices, gather_dim, sizes, rank, world_size, by_weight
+        x_shard, x_scale, matrices, gather_dim, sizes, rank, world_size, by_weight
     )
     scale_mode(x_shard, x_scale, split)
     front, shape = split.leading(split.whole_shape(x_shard.shape))

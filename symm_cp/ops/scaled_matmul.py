@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops import autocast
@@ -25,6 +26,7 @@ from symm_cp.ops.common import (
     uneven_parts,
     with_sizes,
 )
+from symm_cp.ops.override import fake_kernel
 from symm_cp.ops.scaled_gather import (
     GATHER,
     all_gather_scaled_matmul_fake,
@@ -53,7 +55,15 @@ _KERNELS: dict[str, Op] = {
     GATHER: all_gather_scaled_matmul_kernel,
     SCATTER: scaled_matmul_reduce_scatter_kernel,
 }
-_FAKES = {GATHER: all_gather_scaled_matmul_fake, SCATTER: scaled_matmul_reduce_scatter_fake}
+_FAKES: dict[str, Op] = {
+    GATHER: all_gather_scaled_matmul_fake,
+    SCATTER: scaled_matmul_reduce_scatter_fake,
+}
+# torch's kernels for CUDA take scales of blocks as well.
+_TORCHS_FAKES: dict[str, Any] = {
+    GATHER: torch_symm_mem._fused_all_gather_scaled_matmul_fallback,
+    SCATTER: torch_symm_mem._fused_scaled_matmul_reduce_scatter_fallback,
+}
 
 
 def register() -> None:
@@ -61,11 +71,15 @@ def register() -> None:
     for name, kernel in with_sizes(_KERNELS).items():
         register_kernel(name, kernel, replaces_torch=name in _KERNELS)
     for name, fake in with_sizes(_FAKES).items():
-        lib.impl(name, fake, "Meta", allow_override=True)
+        torchs = _TORCHS_FAKES.get(name)
+        served = fake if torchs is None else fake_kernel(fake, torchs)
+        lib.impl(name, served, "Meta", allow_override=True)
     autocast.register(autocast.as_they_are, GATHER, SCATTER)
     for name in named_with_sizes(GATHER, SCATTER):
         register_no_gradient(
-            name, "as torch._scaled_mm; write a torch.autograd.Function whose backward scales"
+            name,
+            "as torch._scaled_mm; write a torch.autograd.Function whose backward scales",
+            is_torchs=name in _KERNELS,
         )
 
 

@@ -6,6 +6,13 @@ import functools
 
 import torch
 
+from symm_cp.alignment import aligned
+from symm_cp.results import new_result
+
+# What cuBLAS's kernels require of float8 matrices, of their product and of scales for each row.
+# Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.
+_ALIGN = 16
+
 
 @functools.cache
 def torch_scales_rows_on_cpu() -> bool:
@@ -32,14 +39,26 @@ def scaled_mm_out(
 ) -> None:
     """Writes `torch._scaled_mm(A, B, ...)` to `out`, in the dtype of `out`.
 
-    Unlike there, one of the operands may have one scale, and the other one for each row or column.
+    Unlike there, one of the operands may have one scale, and the other one for each row or column,
+    and none of the tensors needs to be aligned.
     """
     if out.numel() == 0:
+        return
+    if out.data_ptr() % _ALIGN:
+        product = new_result(out, out.shape)
+        scaled_mm_out(
+            A, B, scale_a, scale_b, product, bias=bias, scale_result=scale_result, fast=fast
+        )
+        out.copy_(product)
         return
     by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
     if by_rows:
         scale_a = scale_a.reshape(1, 1).repeat(A.shape[0], 1) if scale_a.numel() == 1 else scale_a
         scale_b = scale_b.reshape(1, 1).repeat(1, B.shape[1]) if scale_b.numel() == 1 else scale_b
+        scale_a, scale_b = aligned(scale_a, _ALIGN), aligned(scale_b, _ALIGN)
+    A = aligned(A, _ALIGN)
+    if B.data_ptr() % _ALIGN:
+        B = aligned(B.mT, _ALIGN).mT  # by columns, as cuBLAS takes it
     if by_rows and A.device.type == "cpu" and not torch_scales_rows_on_cpu():
         one = scale_a.new_ones(())
         product = torch._scaled_mm(A, B, one, one, out_dtype=torch.float32)

@@ -25,7 +25,9 @@ from symm_cp.ops.common import (
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 from symm_cp.ops.scaled_operands import (
     check_inner,
+    check_kernel,
     check_operands,
+    check_result,
     check_weight_scale,
     dtype_of,
 )
@@ -60,11 +62,11 @@ class _Product:
         if self.by_columns:
             weight = columns.of(rank, weight)
             if weight_scale.numel() == split.length != 1:
-                weight_scale = columns.of(rank, weight_scale).contiguous()
+                weight_scale = columns.of(rank, weight_scale)
         scale = self.a_scale
         if scale.numel() != 1:
-            scale = self._rows(rank, scale).contiguous()
-        rows, out = contiguous(self._rows(rank, self.a)), part.flatten(0, -2)
+            scale = self._rows(rank, scale)
+        rows, out = self._rows(rank, self.a), part.flatten(0, -2)
         scaled_mm_out(rows, weight, scale, weight_scale, out, fast=self.fast)
 
     def _rows(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -102,6 +104,10 @@ def _check_scatter(
     dim = check_dim(SCATTER, "orig_scatter_dim", original, len(shape))
     check_dim(SCATTER, "scatter_dim_after_maybe_reshape", reshaped, a.dim())
     split = scatter_split(SCATTER, "orig_scatter_dim", dim, shape[dim], sizes, world_size)
+    by_columns = dim == len(shape) - 1
+    columns = list(split.sizes) if by_columns else [weight.shape[1]]
+    scales = {"A_scale": a_scale, "B_scale": weight_scale}
+    check_kernel(SCATTER, "B", a, weight, scales, columns)
     return shape, split
 
 
@@ -130,6 +136,7 @@ def scaled_matmul_reduce_scatter_kernel(
     """The op; `sizes` is the length of every rank's part where they differ."""
     group = group_of(group_name, rank)
     dtype = dtype_of(SCATTER, out_dtype) or a.dtype
+    check_result(SCATTER, dtype)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     shape, split = _check_scatter(
         a, weight, a_scale, weight_scale, dims, output_shape, sizes, group.world_size
@@ -183,6 +190,7 @@ def scaled_matmul_reduce_scatter_fake(
     """Shape and dtype of what the op returns."""
     world_size = world_size_of(group_name)
     dtype = dtype_of(SCATTER, out_dtype) or a.dtype
+    check_result(SCATTER, dtype)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     shape, split = _check_scatter(
         a, weight, a_scale, weight_scale, dims, output_shape, sizes, world_size

@@ -9,7 +9,7 @@ for each element of the batch, one after the other and in the same order on all 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
-from symm_cp.ops.common import lib, named_with_sizes
+from symm_cp.ops.common import keys_of_ours, lib, named_with_sizes
 
 _NAMESPACE = torch.ops.symm_mem
 
@@ -48,12 +48,15 @@ def check_transforms(op: str, *args: Any) -> None:
 
 
 def register_gradient(
-    name: str, backward: Callable[..., Any], setup_context: Callable[..., Any] | None = None
+    name: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., Any] | None = None,
+    keys: Sequence[str] = ("Autograd",),
 ) -> None:
     """Registers the backward pass of an op, as `torch.library.register_autograd` does.
 
     The backward pass has to be built of ops that are differentiable themselves: then there are
-    second derivatives. Transforms that it cannot serve are refused.
+    second derivatives. Transforms that it cannot serve are refused. `keys`: for which devices.
     """
     op = getattr(_NAMESPACE, name).default
 
@@ -70,16 +73,22 @@ def register_gradient(
             check_transforms(name, *args)
         return differentiable(keyset, *args, **kwargs)
 
-    lib.impl(name, kernel, "Autograd", with_keyset=True)
+    for key in keys:
+        lib.impl(name, kernel, key, with_keyset=True)
 
 
-def register_no_gradient(name: str, instead: str) -> None:
-    """Has the backward pass of an op raise `NotImplementedError`, which says what to do instead."""
+def register_no_gradient(name: str, instead: str, *, is_torchs: bool = False) -> None:
+    """Has the backward pass of an op raise `NotImplementedError`, which says what to do instead.
+
+    Of an op of torch's only on devices where it has no kernel for it: with torch's kernels, what
+    follows from the result has no gradient, and torch warns.
+    """
 
     def backward(ctx: Any, *grads: Any) -> Any:
         raise NotImplementedError(f"{name}: has no gradient: {instead}")
 
-    register_gradient(name, backward)
+    keys = [f"Autograd{key}" for key in keys_of_ours()] if is_torchs else ["Autograd"]
+    register_gradient(name, backward, keys=keys)
 
 
 class _NoSecondDerivative(torch.autograd.Function):

@@ -15,7 +15,7 @@ from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
-    OPTIONAL_SIZES,
+    SIZES,
     attention_runs,
     check_dim,
     check_reduce_op,
@@ -38,12 +38,11 @@ _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"
 
 lib.define(
-    f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name, {OPTIONAL_SIZES})"
-    " -> (Tensor, Tensor)"
+    f"{_GATHER}(Tensor key, Tensor value, int seq_dim, str group_name, {SIZES}) -> (Tensor, Tensor)"
 )
 lib.define(
     f"{_SCATTER}(Tensor grad_key, Tensor grad_value, int seq_dim, str group_name, "
-    f"{OPTIONAL_SIZES}) -> (Tensor, Tensor)"
+    f"{SIZES}) -> (Tensor, Tensor)"
 )
 
 

@@ -141,7 +141,8 @@ Result issue_copy(SimStream& stream, simulated::Command command, std::function<v
 }
 
 Result check_mem_op(const MemOp& op) {
-  const Owner owner = simulated::owner_of(op.address);
+  Owner owner = simulated::owner_of(op.address);
+  if (owner == Owner::kPeer) owner = simulated::owner_now(op.address);
   const int version = settings().version;
   if (op.operation == kWriteValue32) {
     if (simulated::faulty(simulated::kFaultyWrite, simulated::kRefuses))

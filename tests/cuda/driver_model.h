@@ -149,6 +149,8 @@ Result refuse_in_capture(SimStream* stream);
 
 enum class Owner { kOrdinary, kOwn, kPeer };  // not symmetric memory, this rank's, a peer's
 Owner owner_of(Address address);
+// Surely: another mapping may have taken the place of one within a moment.
+Owner owner_now(Address address);
 // Keeps what commands wrote last, for reports about memory that was written when it was free.
 void note_write(Address to, size_t bytes, const char* name);
 std::string last_write(Address address, size_t bytes);

@@ -50,12 +50,14 @@ class _Event:
     def __init__(self, device: SimulatedDevice, stream: int) -> None:
         self._device, self._driver = device, device.machine.library
         self._event = ctypes.c_void_p()
-        self._driver.cuEventCreate(ctypes.byref(self._event), 0)
-        self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream))
+        with device.current():  # as torch's
+            assert self._driver.cuEventCreate(ctypes.byref(self._event), 0) == 0
+            assert self._driver.cuEventRecord(self._event, ctypes.c_void_p(stream)) == 0
 
     def hold_up(self, stream: int) -> None:
         """Makes a stream wait for it."""
-        assert self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0) == 0
+        with self._device.current():
+            assert self._driver.cuStreamWaitEvent(ctypes.c_void_p(stream), self._event, 0) == 0
 
     def wait(self) -> None:
         """Makes the current stream wait for it."""
@@ -118,6 +120,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self.mode = self.machine.mode or Mode()
         self.in_capture = self.mode.graph
         self.driver = build(self.mode.driver_version)
+        self._kept: list[Any] | None = None  # what a graph of `capture` calls
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
@@ -183,13 +186,18 @@ class SimulatedDevice(FlagKernels, devices.Device):
             self.machine.raise_errors()
 
     def launch_on(self, stream: int, kernel: Callable[[], object]) -> None:
-        self.call(stream, kernel)
+        self.machine.call(stream, kernel, keep=self._kept)
 
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
-        with self.stream(stream):
-            graph = self._captured(function)
+        kept: list[Any] = []
+        self._kept = kept
+        try:
+            with self.stream(stream):
+                graph = self._captured(function)
+        finally:
+            self._kept = None
 
-        def replay() -> None:
+        def replay(_: Any = kept) -> None:
             result = self.machine.library.simulated_replay(graph, stream, 1)
             assert result == 0, f"the replay failed: {result}"
 

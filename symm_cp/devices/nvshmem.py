@@ -197,7 +197,7 @@ class NvshmemDevice(CudaDevice):
 
     def capturing(self) -> bool:
         """Raises `NotImplementedError` while a CUDA graph is captured."""
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_available() and super().capturing():
             raise NotImplementedError("symm_cp.nvshmem: ops are not captured into CUDA graphs")
         return False
 

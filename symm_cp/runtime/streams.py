@@ -67,8 +67,7 @@ class _Call:
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
         self.group, self.name = group, call_name
         self.device = device_for(group, device)
-        with self.device.guard():
-            self.mode = CallMode.of(self.device, group)
+        self.mode = CallMode.of(self.device, group)
 
     def in_place(
         self, shard: Sequence[torch.Tensor], *, some_empty: bool = False

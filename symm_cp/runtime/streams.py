@@ -66,8 +66,7 @@ class _Call:
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
         self.group, self.name = group, call_name
         self.device = device_for(group, device)
-        with self.device.guard():
-            self.mode = CallMode.of(self.device, group)
+        self.mode = CallMode.of(self.device, group)
 
     def in_place(
         self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
@@ -146,15 +145,21 @@ class StreamRuntime:
         # Where the first part is kept, the others come to lie in staging memory, one's own too.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
         staging = _staging(shards, (2 if bounded else ranks) if needs_staging else 0)
+        kept = split.parts(gathered) if gathered is not None and split is not None else ()
+        # Equal shards that take turns lie in the same two places.
+        staged: dict[int, list[torch.Tensor]] = {}
 
         def run_consume(source: int) -> None:
-            parts = list(shards.own)
-            if source != rank:
-                place = turns[source] % 2 if bounded else source
-                if needs_staging:
-                    parts = shards.views(source, viewing(staging), place * shards.nbytes)
-                if gathered is not None and split is not None:
-                    parts[0] = split.of(source, gathered)
+            if source == rank:
+                consume(list(shards.own), rank)
+                return
+            place = turns[source] % 2 if bounded else source
+            parts = staged.get(place) or [shards.own[0]]
+            if needs_staging and place not in staged:
+                parts = shards.views(source, viewing(staging), place * shards.nbytes)
+                staged[place] = parts
+            if kept:
+                parts[0] = kept[source]
             consume(parts, source)
 
         operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]

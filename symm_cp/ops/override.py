@@ -27,17 +27,15 @@ def _serves(group: Group, device: torch.device) -> bool:
 
     torch's kernels cannot serve ranks that do not share memory; ours pass data between hosts.
     """
-    if group.world_size == 1 or hosts_of(group, device) is not None:
-        return True
-    verdict = devices.device_for(group, device).verdict(group)
-    if verdict.passed:
+    spread = hosts_of(group, device)
+    if spread is None or not spread.reason:
         return True
     told = group.state(_TOLD, set)
     if device not in told:
         told.add(device)
         native.say(
             f"override_cuda_ops: torch's kernels stay in use for group {group.name!r} on {device}: "
-            f"{verdict.reason}"
+            f"{spread.reason}"
         )
     return False
 

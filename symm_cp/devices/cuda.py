@@ -75,7 +75,10 @@ class CudaDevice(Device):
 
     def mark(self, lane: str, channel: str) -> Mark:
         """Records the time at which the stream of a lane reaches this point."""
-        stream = self._copy_stream(channel) if lane != "compute" else torch.cuda.current_stream()
+        if lane == "compute":
+            stream = torch.cuda.current_stream(self.torch_device)
+        else:
+            stream = self._copy_stream(channel)
         if self._origin is None:
             origin = torch.cuda.Event(enable_timing=True)
             origin.record(stream)
@@ -93,8 +96,9 @@ class CudaDevice(Device):
         return torch.cuda.device(self.torch_device)
 
     def capturing(self) -> bool:
-        """Whether the current stream is being captured into a graph."""
-        return torch.cuda.is_current_stream_capturing()
+        """Whether the current stream of this device is being captured into a graph."""
+        with self.guard():
+            return torch.cuda.is_current_stream_capturing()
 
     def synchronize(self) -> None:
         """Returns when all work on the device has ended."""

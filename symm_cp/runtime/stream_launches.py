@@ -32,7 +32,7 @@ class CallMode:
 
     @classmethod
     def of(cls, device: Device, group: Group) -> CallMode:
-        """Returns the mode of a group's next call on a device, which must be the current one."""
+        """Returns the mode of a group's next call on a device."""
         return cls(1 if device.capturing() else 2, device.signals(group))
 
 

@@ -141,7 +141,8 @@ Result issue_copy(SimStream& stream, simulated::Command command, std::function<v
 }
 
 Result check_mem_op(const MemOp& op) {
-  const Owner owner = simulated::owner_of(op.address);
+  Owner owner = simulated::owner_of(op.address);
+  if (owner == Owner::kPeer) owner = simulated::owner_now(op.address);
   const int version = settings().version;
   if (op.operation == kWriteValue32) {
     if (simulated::faulty(simulated::kFaultyWrite, simulated::kRefuses))
@@ -225,8 +226,12 @@ void simulated_set(int setting, int value) {
   if (setting == 3) all.one_queue = value != 0;
   if (setting == 4) all.multiprocessors = value != 0;
   if (setting == 5) all.contexts = value != 0;
-  if (setting >= 6) all.faults[setting - 6] = value;
+  if (setting == 6) all.counts_deadlocks = value != 0;
+  if (setting >= 7) all.faults[setting - 7] = value;
 }
+
+// How many waits did not end since the last time, where they are counted.
+int simulated_deadlocks() { return simulated::deadlocks.exchange(0); }
 
 // How often the driver was called since the last time, by kind.
 int simulated_count(int kind) { return counts[kind].exchange(0); }

@@ -93,13 +93,21 @@ Owner owner_of(Address address) {
   std::lock_guard<std::mutex> lock(it.mutex);
   const Range* range = find(it.ranges, address);
   const bool old = Clock::now() - it.scanned > kFresh;
-  // What was a peer's memory may have been unmapped, and the place be taken by something else.
-  if (range == nullptr || (old && range->owner != Owner::kOwn)) {
+  // What it was may have been unmapped, and the place be taken by something else.
+  if (range == nullptr || old) {
     it.ranges = scan();
     it.scanned = Clock::now();
     range = find(it.ranges, address);
   }
   return range == nullptr ? Owner::kOrdinary : range->owner;
+}
+
+Owner owner_now(Address address) {
+  {
+    std::lock_guard<std::mutex> lock(memory().mutex);
+    memory().ranges.clear();
+  }
+  return owner_of(address);
 }
 
 void note_write(Address to, size_t bytes, const char* name) {

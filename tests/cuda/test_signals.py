@@ -1,0 +1,194 @@
+"""How ranks signal each other on devices with streams: what the driver allows, copies, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import devices, memory
+from symm_cp.devices.cuda import CudaDevice
+from symm_cp.ops.common import device_kernels
+from tests.cuda.simulated import simulated_device, simulation
+from tests.pool import Ranks
+
+all_gather = device_kernels["_low_contention_all_gather"]
+wait = torch.ops._c10d_functional.wait_tensor
+SIGNALS = ("stream", "kernel", "torch")
+
+
+def a_call(group: dist.ProcessGroup) -> None:
+    """An op of both channels, whose lanes both signal, and its result."""
+    rows, weight = torch.randn(group.size(), 4, 6), torch.randn(6, 5)
+    gathered = all_gather(rows[group.rank()], group.group_name)
+    full = torch.randn(group.size(), 2 * group.size(), 6)
+    out = symm_cp.matmul_reduce_scatter(full[group.rank()], weight, scatter_dim=0, group=group)
+    expected = (full @ weight).sum(0).chunk(group.size())[group.rank()]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(wait(gathered), rows.flatten(0, 1))
+
+
+def of_version(group: dist.ProcessGroup, version: int, graph: bool, signals: str) -> None:
+    with simulation(graph=graph, signals=signals, driver_version=version) as made:
+        devices.reserve_on(memory.resolve(group), made, 1 << 10)
+        for _ in range(3):
+            a_call(group)
+
+
+@pytest.mark.parametrize("graph", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("version", [12050, 13000, 13010])
+def test_signals_by_streams_on_each_driver(ranks: Ranks, version: int, graph: bool) -> None:
+    """Without batches; with them; where no stream writes to a peer's memory."""
+    ranks.run(2, of_version, version, graph, "stream")
+
+
+@pytest.mark.parametrize("signals", ["kernel", "torch"])
+def test_on_old_drivers_kernels_signal(ranks: Ranks, signals: str) -> None:
+    ranks.run(2, of_version, 12040, False, signals)
+
+
+@pytest.mark.parametrize(("version", "works"), [(12040, False), (12050, True), (13010, True)])
+def test_streams_wait_in_symmetric_memory_from_cuda_12_5(
+    monkeypatch: pytest.MonkeyPatch, version: int, works: bool
+) -> None:
+    with simulation(driver_version=version) as made:
+        assert made.streams_can_wait() is works
+
+
+def test_a_driver_without_a_version_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = simulated_device()
+    monkeypatch.setattr(made, "driver", "libthere_is_none.so")
+    with pytest.raises(RuntimeError, match=r"driver library libthere_is_none\.so does not load"):
+        made.streams_can_wait()
+
+
+def copied(group: dist.ProcessGroup) -> dict[str, int]:
+    with simulation() as made:
+        a_call(group)
+        made.synchronize()
+        time.sleep(0.3)  # the driver looks again whose memory is whose
+        made.copied()
+        a_call(group)
+        made.synchronize()
+        return made.copied()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_only_copies_between_devices_ask_for_copy_engines(ranks: Ranks, world_size: int) -> None:
+    peers = world_size - 1
+    for copies in ranks.run(world_size, copied):
+        # In the background: from the input to the output and to the slot.
+        assert copies["local"] == 2
+        assert copies["local, overlapping"] == 0
+        # Pulls of both ops; signals that shards are there, and were read, and that sums are there.
+        assert copies["peer, overlapping"] + copies["peer"] == (2 + 2 + 1) * peers
+        # Those of the compute lane go to the null stream, which takes no batches.
+        assert copies["peer"] == peers
+
+
+def refused(group: dist.ProcessGroup) -> list[str]:
+    errors = []
+    with simulation() as made:
+        a_call(group)
+        dist.barrier(group)
+        for fault in ("write", "wait", "peer_copy"):
+            made.machine.library.simulated_set(_setting(fault), 1)
+            with pytest.raises(RuntimeError, match="symm_cp: cu") as raised:
+                symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=group)
+            made.machine.library.simulated_set(_setting(fault), 0)
+            made.synchronize()
+            errors.append(" | ".join([str(raised.value), *getattr(raised.value, "__notes__", [])]))
+            dist.barrier(group)
+    return errors
+
+
+def _setting(fault: str) -> int:
+    from tests.cuda.machine import SETTINGS
+
+    return SETTINGS.index(fault)
+
+
+def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
+    """Also that the peers cannot be told then."""
+    not_told = "symm_cp: the peers cannot be told: cuMemcpyAsync failed: CUDA_ERROR_NOT_SUPPORTED"
+    for errors in ranks.run(2, refused):
+        assert errors == [
+            "symm_cp: cuStreamBatchMemOp failed: CUDA_ERROR_NOT_SUPPORTED",
+            "symm_cp: cuStreamBatchMemOp failed: CUDA_ERROR_NOT_SUPPORTED",
+            "symm_cp: cuMemcpyBatchAsync failed: CUDA_ERROR_NOT_SUPPORTED | " + not_told,
+        ]
+
+
+def in_threads(group: dist.ProcessGroup, signals: str) -> None:
+    """As backward passes do: threads of autograd have no current context, or another device's."""
+    with simulation(contexts=True, signals=signals) as made:
+        # Where a workspace is made, torch has just allocated its memory: there is a context.
+        a_call(group)
+        symm_cp.all_gather_kv(torch.ones(4, 6), torch.ones(4, 6), seq_dim=0, group=group)
+        raised: list[BaseException] = []
+
+        def alone(call: Callable[[], object]) -> None:
+            def run() -> None:
+                try:
+                    call()
+                except BaseException as error:
+                    raised.append(error)
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join(60)
+            assert not thread.is_alive()
+
+        context = ctypes.c_void_p(1)
+
+        def calls() -> None:
+            for _ in range(2):
+                rows = torch.randn(group.size(), 4, 6)
+                key, _ = symm_cp.all_gather_kv(
+                    rows[group.rank()], rows[group.rank()], seq_dim=0, group=group
+                )
+                assert torch.equal(key, rows.flatten(0, 1))
+            # A thread keeps what it had: none.
+            made.library.cuCtxGetCurrent(ctypes.byref(context))
+
+        alone(calls)
+        assert raised == []
+        assert context.value is None
+        alone(lambda: a_call(group))
+        assert raised == []
+
+
+@pytest.mark.parametrize("signals", SIGNALS)
+def test_threads_need_no_current_context(ranks: Ranks, signals: str) -> None:
+    ranks.run(2, in_threads, signals)
+
+
+def test_the_device_is_current_when_torch_is_asked_about_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the stream of another GPU does, where that is current, says nothing."""
+    current = [0]
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            self.before, current[0] = current[0], self.device.index
+
+        def __exit__(self, *_: Any) -> None:
+            current[0] = self.before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[0] == 1)
+    assert CudaDevice(torch.device("cuda", 1)).capturing()
+    assert not CudaDevice(torch.device("cuda", 0)).capturing()
+    assert current == [0]

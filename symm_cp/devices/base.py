@@ -4,7 +4,7 @@
 
 A workspace takes
 
-    4096 * ceil(8 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+    4096 * ceil(9 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
 
 flags, then slots, as in memory.py. A group has one for each channel and device:
 

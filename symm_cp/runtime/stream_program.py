@@ -268,7 +268,7 @@ class StreamLowering:
         if self.by_kernels:
             self._exchange(step, lane)
         else:
-            flag = wire.FLAGS.index(step.flag)
+            flag = wire.DEVICE_FLAGS.index(step.flag)
             self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
 
     def _wait(self, lane: str, step: Wait) -> None:
@@ -277,7 +277,7 @@ class StreamLowering:
         elif self.by_kernels:
             self._exchange(step, lane)
         else:
-            flag = wire.FLAGS.index(step.flag)
+            flag = wire.DEVICE_FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
 
     def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:

@@ -89,6 +89,7 @@ def check_local(
     assert torch.equal(again, F.pad(exact, (0, 3, 0, 5))), what
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
 def test_against_the_dense_mask(world_size: int) -> None:
     sizes = [(64 * world_size, (16, 16)), (131, (16, 32)), (90, (128, 128)), (7, (4, 2))]

@@ -125,12 +125,12 @@ enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
 inline constexpr const char* kChannelNames[] = {"sync", "async"};
 
 // Flags of a workspace. The first kFlags are raised by a rank at a peer; the others exist on
-// devices only: those that a rank raises for its own polling kernel, that a rank has given up, and
-// what streams copy to peers' flags, see sent_offset.
-inline constexpr const char* kFlagNames[] = {"ready", "partial", "reduced", "taken",
-                                             "done",  "arrived", "gave up", "sent"};
+// devices only: those that a rank raises for its own polling kernel, that a rank has given up, what
+// streams copy to peers' flags, see sent_offset, and "ready" of calls that read in place.
+inline constexpr const char* kFlagNames[] = {
+    "ready", "partial", "reduced", "taken", "done", "arrived", "gave up", "sent", "ready in place"};
 inline constexpr int kFlags = 5;
-inline constexpr int kDeviceFlags = 8;
+inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;
 inline constexpr int kGaveUpFlag = 6;
 inline constexpr int kSentFlag = 7;

@@ -226,8 +226,12 @@ void simulated_set(int setting, int value) {
   if (setting == 3) all.one_queue = value != 0;
   if (setting == 4) all.multiprocessors = value != 0;
   if (setting == 5) all.contexts = value != 0;
-  if (setting >= 6) all.faults[setting - 6] = value;
+  if (setting == 6) all.counts_deadlocks = value != 0;
+  if (setting >= 7) all.faults[setting - 7] = value;
 }
+
+// How many waits did not end since the last time, where they are counted.
+int simulated_deadlocks() { return simulated::deadlocks.exchange(0); }
 
 // How often the driver was called since the last time, by kind.
 int simulated_count(int kind) { return counts[kind].exchange(0); }

@@ -32,12 +32,13 @@ constexpr Result kInvalidValue = 1, kOutOfMemory = 2, kInvalidContext = 201, kIn
 // What the machine is like. Change it only while no stream has work.
 struct Settings {
   std::atomic<int> delay_us{0};
-  std::atomic<int> version{13010};           // as cuDriverGetVersion
-  std::atomic<int> patience_ms{30000};       // for a wait; then the process aborts with a report
-  std::atomic<bool> one_queue{false};        // one FIFO for all streams
-  std::atomic<bool> multiprocessors{false};  // a polling kernel leaves no room for others
-  std::atomic<bool> contexts{false};         // threads begin without a current context
-  std::atomic<int> faults[4]{};              // by Faulty: what goes wrong with it
+  std::atomic<int> version{13010};            // as cuDriverGetVersion
+  std::atomic<int> patience_ms{30000};        // for a wait; then the process aborts with a report
+  std::atomic<bool> counts_deadlocks{false};  // instead of aborting
+  std::atomic<bool> one_queue{false};         // one FIFO for all streams
+  std::atomic<bool> multiprocessors{false};   // a polling kernel leaves no room for others
+  std::atomic<bool> contexts{false};          // threads begin without a current context
+  std::atomic<int> faults[4]{};               // by Faulty: what goes wrong with it
 };
 Settings& settings();
 
@@ -107,8 +108,9 @@ SimStream* served_here();
 std::vector<SimStream*> all_streams();
 // Returns when everything issued so far has ended, in all streams.
 void drain_all();
-// Writes what every stream waits for, and aborts.
-[[noreturn]] void report_deadlock(const char* what);
+// Writes what every stream waits for, and aborts; or counts it, and the wait is over.
+void report_deadlock(const char* what);
+extern std::atomic<int> deadlocks;
 
 // --- capture (driver_capture.cpp)
 

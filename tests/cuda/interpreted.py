@@ -11,9 +11,10 @@ def mend() -> None:
     """Call this before the first launch, and launch on CPU tensors only.
 
     Lets tensors be bounds of loops: Triton 3.6 takes `int` of arrays, which NumPy 2.4 refuses; 3.9
-    does not. And leaves out that all memory is copied back when a kernel has ended. That of CPU
-    tensors is the kernel's own: a workspace that is copied over itself loses the flags which peers
-    raise meanwhile.
+    does not. Leaves out that all memory is copied back when a kernel has ended. That of CPU tensors
+    is the kernel's own: a workspace that is copied over itself loses the flags which peers raise
+    meanwhile. And leaves Triton's language as the interpreter changes it: the end of one kernel
+    would take it away from another that runs in another thread.
     """
     plain = interpreter._patch_lang_tensor
 
@@ -23,3 +24,4 @@ def mend() -> None:
 
     interpreter._patch_lang_tensor = patched
     interpreter.GridExecutor._restore_args_dev = lambda *_: None
+    interpreter._LangPatchScope.restore = lambda _: None

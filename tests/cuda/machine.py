@@ -29,7 +29,7 @@ _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread")
 
 #: The order of `simulated_set`.
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
-            "contexts", "write", "wait", "batch", "peer_copy")  # fmt: skip
+            "contexts", "counts_deadlocks", "write", "wait", "batch", "peer_copy")  # fmt: skip
 #: What may happen to the last four of them, instead of what should.
 FAULTS = ("", "refuse", "hang", "ignore")
 
@@ -153,6 +153,7 @@ class Machine:
         self.names: dict[str, bytes] = {}
         self.kernels_loaded: set[str] = set()
         self.lazy_loading = False
+        self.mode: Any = None  # of the devices
         self.errors: list[BaseException] = []
         self._calls: deque[tuple[Any, list[bool]]] = deque()
         self._defaults: dict[int, int] = {}
@@ -200,6 +201,12 @@ class Machine:
             keep.append(wrapped)
         encoded = self.names.setdefault(name, name.encode())
         self.library.simulated_call(stream, wrapped, kind, encoded)
+
+    def set(self, **settings: int | str) -> None:
+        """Changes settings of the driver, by the names of `SETTINGS`."""
+        for name, value in settings.items():
+            number = FAULTS.index(value) if isinstance(value, str) else int(value)
+            self.library.simulated_set(SETTINGS.index(name), number)
 
     def raise_errors(self) -> None:
         """Raises what a kernel has raised since."""

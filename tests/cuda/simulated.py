@@ -16,12 +16,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import inspect
 import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -30,12 +32,12 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import devices, memory
-from symm_cp.devices.symmetric import SymmetricWorkspace
+from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.runtime.stream_program import Launch
 from tests.cuda import pools
 from tests.cuda.flag_kernels import FlagKernels
 from tests.cuda.graphs import Graph, refuse
-from tests.cuda.machine import FAULTS, SETTINGS, Machine, build, machine
+from tests.cuda.machine import Machine, build, machine
 
 __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
 
@@ -66,6 +68,41 @@ class _Event:
         self._driver.cuEventDestroy_v2(self._event)
 
 
+@dataclass(frozen=True)
+class Mode:
+    """What the machine is like, and how calls are made on it.
+
+    delays_us: the longest delay before a command of a stream
+    graph: each call is captured, and replayed at once
+    signals: how ranks signal each other
+    driver_version: from 13010 on, no stream writes to a peer's memory; before, copies within the
+        device need a multiprocessor; before 12080, there are no batched copies; before 12050,
+        streams do not wait for symmetric memory
+    one_queue: commands of all streams begin in the order in which they were issued
+    lazy_loading: the first launch of a kernel, and some others, wait for all that was issued before
+        them, and no other thread may call the driver meanwhile
+    multiprocessors: a kernel that polls leaves none to others
+    contexts: threads have no current context until they set one
+    stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
+    deferred: calls return while their streams still run
+    stepwise: kernels are waited for when they are launched, and exceptions raised there
+    patience_ms: a wait that takes longer aborts the process
+    """
+
+    delays_us: int = 100
+    graph: bool = False
+    signals: str = "stream"
+    driver_version: int = 13010
+    one_queue: bool = False
+    lazy_loading: bool = False
+    multiprocessors: bool = False
+    contexts: bool = False
+    stream_guard: bool = False
+    deferred: bool = False
+    stepwise: bool = False
+    patience_ms: int = 30_000
+
+
 class SimulatedDevice(FlagKernels, devices.Device):
     """A device whose memory is the CPU's. Its null stream is one stream for all threads."""
 
@@ -75,13 +112,14 @@ class SimulatedDevice(FlagKernels, devices.Device):
     def __init__(self, index: int = 0) -> None:
         super().__init__(torch.device("cpu"))
         self.index = index
-        self.driver = build()
         self.machine: Machine = machine()
         self.library = self.machine.library
         self.machine.default_stream(index)
         self._sides: dict[str, int] = {}
         self._chosen = threading.local()  # each thread's stream
-        self.in_capture = False
+        self.mode = self.machine.mode or Mode()
+        self.in_capture = self.mode.graph
+        self.driver = build(self.mode.driver_version)
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
@@ -89,9 +127,6 @@ class SimulatedDevice(FlagKernels, devices.Device):
             weakref.WeakKeyDictionary()
         )
         self._guards: dict[str, tuple[int, _Event]] = {}  # the last signal op of each group
-        self.stream_guard = False
-        self.deferred = self.stepwise = False
-        self.chosen_signals = devices.Signals.STREAM
 
     # --- streams
 
@@ -146,7 +181,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
             keep = None if self.graph is None else self.graph.kept
             kind = 2 if _POLLING in name else 1
             self.machine.call(stream, kernel, kind=kind, name=name, keep=keep)
-        if self.stepwise and not self.capturing():
+        if self.mode.stepwise and not self.capturing():
             self.library.simulated_drain(stream)
             self.machine.raise_errors()
 
@@ -184,7 +219,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
     @contextlib.contextmanager
     def _guarded(self, stream: int, workspace: devices.DeviceWorkspace | None) -> Iterator[None]:
         """torch 2.15's GroupStreamGuard: one stream after the other signals in a group."""
-        if workspace is None or not self.stream_guard or not self._by_torch(workspace):
+        if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
             yield
             return
         name = self._groups[workspace]
@@ -215,7 +250,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
 
     def join(self) -> None:
         """Waits for the calling thread's stream; raises what a kernel has raised."""
-        if not self.deferred and self.graph is None:
+        if not self.mode.deferred and self.graph is None:
             self.library.simulated_drain(self.current_stream())
             self.machine.raise_errors()
 
@@ -256,7 +291,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return self.in_capture or status.value != 0
 
     def verdict(self, group: memory.Group) -> devices.Verdict:
-        return devices.Verdict(self.chosen_signals)
+        return devices.Verdict(devices.Signals(self.mode.signals))
 
     def workspace(
         self,
@@ -274,7 +309,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return made
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
-        return memory.is_symmetric(tensor, group)
+        return is_symmetric(tensor)
 
     # --- what tests ask
 
@@ -315,6 +350,26 @@ class SimulatedDevice(FlagKernels, devices.Device):
         assert result == 0, f"the capture failed: {result}"
         return graph
 
+    def enter(self, mode: Mode) -> None:
+        """Works in a mode from now on; no stream has work."""
+        self.mode = self.machine.mode = mode
+        self.machine.set(
+            delays_us=mode.delays_us,
+            driver_version=mode.driver_version,
+            patience_ms=mode.patience_ms,
+            one_queue=mode.one_queue,
+            multiprocessors=mode.multiprocessors,
+            contexts=mode.contexts,
+        )
+        self.library.simulated_set_device(self.index, 1)
+        self.machine.lazy_loading = mode.lazy_loading
+        self.machine.kernels_loaded.clear()
+        self.in_capture = mode.graph
+        driver = build(mode.driver_version)
+        if self.driver != driver:
+            _forget_workspaces()
+        self.driver = driver
+
 
 @cache
 def simulated_device() -> SimulatedDevice:
@@ -331,60 +386,26 @@ def _forget_workspaces() -> None:
 @contextlib.contextmanager
 def simulation(
     *,
-    delays_us: int = 100,
-    graph: bool = False,
-    signals: str = "stream",
-    driver_version: int = 13010,
-    one_queue: bool = False,
-    lazy_loading: bool = False,
-    multiprocessors: bool = False,
-    contexts: bool = False,
-    stream_guard: bool = False,
     poison: bool = False,
     offsets: bool = False,
-    deferred: bool = False,
-    stepwise: bool = False,
-    patience_ms: int = 30_000,
     faults: dict[str, str] | None = None,
+    **mode: Any,
 ) -> Iterator[SimulatedDevice]:
-    """Inside, ops on CPU tensors run on streams.
+    """Inside, ops on CPU tensors run on streams, in a `Mode`.
 
-    graph: each call is captured, and replayed at once
-    signals: how ranks signal each other
-    driver_version: from 13010 on, no stream writes to a peer's memory; before, copies within the
-        device need a multiprocessor; before 12080, there are no batched copies; before 12050,
-        streams do not wait for symmetric memory
-    one_queue: commands of all streams begin in the order in which they were issued
-    lazy_loading: the first launch of a kernel, and some others, wait for all that was issued before
-        them, and no other thread may call the driver meanwhile
-    multiprocessors: a kernel that polls leaves none to others
-    contexts: threads have no current context until they set one
-    stream_guard: signals by torch's kernels take turns on streams, as with torch 2.15
     poison: memory is NaN until it is written, and from when it was freed; whoever writes to it
         then is found at the end
     offsets: tensors of `symm_mem.empty` lie at another offset of their memory on each rank, as
         those of torch's memory pools may
-    deferred: calls return while their streams still run
-    stepwise: kernels are waited for when they are launched, and exceptions raised there
-    patience_ms: a wait that takes longer aborts the process
     faults: "write", "wait", "batch" or "peer_copy" to "refuse", "hang" or "ignore"
     """
     made = simulated_device()
-    values = dict(
-        delays_us=delays_us, driver_version=driver_version, patience_ms=patience_ms,
-        one_queue=one_queue, multiprocessors=multiprocessors, contexts=contexts, **(faults or {}),
-    )  # fmt: skip
-    _set(made, values)
-    if made.driver != build(driver_version):
-        made.driver = build(driver_version)
-        _forget_workspaces()
-    made.library.simulated_set_device(made.index, 1)
-    made.machine.lazy_loading = lazy_loading
-    made.machine.kernels_loaded.clear()
-    made.in_capture, made.chosen_signals = graph, devices.Signals(signals)
-    made.deferred, made.stepwise, made.stream_guard = deferred, stepwise, stream_guard
+    before = made.mode
+    made.enter(Mode(**mode))
+    made.machine.set(**(faults or {}))
+    run = _running(inspect.unwrap(Launch.run))
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Launch, "run", _running(Launch.run)))
+        stack.enter_context(mock.patch.object(Launch, "run", run))
         stack.enter_context(devices.replaced(torch.device("cpu"), made))
         if offsets:
             stack.enter_context(mock.patch.object(symm_mem, "empty", pools.empty))
@@ -393,14 +414,10 @@ def simulation(
         try:
             yield made
         finally:
-            for name in ("write", "wait", "batch", "peer_copy"):  # what hangs goes on
-                _set(made, {name: ""})
+            made.machine.set(write="", wait="", batch="", peer_copy="")  # what hangs goes on
             made.synchronize()
             made.machine.errors.clear()
-            _set(made, {"one_queue": False, "multiprocessors": False, "contexts": False})
-            made.machine.lazy_loading = False
-            made.in_capture, made.chosen_signals = False, devices.Signals.STREAM
-            made.deferred = made.stepwise = made.stream_guard = False
+            made.enter(before)
             if poison:
                 made.machine.poison.poison_use(0)
         if poison:
@@ -420,12 +437,6 @@ def _running(original: Callable[..., None]) -> Callable[..., None]:
             issue()
 
     return run
-
-
-def _set(made: SimulatedDevice, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        number = FAULTS.index(value) if isinstance(value, str) else int(value)
-        made.library.simulated_set(SETTINGS.index(name), number)
 
 
 def random_mode(choose: random.Random) -> dict[str, Any]:

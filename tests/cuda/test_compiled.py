@@ -138,7 +138,7 @@ def test_loops_over_keys_stay_in_registers(
         assert not {"LDL", "STL"} & set(names), "registers spill in the loop"
         assert "LDGSTS" in names, "the next keys are not loaded in the background"
     plain, masked = sorted(map(len, over_keys))[:2], sorted(map(len, over_keys))[2:]
-    assert 1.2 * max(plain) < min(masked), "whole tiles pay for masks"
+    assert 1.15 * max(plain) < min(masked), "whole tiles pay for masks"
 
 
 # --- when a launch compiles --------------------------------------------------------------------

@@ -143,10 +143,11 @@ constexpr int64_t flag_offset(int flag, int writer, int world_size) {
 
 // Streams raise a peer's flag by copying a word of this rank to it, as they cannot write there
 // themselves (CUDA 13.1 and later). There is a word for each lane, which the lane sets to the epoch
-// of its call before it signals; behind them stands a word that holds 1 for good, for graphs and
-// for marks that a rank has given up.
+// of its call before it signals; behind them stands a word that holds 1 for good, for graphs, and
+// the mark of a rank that has given up.
 inline constexpr int kLanes = 2;
 inline constexpr int kConstantOne = kLanes;
+inline constexpr int kMark = kLanes + 1;
 
 // Where the word of a lane, or the constant, lies behind the first flag.
 constexpr int64_t sent_offset(int word, int rank, int world_size) {

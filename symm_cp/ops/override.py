@@ -11,6 +11,7 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import devices, native
+from symm_cp.devices.selftest import known_verdict
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
@@ -25,11 +26,13 @@ _TOLD: StateKey[set[torch.device]] = StateKey("override_told")
 def _serves(group: Group, device: torch.device) -> bool:
     """Whether our kernels serve a group: the self-test passed. Collective at the first call.
 
-    torch's kernels cannot serve ranks that do not share memory; ours pass data between hosts.
+    torch's kernels cannot serve ranks on several hosts; ours pass data between these.
     """
-    if group.world_size == 1 or hosts_of(group, device) is not None:
-        return True
-    verdict = devices.device_for(group, device).verdict(group)
+    verdict = known_verdict(group, device)
+    if verdict is None:
+        if group.world_size == 1 or hosts_of(group, device) is not None:
+            return True
+        verdict = devices.device_for(group, device).verdict(group)
     if verdict.passed:
         return True
     told = group.state(_TOLD, set)

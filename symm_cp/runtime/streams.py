@@ -318,10 +318,11 @@ class _Transfer(Work):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self._ended = device.copies_ended("async")
+        self._device, self._ended = device, device.copies_ended("async")
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._ended.wait()
+        with self._device.guard():  # whoever waits may be on another device, or a new thread
+            self._ended.wait()
         return True
 
 

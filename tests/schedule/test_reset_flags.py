@@ -158,14 +158,14 @@ def stuck(calls: Sequence[Call], slots: int, *, guard: bool, one_queue: bool) ->
 def test_torchs_kernels_hold_nobody_up(place: Place, one_queue: bool) -> None:
     slots = place.workspace.slots
     others = [p.variant for p in BY_TORCH if p.workspace == place.workspace]
-    for world_size in (2, 3, 4, 8):
+    for world_size in (2, 3, 5):
         for other in others:
             pair = [Call.of(v, world_size, slots) for v in (place.variant, other)]
             calls = [pair[which] for which in MIX]
             assert stuck(calls, slots, guard=True, one_queue=one_queue) == []
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 8])
+@pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("place", BY_TORCH, ids=str)
 def test_torchs_guard_deadlocks_where_the_copy_lane_is_handed_out_first(
     place: Place, world_size: int

@@ -84,6 +84,7 @@ def test_doctor_lists_unneeded_ops_on_one_line() -> None:
     assert "multimem_*" in others.detail
 
 
+@pytest.mark.exhaustive
 def test_doctor_says_what_to_install(tmp_path: Path) -> None:
     done = doctor(SYMM_CP_BUILD_DIR=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 1

@@ -204,7 +204,9 @@ def _nothing(*_: Any, **__: Any) -> None:
     pass
 
 
-def _as_rank_0_says(group: memory.Group, store: dist.Store, keys: Sequence[str]) -> list[str]:
+def _as_rank_0_says(
+    group: memory.Group, store: dist.Store, keys: Sequence[str], **_: Any
+) -> list[str]:
     return [store.get(keys[0]).decode()] * len(keys)
 
 
@@ -243,6 +245,7 @@ def idle() -> Iterator[IdleDevice]:
             mock.patch.object(kernels, "merge_attention", device.kernels.triton),
             mock.patch.object(kernels, "add_rows", device.kernels.triton),
             mock.patch.object(torch_symm_mem, "rendezvous", _nothing),
+            mock.patch.object(liveness, "generation", lambda group: "idle"),
             mock.patch.object(liveness, "read", _as_rank_0_says),
         ]
         for patch in patches:

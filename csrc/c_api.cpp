@@ -325,6 +325,11 @@ int64_t symm_cp_streams_give_up(void* streams) {
   });
 }
 
+// 1 if the streams have come past the point where they were given up, else 0; -1 on failure.
+int64_t symm_cp_streams_ended(void* streams) {
+  return guarded([&]() -> int64_t { return static_cast<Streams*>(streams)->ended() ? 1 : 0; });
+}
+
 void symm_cp_streams_set_single_copies(void* streams, int single) {
   static_cast<Streams*>(streams)->set_single_copies(single != 0);
 }
@@ -370,7 +375,21 @@ void symm_cp_stream_close(const char* driver, void* stream) {
   guarded([&]() -> int64_t { return driver::load(driver).stream_destroy(stream); });
 }
 
-// Ends the thread that watches the waits of streams.
+// The number of the capture that a stream is in, from 1; 0: it is in none, or the driver has no
+// numbers. -1 on failure.
+int64_t symm_cp_capture_id(const char* driver, void* stream) {
+  return guarded([&]() -> int64_t {
+    const driver::Api& api = driver::load(driver);
+    if (api.capture_info == nullptr) return 0;
+    int status = 0;
+    uint64_t id = 0;
+    api.expect(api.capture_info(stream, &status, &id, nullptr, nullptr, nullptr),
+               "cuStreamGetCaptureInfo");
+    return status == driver::kCapturing ? static_cast<int64_t>(id) : 0;
+  });
+}
+
+// Ends the threads that watch the waits of streams.
 void symm_cp_watch_stop() { Watcher::instance().stop(); }
 
 // Starts or ends the recording of steps.

@@ -36,6 +36,7 @@ Api open(const std::string& path) {
   require(library, path, "cuEventCreate", api.event_create);
   require(library, path, "cuEventDestroy_v2", api.event_destroy);
   require(library, path, "cuEventRecord", api.event_record);
+  require(library, path, "cuEventQuery", api.event_query);
   require(library, path, "cuStreamWaitEvent", api.stream_wait_event);
   require(library, path, "cuStreamBatchMemOp_v2", api.mem_ops);
   require(library, path, "cuMemcpyAsync", api.copy);
@@ -49,6 +50,7 @@ Api open(const std::string& path) {
   require(library, path, "cuCtxGetCurrent", api.context_get);
   require(library, path, "cuCtxSetCurrent", api.context_set);
   require(library, path, "cuThreadExchangeStreamCaptureMode", api.capture_mode);
+  find(library, "cuStreamGetCaptureInfo_v2", api.capture_info);
   find(library, "cuMemcpyBatchAsync_v2", api.copy_batch);
   if (api.copy_batch == nullptr) find(library, "cuMemcpyBatchAsync", api.copy_batch_12);
   return api;

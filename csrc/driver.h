@@ -57,6 +57,7 @@ constexpr unsigned kOverlapWithCompute = 1;  // CU_MEMCPY_FLAG_PREFER_OVERLAP_WI
 constexpr int kDeviceMemory = 2;             // CU_MEMORYTYPE_DEVICE
 constexpr Result kNotReady = 600;            // CUDA_ERROR_NOT_READY
 constexpr unsigned kNonBlocking = 1;         // CU_STREAM_NON_BLOCKING
+constexpr int kCapturing = 1;                // CU_STREAM_CAPTURE_STATUS_ACTIVE
 constexpr int kRelaxed = 2;                  // CU_STREAM_CAPTURE_MODE_RELAXED
 
 struct Copy2D {  // CUDA_MEMCPY2D
@@ -82,6 +83,7 @@ struct Api {
   Result (*event_create)(Event*, unsigned);
   Result (*event_destroy)(Event);
   Result (*event_record)(Event, Stream);
+  Result (*event_query)(Event);
   Result (*stream_wait_event)(Stream, Event, unsigned);
   Result (*mem_ops)(Stream, unsigned, MemOp*, unsigned);
   Result (*copy)(Address, Address, size_t, Stream);
@@ -95,6 +97,9 @@ struct Api {
   Result (*context_get)(Context*);
   Result (*context_set)(Context);
   Result (*capture_mode)(int*);
+  // May be missing. The second form has been there since CUDA 11.3.
+  Result (*capture_info)(Stream, int* status, uint64_t* id, void* graph, void* dependencies,
+                         size_t* dependency_count);
   // One of them, or none: batches came with CUDA 12.8, and lost an argument in 13.0.
   Result (*copy_batch)(Address*, Address*, size_t*, size_t, CopyAttributes*, size_t*, size_t,
                        Stream);

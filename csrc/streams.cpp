@@ -38,17 +38,27 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
       layout_(layout),
       reset_flags_(reset_flags) {
   api_.expect(api_.context_get(&context_), "cuCtxGetCurrent");
-  for (int i = 0; i < events; ++i) {
+  for (int i = 0; i < events + kLanes; ++i) {
     driver::Event event = nullptr;
     api_.expect(api_.event_create(&event, kNoTiming), "cuEventCreate");
     events_.push_back(event);
   }
   const int ranks = static_cast<int>(bases_.size());
   if (reset_flags_ || timeout.count() <= 0 || ranks == 1) return;
-  WatchedFlags about{std::move(group),  rank_,   ranks,
-                     flag(rank_, 0, 0), timeout, std::move(processes)};
+  WatchedFlags about{.group = std::move(group),
+                     .rank = rank_,
+                     .world_size = ranks,
+                     .flags = flag(rank_, 0, 0),
+                     .timeout = timeout,
+                     .processes = std::move(processes),
+                     .marks = {},
+                     .mark = sent(kMark)};
+  // A peer whose memory is not mapped here cannot be told; its time-out ends its waits.
+  for (int peer = 0; peer < ranks; ++peer)
+    if (peer != rank_ && bases_[peer] != nullptr)
+      about.marks.push_back(flag(peer, rank_, kGaveUpFlag));
   waits_ = std::make_shared<StreamWaits>(api_, std::move(about));
-  Watcher::instance().add(waits_);
+  Watcher::instance().add(api_, waits_);
 }
 
 Streams::~Streams() {
@@ -87,17 +97,21 @@ void Streams::expect(int peer, int flag, uint32_t needed, uint32_t epoch, const 
 }
 
 void Streams::give_up() {
-  if (waits_ == nullptr) return;
+  if (given_up_) return;
+  given_up_ = true;
   InContext scope(api_, context_);
-  waits_->give_up([this](driver::Stream stream) {
-    for (int peer = 0; peer < static_cast<int>(bases_.size()); ++peer) {
-      // A peer whose memory is not mapped here cannot be told; its time-out ends its waits.
-      if (peer == rank_ || bases_[peer] == nullptr) continue;
-      api_.expect(
-          api_.copy(flag(peer, rank_, kGaveUpFlag), sent(kConstantOne), sizeof(Word), stream),
-          "cuMemcpyAsync");
-    }
-  });
+  // The last events are for that. Where they cannot be recorded, nobody will know that it ended.
+  for (size_t lane = 0; lane < last_lanes_.size(); ++lane)
+    endless_ |= api_.event_record(events_[events_.size() - kLanes + lane], last_lanes_[lane]) != 0;
+  if (waits_ != nullptr) waits_->give_up();
+}
+
+bool Streams::ended() {
+  if (endless_) return false;
+  InContext scope(api_, context_);
+  for (size_t lane = 0; lane < last_lanes_.size(); ++lane)
+    if (api_.event_query(events_[events_.size() - kLanes + lane]) != 0) return false;
+  return true;
 }
 
 void Streams::gather(Gathered kind, driver::Stream lane) {
@@ -215,6 +229,7 @@ void Streams::run(const StreamCommand* commands, int count, void* const* operand
   InContext scope(api_, context_);
   forget();  // what a call left that failed
   capturing_ = capturing;
+  last_lanes_.assign(lanes, lanes + kLanes);
   int32_t lane = count > 0 ? commands[0].lane : 0;
   for (int i = 0; i < count; ++i) {
     const StreamCommand& command = commands[i];

@@ -15,6 +15,7 @@
 
 #include "driver.h"
 #include "watch.h"
+#include "watcher.h"
 #include "wire.h"
 
 namespace symm_cp {
@@ -41,9 +42,11 @@ class Streams {
            driver::Stream const* lanes, uint32_t epoch, bool capturing, const char* call_name);
   // Announces a wait of a stream that is not issued by `run`.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
-  // Tells the peers that this rank completes no further call, and stops watching its own waits.
-  // Throws driver::Error when they cannot be told.
+  // Tells the peers that this rank completes no further call; its streams come to their ends as
+  // watch.h says. Throws driver::Error when the peers cannot be told.
   void give_up();
+  // Whether the streams of the last call have come past the point of `give_up`.
+  bool ended();
   // From now on, or no longer, copies are issued one after the other.
   void set_single_copies(bool single) { single_copies_ = single; }
 
@@ -71,6 +74,9 @@ class Streams {
   bool single_copies_ = false;
   driver::Context context_ = nullptr;
   std::vector<driver::Event> events_;
+  std::vector<driver::Stream> last_lanes_;  // of the last call; empty before the first
+  bool given_up_ = false;
+  bool endless_ = false;                        // it cannot be known when the streams have ended
   std::shared_ptr<StreamWaits> waits_;          // null when nobody looks at them
   std::array<uint32_t, kLanes> sent_epochs_{};  // that the lanes' words were set to
   bool capturing_ = false;

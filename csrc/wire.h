@@ -125,12 +125,12 @@ enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
 inline constexpr const char* kChannelNames[] = {"sync", "async"};
 
 // Flags of a workspace. The first kFlags are raised by a rank at a peer; the others exist on
-// devices only: those that a rank raises for its own polling kernel, that a rank has given up, and
-// what streams copy to peers' flags, see sent_offset.
-inline constexpr const char* kFlagNames[] = {"ready", "partial", "reduced", "taken",
-                                             "done",  "arrived", "gave up", "sent"};
+// devices only: those that a rank raises for its own polling kernel, that a rank has given up, what
+// streams copy to peers' flags, see sent_offset, and "ready" of calls that read in place.
+inline constexpr const char* kFlagNames[] = {
+    "ready", "partial", "reduced", "taken", "done", "arrived", "gave up", "sent", "ready in place"};
 inline constexpr int kFlags = 5;
-inline constexpr int kDeviceFlags = 8;
+inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;
 inline constexpr int kGaveUpFlag = 6;
 inline constexpr int kSentFlag = 7;
@@ -143,10 +143,11 @@ constexpr int64_t flag_offset(int flag, int writer, int world_size) {
 
 // Streams raise a peer's flag by copying a word of this rank to it, as they cannot write there
 // themselves (CUDA 13.1 and later). There is a word for each lane, which the lane sets to the epoch
-// of its call before it signals; behind them stands a word that holds 1 for good, for graphs and
-// for marks that a rank has given up.
+// of its call before it signals; behind them stands a word that holds 1 for good, for graphs, and
+// the mark of a rank that has given up.
 inline constexpr int kLanes = 2;
 inline constexpr int kConstantOne = kLanes;
+inline constexpr int kMark = kLanes + 1;
 
 // Where the word of a lane, or the constant, lies behind the first flag.
 constexpr int64_t sent_offset(int word, int rank, int world_size) {

@@ -26,7 +26,7 @@ from symm_cp.context_parallel import (
     context_parallel_unshard,
     shard_batch,
 )
-from symm_cp.devices import reserve
+from symm_cp.devices import read_in_place, reserve
 from symm_cp.memory import get_workspace
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.gather_kv import all_gather_kv
@@ -62,6 +62,7 @@ __all__ = [
     "matmul_reduce_scatter",
     "nvshmem",
     "override_cuda_ops",
+    "read_in_place",
     "reserve",
     "scaled_all_gather_matmul",
     "scaled_matmul_reduce_scatter",

@@ -54,9 +54,9 @@ def debug_offset(*key: object) -> int:
 
 def scratch(like: torch.Tensor, nbytes: int) -> torch.Tensor:
     """Returns `nbytes` bytes of aligned memory on the device of a tensor."""
-    offset = 0
-    if env.debug_offsets() is not None:
-        offset = debug_offset("scratch", next(_scratches))
+    if env.debug_offsets() is None:
+        return new_result(like, (nbytes,), torch.uint8)
+    offset = debug_offset("scratch", next(_scratches))
     return new_result(like, (offset + nbytes,), torch.uint8)[offset:]
 
 

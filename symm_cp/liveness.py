@@ -155,12 +155,19 @@ def read(
 
     Raises `PeerLostError` when a rank exits first, or the time-out elapses (see `share`).
     """
+    wait_for_keys(group, store, keys, seconds=seconds)
+    return [store.get(key).decode() for key in keys]
+
+
+def wait_for_keys(
+    group: Group, store: dist.Store, keys: Sequence[str], *, seconds: float | None = None
+) -> None:
+    """Returns when a store has the key of each rank; raises like `read`."""
     with _patience(group, seconds) as wait_for:
         for rank, key in enumerate(keys):
             while not store.check([key]):
                 if wait_for(rank, key, lambda: store.check([key])):  # noqa: B023 (called now)
                     break
-    return [store.get(key).decode() for key in keys]
 
 
 @contextmanager

@@ -417,12 +417,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_streams_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID, _EPOCH, _INT, _TEXT]),
     "symm_cp_streams_expect": (None, [_VOID, _INT, _INT, _EPOCH, _EPOCH, _TEXT]),
     "symm_cp_streams_give_up": (_LONG, [_VOID]),
+    "symm_cp_streams_ended": (_LONG, [_VOID]),
     "symm_cp_streams_set_single_copies": (None, [_VOID, _INT]),
     "symm_cp_context": (_VOID, [_TEXT]),
     "symm_cp_set_context": (_LONG, [_TEXT, _VOID]),
     "symm_cp_stream_open": (_VOID, [_TEXT]),
     "symm_cp_stream_ended": (_LONG, [_TEXT, _VOID]),
     "symm_cp_stream_close": (None, [_TEXT, _VOID]),
+    "symm_cp_capture_id": (_LONG, [_TEXT, _VOID]),
     "symm_cp_watch_stop": (None, []),
 }
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from symm_cp.alignment import part_offsets
+from symm_cp.alignment import contiguous_strides, part_offsets
 
 Shape: TypeAlias = tuple[int, ...]
 #: The shapes of the tensors that make up a shard.
@@ -59,6 +59,16 @@ class Split:
     def of(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
         """Returns a rank's part of a whole tensor, as a view."""
         return whole.narrow(self.dim, self.start(rank), self.sizes[rank])
+
+    def parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns every rank's part of a whole tensor, as views: less work than one by one."""
+        return whole.split(self.sizes, self.dim)
+
+    def row_parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Returns every rank's part of the first dimension of a contiguous tensor, as matrices."""
+        rows = math.prod(whole.shape[1:-1])
+        matrix = whole.view(self.length * rows, whole.shape[-1])
+        return matrix.split([size * rows for size in self.sizes])
 
     def along(self, dim: int) -> Split:
         """The same division of another dimension."""
@@ -247,6 +257,11 @@ class ShardSizes:
 
 
 @lru_cache(maxsize=512)
+def _equal_sizes(shapes: tuple[Shape, ...], items: tuple[int, ...], ranks: int) -> ShardSizes:
+    return _sizes_of((shapes,) * ranks, items)
+
+
+@lru_cache(maxsize=512)
 def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], items: tuple[int, ...]) -> ShardSizes:
     return ShardSizes(
         tuple(
@@ -267,14 +282,15 @@ class Shards:
         self, own: Sequence[torch.Tensor], ranks: int, shapes: Sequence[Shapes] | None = None
     ) -> None:
         self.own = own
-        self.dtypes = tuple(t.dtype for t in own)
+        self.dtypes = tuple([t.dtype for t in own])
+        items = tuple([dtype.itemsize for dtype in self.dtypes])
         if shapes is None:
-            self.shapes: tuple[tuple[Shape, ...], ...] = (
-                tuple(tuple(t.shape) for t in own),
-            ) * ranks
+            equal = tuple([t.shape for t in own])
+            self.shapes: tuple[tuple[Shape, ...], ...] = (equal,) * ranks
+            self.sizes = _equal_sizes(equal, items, ranks)
         else:
             self.shapes = tuple(tuple(tuple(shape) for shape in parts) for parts in shapes)
-        self.sizes = _sizes_of(self.shapes, tuple(dtype.itemsize for dtype in self.dtypes))
+            self.sizes = _sizes_of(self.shapes, items)
         self.nbytes = self.sizes.nbytes
 
     @property
@@ -294,10 +310,15 @@ class Shards:
 
 
 def viewing(memory: torch.Tensor) -> ViewAt:
-    """Returns what gives tensors over parts of a tensor of bytes."""
+    """Returns what gives tensors over parts of a tensor of bytes, which is aligned (`scratch`)."""
+    numbers: dict[torch.dtype, torch.Tensor] = {}
 
     def view_at(offset: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        nbytes = math.prod(shape) * dtype.itemsize
-        return memory[offset : offset + nbytes].view(dtype).view(shape)
+        typed = numbers.get(dtype)
+        if typed is None:
+            whole = memory.numel() // dtype.itemsize * dtype.itemsize
+            typed = numbers[dtype] = memory[:whole].view(dtype)
+        begin = typed.storage_offset() + offset // dtype.itemsize
+        return typed.as_strided(shape, contiguous_strides(shape), begin)
 
     return view_at

@@ -223,9 +223,9 @@ CHANNELS = ("sync", "async")
 
 #: The flags that a rank raises at its peers; a flag's number is its index here.
 FLAGS = ("ready", "partial", "reduced", "taken", "done")
-#: On devices also those that a rank raises for its own polling kernel, that a rank gave up, and
-#: what streams copy to peers' flags.
-DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent")
+#: On devices also those that a rank raises for its own polling kernel, that a rank gave up, what
+#: streams copy to peers' flags, and "ready" of calls that read in place.
+DEVICE_FLAGS = (*FLAGS, "arrived", "gave up", "sent", "ready in place")
 #: A cache line for each flag and writer.
 FLAG_BYTES = 64
 

@@ -67,6 +67,7 @@ def test_the_example_that_needs_gpus_uses_existing_functions() -> None:
     assert all(callable(getattr(symm_cp.nvshmem, name)) for name in calls)
 
 
+@pytest.mark.exhaustive
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
     code, long_sequences, compiled = blocks("python")
     setting = """

@@ -15,6 +15,7 @@ from symm_cp.devices.base import (
     Verdict,
     events_needed,
 )
+from symm_cp.devices.in_place import InPlace, found_in_place, read_in_place
 from symm_cp.devices.registry import (
     choose,
     device_for,
@@ -25,13 +26,13 @@ from symm_cp.devices.registry import (
     replaced,
     spans_hosts,
 )
-from symm_cp.devices.symmetric import is_whole, symmetric_addresses
 from symm_cp.devices.workspaces import give_up, reserve, reserve_on, workspace, workspaces_of
 
 __all__ = [
     "LANES",
     "Device",
     "DeviceWorkspace",
+    "InPlace",
     "Mark",
     "Pending",
     "Signals",
@@ -40,16 +41,16 @@ __all__ = [
     "device_for",
     "device_of",
     "events_needed",
+    "found_in_place",
     "give_up",
     "has_streams",
-    "is_whole",
     "kind_for",
     "known",
+    "read_in_place",
     "replaced",
     "reserve",
     "reserve_on",
     "spans_hosts",
-    "symmetric_addresses",
     "workspace",
     "workspaces_of",
 ]

@@ -4,7 +4,7 @@
 
 A workspace takes
 
-    4096 * ceil(8 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
+    4096 * ceil(9 * 64 * W / 4096) + slots * 4096 * ceil(slot / 4096)   bytes a rank:
 
 flags, then slots, as in memory.py. A group has one for each channel and device:
 
@@ -264,6 +264,7 @@ class DeviceWorkspace(Calls, ABC):
         self.last_stream: int | None = None
         self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
+        self._run = native.load().symm_cp_streams_run
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         with ordinary_tensors():
             self.memory, addresses = self.allocate(group, nbytes)
@@ -361,13 +362,13 @@ class DeviceWorkspace(Calls, ABC):
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,
-        *,
         capturing: bool,
         call_name: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
-        run, count = native.load().symm_cp_streams_run, len(commands)
-        if run(self.handle, commands, count, operands, lanes, epoch, int(capturing), call_name) < 0:
+        if self._run(
+            self.handle, commands, len(commands), operands, lanes, epoch, capturing, call_name
+        ):
             raise RuntimeError(f"symm_cp: {native.error()}")
 
     def set_single_copies(self, *, single: bool) -> None:

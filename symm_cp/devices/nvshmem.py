@@ -252,23 +252,18 @@ class NvshmemWorkspace(DeviceWorkspace):
         operands: ctypes.Array[ctypes.c_void_p],
         lanes: ctypes.Array[ctypes.c_void_p],
         epoch: int,
-        *,
         capturing: bool,
         call_name: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; what goes to peers goes by NVSHMEM."""
         if self.direct:
-            super().issue(
-                commands, operands, lanes, epoch, capturing=capturing, call_name=call_name
-            )
+            super().issue(commands, operands, lanes, epoch, capturing, call_name)
             return
 
         def issue_here(first: int, end: int) -> None:
             if first < end:
                 part = (wire.StreamCommand * (end - first))(*commands[first:end])
-                super(NvshmemWorkspace, self).issue(
-                    part, operands, lanes, epoch, capturing=False, call_name=call_name
-                )
+                super(NvshmemWorkspace, self).issue(part, operands, lanes, epoch, False, call_name)
 
         first = 0
         for index, command in enumerate(commands):

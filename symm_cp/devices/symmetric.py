@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace, Signals
+from symm_cp.devices.base import DeviceWorkspace, Signals
+from symm_cp.devices.rendezvous import map_peers
 from symm_cp.memory import Group
+
+# The flags that ranks raise at each other.
+_PADS = (*wire.FLAGS, "ready in place")
 
 
 class SymmetricWorkspace(DeviceWorkspace):
@@ -20,8 +25,10 @@ class SymmetricWorkspace(DeviceWorkspace):
         memory = _SymmetricMemory.empty_strided_p2p(
             (nbytes,), [1], torch.uint8, self.device.torch_device, group.name
         )
-        self._shared = _SymmetricMemory.rendezvous(memory, group.name)
-        return memory, _addresses(self._shared, memory, self.rank)
+        self._mapped = map_peers(memory, group)
+        # torch's kernels look the name of its process group up whenever they signal.
+        weakref.finalize(self, self._mapped.forget).atexit = False
+        return memory, self._mapped.addresses
 
     def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
         """Signals ranks by our kernel or, one after the other, by torch's."""
@@ -29,7 +36,7 @@ class SymmetricWorkspace(DeviceWorkspace):
             super().signal(flag, peers, epoch)
             return
         for peer in peers:
-            self._shared.put_signal(peer, self._pad(flag, epoch))
+            self._mapped.handle.put_signal(peer, self._pad(flag, epoch))
 
     def wait(
         self, flag: str, peers: Sequence[int], epoch: int, *, lag: int = 0, call_name: bytes = b""
@@ -39,7 +46,7 @@ class SymmetricWorkspace(DeviceWorkspace):
             super().wait(flag, peers, epoch, lag=lag, call_name=call_name)
             return
         for peer in peers:
-            self._shared.wait_signal(peer, self._pad(flag, epoch - lag), self.limit_ms)
+            self._mapped.handle.wait_signal(peer, self._pad(flag, epoch - lag), self.limit_ms)
 
     def _pad(self, flag: str, epoch: int) -> int:
         """The channel of torch's signal pads that a flag takes in a call.
@@ -50,13 +57,13 @@ class SymmetricWorkspace(DeviceWorkspace):
         first, leave no signal there, and take those of channel "sync".
         """
         second = flag == "done" and epoch % self.slots == 1
-        number = len(wire.FLAGS) if second else wire.FLAGS.index(flag)
+        number = len(_PADS) if second else _PADS.index(flag)
         kind = 2 * (self.channel == "async") + (self.slots == 1)
-        return (len(wire.FLAGS) + 1) * kind + number
+        return (len(_PADS) + 1) * kind + number
 
     def own_flags(self) -> Sequence[torch.Tensor]:
         """Returns all memory, as bytes, where peers signal this rank."""
-        pad = self._shared.get_signal_pad(self.rank).view(torch.uint8)
+        pad = self._mapped.handle.get_signal_pad(self.rank).view(torch.uint8)
         return (*super().own_flags(), pad[: self.header_bytes])
 
 
@@ -64,30 +71,3 @@ def is_symmetric(tensor: torch.Tensor) -> bool:
     """Whether a tensor was allocated as torch's symmetric memory, as far as torch can tell."""
     asks_torch = getattr(_SymmetricMemory, "is_symm_mem_tensor", None)
     return asks_torch is None or bool(asks_torch(tensor))
-
-
-def is_whole(device: Device, tensor: torch.Tensor, group: Group) -> bool:
-    """Whether a tensor is a whole allocation of symmetric memory, as far as this rank can tell.
-
-    For a part of an allocation, a rank cannot tell whether it lies at the same place on all ranks.
-    """
-    return (
-        tensor.is_contiguous()
-        and device.is_symmetric(tensor, group)
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    )
-
-
-def symmetric_addresses(tensor: torch.Tensor, group: Group) -> tuple[int, ...] | None:
-    """Returns the address here of each rank's counterpart of a tensor; None when it has none.
-
-    The tensor must be `is_whole`. Collective when its memory was not rendezvoused with the group
-    yet.
-    """
-    shared = _SymmetricMemory.rendezvous(tensor, group.name)
-    return None if shared is None else tuple(_addresses(shared, tensor, group.rank))
-
-
-def _addresses(shared: _SymmetricMemory, tensor: torch.Tensor, rank: int) -> list[int]:
-    offset = tensor.data_ptr() - shared.buffer_ptrs[rank]
-    return [base + offset for base in shared.buffer_ptrs]

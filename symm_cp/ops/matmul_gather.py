@@ -95,10 +95,12 @@ def _all_gather_rows(
     outs = [new_result(x_shard, [*shape[:-1], weight.shape[1]]) for weight in weights]
     gathered = new_result(x_shard, shape) if return_gathered or whole else None
 
+    parts = [front.row_parts(out) for out in outs]
+
     def consume(shards: list[torch.Tensor], rank: int) -> None:
         x_rows = aligned(shards[0]).flatten(0, -2)
-        for out, weight in zip(outs, weights, strict=True):
-            torch.mm(x_rows, weight, out=front.of(rank, out).flatten(0, -2))
+        for part, weight in zip(parts, weights, strict=True):
+            torch.mm(x_rows, weight, out=part[rank])
 
     def multiply() -> None:
         assert gathered is not None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import devices, native
+from symm_cp.devices.selftest import known_verdict
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
@@ -25,19 +26,27 @@ _TOLD: StateKey[set[torch.device]] = StateKey("override_told")
 def _serves(group: Group, device: torch.device) -> bool:
     """Whether our kernels serve a group: the self-test passed. Collective at the first call.
 
-    torch's kernels cannot serve ranks that do not share memory; ours pass data between hosts.
+    torch's kernels cannot serve ranks on several hosts; ours pass data between these.
     """
-    if group.world_size == 1 or hosts_of(group, device) is not None:
+    verdict = known_verdict(group, device)
+    if verdict is not None and verdict.passed:
         return True
-    verdict = devices.device_for(group, device).verdict(group)
-    if verdict.passed:
+    spread = hosts_of(group, device)
+    if spread is not None:
+        reason = spread.reason
+    elif group.world_size == 1:
+        reason = ""
+    else:
+        verdict = devices.device_for(group, device).verdict(group)
+        reason = "" if verdict.passed else verdict.reason
+    if not reason:
         return True
     told = group.state(_TOLD, set)
     if device not in told:
         told.add(device)
         native.say(
             f"override_cuda_ops: torch's kernels stay in use for group {group.name!r} on {device}: "
-            f"{verdict.reason}"
+            f"{reason}"
         )
     return False
 

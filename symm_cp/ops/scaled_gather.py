@@ -94,7 +94,7 @@ def _check_gather(
         out_dtype = dtype_of(GATHER, dtype) or x_shard.dtype
         check_result(GATHER, out_dtype)
         scales = {"A_scale": x_scale, f"B_scales[{index}]": scale}
-        check_kernel(GATHER, f"B[{index}]", x_shard, matrix, scales, [matrix.shape[1]])
+        check_kernel(GATHER, f"B[{index}]", x_shard, matrix, scales, out_dtype, [matrix.shape[1]])
         check_bias(GATHER, f"biases[{index}]", bias, matrix, out_dtype)
         weights.append(Weight(matrix, scale, out_dtype, bias, result_scale, fast))
     return split, weights

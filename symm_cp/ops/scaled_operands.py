@@ -87,11 +87,13 @@ def check_kernel(
     a: torch.Tensor,
     weight: torch.Tensor,
     scales: Mapping[str, torch.Tensor],
+    dtype: torch.dtype,
     columns: Sequence[int],
 ) -> None:
     """Raises what cuBLAS would in the middle of a call; CPUs multiply whatever passed before.
 
-    `columns` are the numbers of the weight's columns that are multiplied at a time.
+    `dtype` is that of the product, `columns` are the numbers of the weight's columns that are
+    multiplied at a time.
     """
     device = device_behind(a)
     if device.type in ("cpu", "meta"):
@@ -101,6 +103,13 @@ def check_kernel(
     for what, scale in scales.items():
         if scale.dtype != torch.float32:
             raise TypeError(f"{op}: {what} is {scale.dtype}: must be float32 on {device}")
+        if device_behind(scale) != device:
+            raise ValueError(f"{op}: {what} is on {device_behind(scale)} and A on {device}")
+        if scale.numel() != 1 and dtype in _FLOAT8:
+            raise TypeError(
+                f"{op}: {what} has {scale.numel()} scales and the product is {dtype}: on {device} "
+                "only one number scales float8 products"
+            )
     if a.dtype == weight.dtype == torch.float8_e5m2:
         raise TypeError(f"{op}: A and {name} are both float8_e5m2, which {device} cannot multiply")
     if any(size % 16 for size in (weight.shape[0], *columns)):

@@ -107,7 +107,7 @@ def _check_scatter(
     by_columns = dim == len(shape) - 1
     columns = list(split.sizes) if by_columns else [weight.shape[1]]
     scales = {"A_scale": a_scale, "B_scale": weight_scale}
-    check_kernel(SCATTER, "B", a, weight, scales, columns)
+    check_kernel(SCATTER, "B", a, weight, scales, torch.float32, columns)
     return shape, split
 
 

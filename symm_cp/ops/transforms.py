@@ -71,7 +71,10 @@ def register_gradient(
         # Both are -1 and False as a rule; the check itself would cost a microsecond.
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             check_transforms(name, *args)
-        return differentiable(keyset, *args, **kwargs)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+            return differentiable(keyset, *args, **kwargs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     for key in keys:
         lib.impl(name, kernel, key, with_keyset=True)

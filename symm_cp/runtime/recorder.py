@@ -183,7 +183,7 @@ def _exchange_of(command: wire.Command | wire.StreamCommand, rank: int) -> Step 
     if command.kind == wire.Kind.COPY:
         return Copy(_region(command.source, rank), _region(command.to, rank))
     if command.kind == wire.Kind.SIGNAL:
-        return Signal(command.peer, wire.FLAGS[command.flag])
+        return Signal(command.peer, wire.DEVICE_FLAGS[command.flag])
     if command.kind == wire.Kind.WAIT:
-        return Wait(command.peer, wire.FLAGS[command.flag], command.lag)
+        return Wait(command.peer, wire.DEVICE_FLAGS[command.flag], command.lag)
     return None

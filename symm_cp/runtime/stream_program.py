@@ -136,30 +136,23 @@ class Launch:
         streams = device.streams(workspace.channel)
         lanes = (ctypes.c_void_p * len(streams))(*streams)
         addresses = (ctypes.c_void_p * max(1, len(operands)))(*operands)
+        call = addresses, lanes, epoch, capturing, call_name
         moved = capturing and workspace.last_stream not in (None, streams[0])
-        issue = partial(
-            workspace.issue,
-            operands=addresses,
-            lanes=lanes,
-            epoch=epoch,
-            capturing=capturing,
-            call_name=call_name,
-        )
         recording = None if capturing else recorder.active
         try:
             if moved:
-                issue(_FOLLOW)
+                workspace.issue(_FOLLOW, *call)
             workspace.last_stream = streams[0]
             for item in self.items:
-                if isinstance(item, _KernelCall | _ExchangeCall):
+                if not isinstance(item, ctypes.Array):
                     item.launch(workspace, kernels, recording, epoch, call_name)
                 elif recording is None:
-                    issue(item)
+                    workspace.issue(item, *call)
                 else:
                     for step, lane, part in _apart(item, workspace.rank):
                         channel = workspace.channel
                         with recording.on_lane(step, device, lane, channel, epoch, call_name):
-                            issue(part)
+                            workspace.issue(part, *call)
         except BaseException as error:
             try:
                 workspace.give_up()
@@ -275,7 +268,7 @@ class StreamLowering:
         if self.by_kernels:
             self._exchange(step, lane)
         else:
-            flag = wire.FLAGS.index(step.flag)
+            flag = wire.DEVICE_FLAGS.index(step.flag)
             self._add(wire.StreamKind.SIGNAL, lane, peer=step.to, flag=flag)
 
     def _wait(self, lane: str, step: Wait) -> None:
@@ -284,7 +277,7 @@ class StreamLowering:
         elif self.by_kernels:
             self._exchange(step, lane)
         else:
-            flag = wire.FLAGS.index(step.flag)
+            flag = wire.DEVICE_FLAGS.index(step.flag)
             self._add(wire.StreamKind.WAIT, lane, peer=step.source, flag=flag, lag=step.lag)
 
     def _add(self, kind: wire.StreamKind, lane: str, **fields: int) -> None:

@@ -27,8 +27,7 @@ from symm_cp.devices import (
     DeviceWorkspace,
     Signals,
     device_for,
-    is_whole,
-    symmetric_addresses,
+    found_in_place,
     workspace,
 )
 from symm_cp.memory import Group
@@ -72,18 +71,18 @@ class _Call:
     def in_place(
         self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
     ) -> tuple[int, ...] | None:
-        """Where the peers' shards are, if they can be read there; ranks agree on that first.
+        """Where the peers' shards are, if they are read there (`read_in_place`).
 
         Where a rank's shard is empty, and so has no address, none is read in place.
         """
         agree(self.group, self.name)
-        addresses = None
-        readable = len(shard) == 1 and not self.mode.capturing and not some_empty
-        if readable and is_whole(self.device, shard[0], self.group):
-            addresses = symmetric_addresses(shard[0], self.group)
-        way = b" through a slot" if addresses is None else b" of symmetric memory"
+        found, way = None, b" through a slot"
+        if len(shard) == 1 and not self.mode.capturing and not some_empty:
+            found = found_in_place(shard[0], self.group)
+        if found is not None:
+            way = b" of symmetric tensor number %d" % found.number
         agree(self.group, self.name + way)
-        return addresses
+        return None if found is None else found.addresses
 
     @contextmanager
     def workspace(self, slot_bytes: int) -> Iterator[tuple[DeviceWorkspace, int]]:
@@ -146,15 +145,21 @@ class StreamRuntime:
         # Where the first part is kept, the others come to lie in staging memory, one's own too.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
         staging = _staging(shards, (2 if bounded else ranks) if needs_staging else 0)
+        kept = split.parts(gathered) if gathered is not None and split is not None else ()
+        # Equal shards that take turns lie in the same two places.
+        staged: dict[int, list[torch.Tensor]] = {}
 
         def run_consume(source: int) -> None:
-            parts = list(shards.own)
-            if source != rank:
-                place = turns[source] % 2 if bounded else source
-                if needs_staging:
-                    parts = shards.views(source, viewing(staging), place * shards.nbytes)
-                if gathered is not None and split is not None:
-                    parts[0] = split.of(source, gathered)
+            if source == rank:
+                consume(list(shards.own), rank)
+                return
+            place = turns[source] % 2 if bounded else source
+            parts = staged.get(place) or [shards.own[0]]
+            if needs_staging and place not in staged:
+                parts = shards.views(source, viewing(staging), place * shards.nbytes)
+                staged[place] = parts
+            if kept:
+                parts[0] = kept[source]
             consume(parts, source)
 
         operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
@@ -313,10 +318,11 @@ class _Transfer(Work):
 
     def __init__(self, device: Device) -> None:
         super().__init__()
-        self._ended = device.copies_ended("async")
+        self._device, self._ended = device, device.copies_ended("async")
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        self._ended.wait()
+        with self._device.guard():  # whoever waits may be on another device, or a new thread
+            self._ended.wait()
         return True
 
 

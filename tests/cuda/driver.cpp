@@ -438,6 +438,15 @@ Result cuStreamIsCapturing(Stream handle, int* status) {
   });
 }
 
+Result cuStreamGetCaptureInfo_v2(Stream handle, int* status, uint64_t* id, void**, const void**,
+                                 size_t*) {
+  return call_on(handle, [&](SimStream& stream) {
+    *status = stream.capture != nullptr ? 1 : 0;
+    *id = stream.capture != nullptr ? stream.capture->number : 0;
+    return 0;
+  });
+}
+
 Result cuCtxSynchronize() {
   const Result result = unsafe_call([] { return 0; });
   if (result == 0) simulated::drain_all();

@@ -34,7 +34,7 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import devices, memory
-from symm_cp.devices.symmetric import SymmetricWorkspace
+from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.runtime.stream_program import Launch
 from tests.cuda import pools
 from tests.cuda.flag_kernels import FlagKernels
@@ -132,7 +132,9 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
         )
-        self._guards: dict[str, tuple[int, _Event]] = {}  # the last signal op of each group
+        # The last signal op of each group, for each capture.
+        self._guards: dict[tuple[str, int], tuple[int, _Event]] = {}
+        self._captures = 0
 
     # --- streams
 
@@ -228,12 +230,14 @@ class SimulatedDevice(FlagKernels, devices.Device):
         if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
             yield
             return
-        name = self._groups[workspace]
-        last_stream, event = self._guards.get(name, (stream, None))
+        # Operations outside of captures are ordered among themselves, and so are those of one.
+        capture = id(self.graph) if self.graph is not None else self._captures * self.in_capture
+        place = self._groups[workspace], capture
+        last_stream, event = self._guards.get(place, (stream, None))
         if event is not None and last_stream != stream:
             event.hold_up(stream)
         yield
-        self._guards[name] = stream, _Event(self, stream)
+        self._guards[place] = stream, _Event(self, stream)
 
     def _by_torch(self, workspace: devices.DeviceWorkspace) -> bool:
         return workspace.signals is devices.Signals.TORCH
@@ -315,7 +319,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return made
 
     def is_symmetric(self, tensor: torch.Tensor, group: memory.Group) -> bool:
-        return memory.is_symmetric(tensor, group)
+        return is_symmetric(tensor)
 
     # --- what tests ask
 
@@ -348,6 +352,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
 
     def _captured(self, issue: Callable[[], None]) -> ctypes.c_void_p:
         graph, stream = ctypes.c_void_p(), self.current_stream()
+        self._captures += 1
         assert self.library.simulated_capture_begin(stream) == 0
         try:
             issue()

@@ -64,11 +64,17 @@ def test_ranks_that_differ_are_told_what_each_calls(ranks: Ranks, world_size: in
 
 def places_differ(group: dist.ProcessGroup) -> None:
     symmetric = symm_mem.empty(4, 3, device="cpu").fill_(1.0)
-    symm_mem.rendezvous(symmetric, group)
-    x = symmetric if group.rank() else torch.ones(4, 3)
+    other = symm_mem.empty(4, 3, device="cpu").fill_(2.0)
+    w = torch.ones(3, 2)
     with simulation(delays_us=0), debugging():
-        with pytest.raises(RuntimeError, match=r"a slot, rank 1 calls .* of symmetric memory"):
-            symm_cp.all_gather_matmul(x, torch.ones(3, 2), group=group)
+        symm_cp.read_in_place(symmetric, group)
+        symm_cp.read_in_place(other, group)
+        x = symmetric if group.rank() else torch.ones(4, 3)
+        with pytest.raises(RuntimeError, match=r"a slot, rank 1 calls .* of symmetric tensor"):
+            symm_cp.all_gather_matmul(x, w, group=group)
+        x = symmetric if group.rank() else other
+        with pytest.raises(RuntimeError, match=r"tensor number \d+, rank 1 calls .* tensor number"):
+            symm_cp.all_gather_matmul(x, w, group=group)
         good(group)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from symm_cp.devices.kept import HostReads
 from symm_cp.ops.attention.arrival import _tables
 from symm_cp.ops.attention.spec import _host_edges
 from symm_cp.ops.attention.tiles import _band
@@ -53,6 +54,13 @@ def test_each_stream_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
             kept[stream] = _band(*BAND)
             assert _band(*BAND)[0] is kept[stream][0]
         assert kept[1][0] is not kept[2][0]
+
+
+def test_what_a_host_read_depends_on_its_context() -> None:
+    reads: HostReads[int] = HostReads()
+    tensor, count = OnGpu([0, 8]), iter(range(10))
+    seen = [reads.get(tensor, lambda: next(count), context=context) for context in "aabba"]
+    assert seen == [0, 0, 1, 1, 2]
 
 
 def test_tables_of_the_polling_kernel_are_kept_likewise() -> None:

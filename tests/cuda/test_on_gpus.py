@@ -60,7 +60,7 @@ def calls(group: dist.ProcessGroup) -> dict[str, Call]:
     x, wide = torch.randn(64, 32).to(half), torch.randn(64 * W, 32).to(half)
     w = torch.randn(32, 48).to(half)
     symmetric = symm_mem.empty(64, 32, dtype=half, device=x.device).copy_(x)
-    symm_mem.rendezvous(symmetric, group)
+    symm_cp.read_in_place(symmetric, group)
     x8, wide8 = x.to(FLOAT8), wide.to(FLOAT8)
     w8 = torch.randn(48, 32).to(FLOAT8).t()
     scale, rows, columns = torch.ones(()), torch.rand(64, 1) + 0.5, torch.rand(1, 48) + 0.5

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import unittest.mock
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,14 +18,21 @@ from symm_cp import devices, memory, wire
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulated_device, simulation
+from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
-SIGNALS = ("stream", "kernel", "torch")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{"graph": graph, "signals": signals} for signals in SIGNALS for graph in (False, True)],
-    ids=[f"{signals}{graph}" for signals in SIGNALS for graph in ("", "-graph")],
+    [
+        pytest.param(
+            {"graph": graph, "signals": signals},
+            id=f"{signals}-graph" if graph else signals,
+            marks=[exhaustive] if graph and signals == "kernel" else [],
+        )
+        for signals in ("stream", "kernel", "torch")
+        for graph in (False, True)
+    ],
 )
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]
@@ -31,7 +41,7 @@ wait = torch.ops._c10d_functional.wait_tensor
 
 def symmetric(like: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     tensor = symm_mem.empty(*like.shape, dtype=like.dtype, device="cpu")
-    symm_mem.rendezvous(tensor, group)
+    symm_cp.read_in_place(tensor, group)
     return tensor.copy_(like)
 
 
@@ -284,3 +294,53 @@ def test_override_puts_kernels_over_torchs_and_takes_them_back(
         assert symm_cp.override_cuda_ops() is override
     assert "symm_cp" not in kernel()
     override.undo()  # a second time: nothing
+
+
+def waits_there(group: dist.ProcessGroup) -> None:
+    """The stream that waits is the current one of the op's device, not of the waiting thread's."""
+    x, inside = torch.randn(4, 4), []
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        inside.append(True)
+        yield
+        inside.pop()
+
+    with simulation() as made:
+        gathered = all_gather(x, group.group_name)
+        waiting = type(made.copies_ended("async"))
+        waits = waiting.wait
+        with (
+            unittest.mock.patch.object(made, "guard", guard),
+            unittest.mock.patch.object(
+                waiting,
+                "wait",
+                autospec=True,
+                side_effect=lambda e: seen.append(bool(inside)) or waits(e),
+            ),
+        ):
+            seen: list[bool] = []
+            wait(gathered)
+        assert seen == [True]
+
+
+def test_transfers_are_waited_for_on_their_device(ranks: Ranks) -> None:
+    ranks.run(2, waits_there)
+
+
+def any_dtype(group: dist.ProcessGroup) -> None:
+    rank = group.rank()
+    for dtype in (torch.complex64, torch.complex128, torch.int32, torch.uint8, torch.float16):
+        numbers = 8 * stacked(group, 2 * group.size(), 3)
+        rows = numbers.mul(1 - 2j).to(dtype) if dtype.is_complex else numbers.to(dtype)
+        op = "avg" if dtype.is_complex or dtype.is_floating_point else "sum"
+        with simulation():
+            found = wait(reduce_scatter(rows[rank], op, group.group_name))
+            gathered = wait(all_gather(rows[rank], group.group_name))
+        expected = rows.sum(0, dtype=dtype) if op == "sum" else rows.mean(0)
+        torch.testing.assert_close(found, expected.chunk(group.size())[rank])
+        assert torch.equal(gathered, rows.flatten(0, 1))
+
+
+def test_background_collectives_of_any_dtype(ranks: Ranks) -> None:
+    ranks.run(3, any_dtype)

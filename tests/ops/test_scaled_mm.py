@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import unittest.mock
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
 
+import symm_cp
 from symm_cp.ops import scaled_mm
+from tests.pool import Ranks
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -36,3 +44,69 @@ def test_rows_have_scales(
     # One rounding of the result, and a few of float32 sums on the way.
     ulp = torch.finfo(dtype).eps
     torch.testing.assert_close(out.double(), expected, rtol=ulp, atol=1e-4 + ulp / 64)
+
+
+@contextlib.contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Torch's kernel, with what cuBLAS demands of its operands."""
+    own = torch.ops.aten._scaled_mm.out
+
+    def strict(a: Any, b: Any, scale_a: Any, scale_b: Any, *options: Any, out: Any) -> Any:
+        by_rows = scale_a.numel() != 1 or scale_b.numel() != 1
+        for tensor in (a, b, out, *((scale_a, scale_b) if by_rows else ())):
+            assert tensor.data_ptr() % 16 == 0
+        assert a.is_contiguous()
+        assert b.stride(0) == 1
+        assert scale_a.is_contiguous()
+        assert scale_b.is_contiguous()
+        return own(a, b, scale_a, scale_b, *options, out=out)
+
+    with unittest.mock.patch.object(torch.ops.aten._scaled_mm, "out", strict):
+        yield
+
+
+def test_operands_may_begin_anywhere() -> None:
+    memory = torch.randn(64 * 64).to(FLOAT8)
+    a, b = memory[3:][: 6 * 32].view(6, 32), memory[5:][: 16 * 32].view(16, 32).t()
+    rows, columns = torch.rand(9, 1)[3:], torch.rand(1, 17)[:, 1:]
+    out = torch.empty(6 * 16 + 1)[1:].view(6, 16)
+    with as_on_cuda():
+        scaled_mm.scaled_mm_out(a, b, rows, columns, out)
+    expected = (a.double() * rows) @ (b.double() * columns)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def slices_of_scales(group: dist.ProcessGroup) -> None:
+    """Of 6 rows a rank: the scales of the second rank's rows begin 24 bytes behind the first's."""
+    W, rank = group.size(), group.rank()
+    torch.manual_seed(0)
+    whole, weight = torch.randn(6 * W, 32).to(FLOAT8), torch.randn(16 * W, 32).to(FLOAT8).t()
+    rows, columns = torch.rand(6 * W, 1) + 0.5, torch.rand(1, 16 * W) + 0.5
+    product = (whole.double() * rows) @ (weight.double() * columns)
+    results, expected = [], []
+    with as_on_cuda():
+        for scale in (rows, rows[6 * rank :][:6]):
+            _, result = symm_cp.scaled_all_gather_matmul(
+                whole[6 * rank :][:6], weight, scale, columns, group=group, out_dtype=torch.float32
+            )
+            results.append(result)
+            expected.append(product)
+        for dim in range(2):
+            results.append(
+                symm_cp.scaled_matmul_reduce_scatter(
+                    whole,
+                    weight,
+                    rows,
+                    columns,
+                    scatter_dim=dim,
+                    group=group,
+                    out_dtype=torch.float32,
+                )
+            )
+            expected.append(W * product.chunk(W, dim)[rank])
+    for got, want in zip(results, expected, strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-4)
+
+
+def test_slices_of_scales_are_aligned(ranks: Ranks) -> None:
+    ranks.run(3, slices_of_scales)

@@ -168,7 +168,7 @@ def test_waits_visit_peers_in_order(place: Place) -> None:
         for flag, lag in {(wait.flag, wait.lag) for wait in waits}:
             order = tuple(w.source for w in waits if (w.flag, w.lag) == (flag, lag))
             assert order in (ahead, ahead[::-1], ahead[: len(order)], ahead[::-1][: len(order)])
-            if flag in ("ready", "reduced"):
+            if flag in ("ready", "ready in place", "reduced"):
                 assert order == ahead[: len(order)]
 
 
@@ -179,7 +179,7 @@ def test_what_peers_wait_for_is_handed_out_first(place: Place) -> None:
         published = [
             at for at, (_, s) in enumerate(order) if isinstance(s, Signal) and s.to != rank
         ]
-        ready = [at for at in published if order[at][1].flag == "ready"]  # type: ignore[union-attr]
+        ready = [at for at in published if order[at][1].flag.startswith("ready")]  # type: ignore[union-attr]
         late = [
             at
             for at, (_, step) in enumerate(order)
@@ -207,7 +207,7 @@ def test_pulls_are_handed_out_before_the_kernels_that_they_overlap() -> None:
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
-    copy_writes = {"ready", "taken", "done"}
+    copy_writes = {"ready", "ready in place", "taken", "done"}
     for schedule in schedules(place, 5):
         for lane, steps in schedule.lanes.items():
             for step in steps:

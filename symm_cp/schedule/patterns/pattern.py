@@ -44,6 +44,9 @@ Flags between ranks
 
     ``"ready"``    what the peer wants to read has been written. Signalled to each peer once per
                    call. Writer: copy; in direct form the only lane.
+    ``"ready in place"``  the same, where a staged variant reads in place. Ranks of which only some
+                   do that wait in vain instead of reading what is not meant for them. (In direct
+                   form they compare records.)
     ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
                    call by the patterns that scatter partial sums. Writer: compute.
     ``"reduced"``  two-shot all-reduce only: this rank's chunk has been reduced, and what that
@@ -84,7 +87,7 @@ Flags to oneself (staged form; a runtime may turn them into events)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import chain, combinations
 from typing import Literal, TypeAlias
@@ -311,7 +314,15 @@ def _issue_order(
     for piece in range(pieces):
         draft.piece = piece if variant.looped else None
         variant.build(draft, variant.options)
+    if variant.form == "staged" and "in_place" in variant.options:
+        return tuple((lane, _ready_in_place(step)) for lane, step in draft.order)
     return tuple(draft.order)
+
+
+def _ready_in_place(step: Step) -> Step:
+    if isinstance(step, Signal | Wait) and step.flag == "ready":
+        return replace(step, flag="ready in place")
+    return step
 
 
 @cache

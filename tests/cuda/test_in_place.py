@@ -1,0 +1,214 @@
+"""Tensors that peers read where they lie, over the simulated driver.
+
+And rendezvous in torch's symmetric memory, over a stand-in that numbers and compares as torch's
+CUDA backend does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
+
+import symm_cp
+from symm_cp import devices, memory
+from symm_cp.devices import rendezvous
+from symm_cp.devices import symmetric as symmetric_memory
+from tests.cuda import waits
+from tests.cuda.simulated import simulation
+from tests.pool import Ranks
+
+
+def symmetric(*shape: int) -> torch.Tensor:
+    return symm_mem.empty(*shape, dtype=torch.float32, device="cpu")
+
+
+def gathers(x: torch.Tensor, group: dist.ProcessGroup, turn: int) -> None:
+    """Each call's values are others, so that what a peer reads elsewhere shows."""
+    x.fill_(100 * turn + group.rank())
+    out = symm_cp.all_gather_matmul(x, torch.eye(x.shape[1]), group=group)
+    ranks = range(group.size())
+    expected = [100.0 * turn + rank for rank in ranks for _ in range(x.shape[0])]
+    assert out[:, 0].tolist() == expected
+
+
+def is_in_place(x: torch.Tensor, group: dist.ProcessGroup) -> bool:
+    return devices.found_in_place(x, memory.resolve(group)) is not None
+
+
+def parts_of_blocks(group: dist.ProcessGroup) -> None:
+    """A memory pool of torch's hands out parts of a block, at another offset on each rank.
+
+    Such a part is a whole storage, and lies in symmetric memory.
+    """
+    pool, place = symmetric(4096), 256 * (1 + group.rank())
+    with simulation():
+        x = memory.tensor_at(pool.data_ptr() + 4 * place, (8, 4), torch.float32)
+        assert x.untyped_storage().nbytes() == x.nbytes
+        symm_cp.read_in_place(x, group)
+        assert is_in_place(x, group)
+        for turn in range(3):
+            gathers(x, group, turn)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_may_have_them_at_other_offsets(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, parts_of_blocks)
+
+
+def alternates(group: dist.ProcessGroup) -> None:
+    """What is new to one rank is known to another; a later call pays for nothing."""
+    with simulation():
+        x, y, plain = symmetric(4, 4), symmetric(4, 4), torch.empty(4, 4)
+        gathers(x, group, 0)  # symmetric on all ranks, but nobody said so: through the slot
+        assert not is_in_place(x, group)
+        symm_cp.read_in_place(x, group)
+        symm_cp.read_in_place(y, group)
+        symm_cp.read_in_place(y, group)  # again: the last one counts
+        store = type(memory.resolve(group).store())
+        with (
+            mock.patch.object(_SymmetricMemory, "rendezvous", side_effect=AssertionError),
+            mock.patch.object(store, "set", side_effect=AssertionError),
+        ):
+            for turn in range(6):
+                gathers((x, y, plain)[turn % 3], group, turn)
+            assert is_in_place(x.view(2, 8).view(torch.int32), group)
+            assert not is_in_place(x.t(), group)
+            assert not is_in_place(x[:2], group)
+
+
+def test_a_call_looks_them_up_and_exchanges_nothing(ranks: Ranks) -> None:
+    ranks.run(3, alternates)
+
+
+def forgets(group: dist.ProcessGroup) -> None:
+    """Allocators use addresses again, of memory and of storages; a new tensor is another one."""
+    seen, again = set(), 0
+    with simulation():
+        for _ in range(20):
+            x = symmetric(64, 64)
+            again += x.data_ptr() in seen
+            assert not is_in_place(x, group)
+            symm_cp.read_in_place(x, group)
+            assert is_in_place(x, group)
+            seen.add(x.data_ptr())
+            del x
+    assert again, "no address was used twice"
+    state = memory.resolve(group)
+    with simulation():
+        symm_cp.read_in_place(symmetric(2), group)
+        symm_cp.read_in_place(symmetric(2), group)
+    known = [s for k, s in state._states.items() if k.name == "tensors read in place"]
+    assert len(known[0].known) <= 2  # the others are gone with their memory
+
+
+def test_memory_that_is_used_again_is_not_taken_for_the_old_tensor(ranks: Ranks) -> None:
+    ranks.run(2, forgets)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    odd, good = group.rank() == 1, symmetric(4, 4)
+    cases = [
+        (torch.empty(4, 4), "the tensor of rank 1 was not allocated as symmetric memory"),
+        (symmetric(4, 4).t(), "the tensor of rank 1 is not contiguous"),
+        (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, that of rank 0 64"),
+    ]
+    with simulation():
+        for other, reason in cases:
+            with pytest.raises(ValueError, match=reason):
+                symm_cp.read_in_place(other if odd else good, group)
+            gathers(other if odd and other.shape == good.shape else good, group, 1)
+        with pytest.raises(ValueError, match="the tensor of rank 0 is empty"):
+            symm_cp.read_in_place(symmetric(0, 4), group)
+        symm_cp.read_in_place(good, group)
+        gathers(good, group, 2)
+
+
+def test_what_one_rank_passes_wrong_is_refused_on_all(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def mismatched(group: dist.ProcessGroup) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.environ["SYMM_CP_TIMEOUT_MS"] = str(waits.SHORT_MS)
+    with simulation(delays_us=0):
+        x = symmetric(4, 4)
+        symm_cp.read_in_place(x, group)
+        plain = torch.empty(4, 4)
+        for turn in range(4):  # both have been passed by all before, in calls of either parity
+            gathers(x if turn % 2 else plain, group, turn)
+        gathers(plain if group.rank() else x, group, 4)
+
+
+def test_ranks_of_which_only_some_read_in_place_end_with_words(ranks: Ranks) -> None:
+    with ranks.own(2, mismatched) as running:
+        for rank, outcome in enumerate(running.outcomes()):
+            assert outcome.signal == signal.SIGABRT, outcome
+            flags = ("(ready in place|done)", "ready")[rank]  # in place, "done" is awaited as well
+            awaited = rf"rank {rank} waiting for flag '{flags}' of rank {1 - rank}"
+            assert re.search(awaited, outcome.output), outcome.output
+
+
+class TorchOnCuda:
+    """What torch's rendezvous on CUDA does beside mapping memory, of several versions at once.
+
+    Until 2.14 one counter of the process is part of the keys. Later versions compare how many
+    allocations each rank has made, in groups that `set_group_info` told them of.
+    """
+
+    def __init__(self, told: dist.ProcessGroup, allocations: int) -> None:
+        self._told, self._allocations, self._exchanges = told.group_name, allocations, 0
+        self.empty_strided_p2p = _SymmetricMemory.empty_strided_p2p
+
+    def get_backend(self, device: torch.device) -> str:
+        return "CUDA"
+
+    def _next(self) -> str:
+        self._exchanges += 1
+        return f"CUDASymmetricMemory/{self._exchanges}"
+
+    def _gather(self, group: dist.ProcessGroup, payload: bytes) -> list[bytes]:
+        store, begin = group.get_group_store(), self._next()
+        store.set(f"{begin}/{group.rank()}", payload)  # type: ignore[arg-type]
+        return store.multi_get([f"{begin}/{rank}" for rank in range(group.size())])
+
+    def rendezvous(self, tensor: torch.Tensor, name: str) -> _SymmetricMemory:
+        group = _resolve_process_group(name)  # type: ignore[arg-type]
+        count = self._allocations.to_bytes(8, "little") + b"\xff"  # not text
+        counts = self._gather(group, count)
+        if name == self._told:
+            assert set(counts) == {count}, "Symmetric window mismatch"
+        group.get_group_store().barrier(self._next(), group.size())
+        self._gather(group, b"multicast")
+        # The memory is the CPU's.
+        return _SymmetricMemory.rendezvous(tensor, name.split(", symmetric memory")[0])
+
+
+def histories(group: dist.ProcessGroup) -> None:
+    """A sub-group that leaves a rank out makes rendezvous first; then the whole group does."""
+    pair = dist.new_group([0, 1])
+    torchs = TorchOnCuda(group, allocations=group.rank())
+    devices.workspaces_of(memory.resolve(group)).current.clear()  # of earlier tests
+    with (
+        simulation(delays_us=0),
+        mock.patch.object(rendezvous, "_SymmetricMemory", torchs),
+        mock.patch.object(symmetric_memory, "_SymmetricMemory", torchs),
+    ):
+        for members in (pair, group) if group.rank() < 2 else (group,):
+            x = symmetric(4, 4)
+            symm_cp.read_in_place(x, members)
+            gathers(x, members, 1)
+            gathers(torch.empty(300, 300), members, 2)  # a larger workspace
+    assert torchs._exchanges >= 9, "the stand-in was not asked"
+
+
+def test_a_rendezvous_does_not_depend_on_what_ranks_did_in_other_groups(ranks: Ranks) -> None:
+    ranks.run(3, histories)

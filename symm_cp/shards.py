@@ -316,8 +316,9 @@ def viewing(memory: torch.Tensor) -> ViewAt:
     def view_at(offset: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         typed = numbers.get(dtype)
         if typed is None:
-            whole = memory.numel() // dtype.itemsize * dtype.itemsize
-            typed = numbers[dtype] = memory[:whole].view(dtype)
+            rest = memory.numel() % dtype.itemsize
+            typed = (memory[:-rest] if rest else memory).view(dtype)
+            numbers[dtype] = typed
         begin = typed.storage_offset() + offset // dtype.itemsize
         return typed.as_strided(shape, contiguous_strides(shape), begin)
 

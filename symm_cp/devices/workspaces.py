@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace, Signals
+from symm_cp.devices.base import Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.devices.registry import device_for, spans_hosts
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, GroupLike, StateKey, resolve
@@ -44,20 +44,28 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
     `RuntimeError` when that would be in the middle of a capture, or when the group's self-test
     found that calls cannot be captured.
     """
-    capturing = device.capturing()
-    if capturing and not device.verdict(group).graphs:
+    capturing, verdict = device.capturing(), device.verdict(group)
+    if capturing and not verdict.graphs:
         raise RuntimeError(
             f"symm_cp: calls of group {group.name!r} on {device} cannot be captured into a graph: "
-            f"{device.verdict(group).reason}"
+            f"{verdict.reason}"
         )
-    return _workspace(group, device, channel, slot_bytes, graph=capturing, capturing=capturing)
+    return _workspace(
+        group, device, channel, slot_bytes, verdict, graph=capturing, capturing=capturing
+    )
 
 
 def _workspace(
-    group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool, capturing: bool
+    group: Group,
+    device: Device,
+    channel: str,
+    slot_bytes: int,
+    verdict: Verdict,
+    *,
+    graph: bool,
+    capturing: bool,
 ) -> DeviceWorkspace:
     workspaces = workspaces_of(group)
-    verdict = device.verdict(group)
     key = (device.torch_device, channel, graph, verdict.signals)
     present = workspaces.current.get(key)
     if present is not None and present.serves(slot_bytes):
@@ -87,9 +95,12 @@ def give_up(group: Group) -> None:
 def reserve_on(group: Group, device: Device, slot_bytes: int) -> None:
     """Sizes all workspaces on a device for calls of up to `slot_bytes`. Collective."""
     with group.lock, device.guard():
+        verdict = device.verdict(group)
         for channel in wire.CHANNELS:
             for graph in (False, True) if device.captures else (False,):
-                _workspace(group, device, channel, slot_bytes, graph=graph, capturing=False)
+                _workspace(
+                    group, device, channel, slot_bytes, verdict, graph=graph, capturing=False
+                )
 
 
 def reserve(group: GroupLike, nbytes: int, *, device: torch.device | str = "cpu") -> None:

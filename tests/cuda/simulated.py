@@ -126,7 +126,9 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
         )
-        self._guards: dict[str, tuple[int, _Event]] = {}  # the last signal op of each group
+        # The last signal op of each group, for each capture.
+        self._guards: dict[tuple[str, int], tuple[int, _Event]] = {}
+        self._captures = 0
 
     # --- streams
 
@@ -222,12 +224,14 @@ class SimulatedDevice(FlagKernels, devices.Device):
         if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
             yield
             return
-        name = self._groups[workspace]
-        last_stream, event = self._guards.get(name, (stream, None))
+        # Operations outside of captures are ordered among themselves, and so are those of one.
+        capture = id(self.graph) if self.graph is not None else self._captures * self.in_capture
+        place = self._groups[workspace], capture
+        last_stream, event = self._guards.get(place, (stream, None))
         if event is not None and last_stream != stream:
             event.hold_up(stream)
         yield
-        self._guards[name] = stream, _Event(self, stream)
+        self._guards[place] = stream, _Event(self, stream)
 
     def _by_torch(self, workspace: devices.DeviceWorkspace) -> bool:
         return workspace.signals is devices.Signals.TORCH
@@ -342,6 +346,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
 
     def _captured(self, issue: Callable[[], None]) -> ctypes.c_void_p:
         graph, stream = ctypes.c_void_p(), self.current_stream()
+        self._captures += 1
         assert self.library.simulated_capture_begin(stream) == 0
         try:
             issue()

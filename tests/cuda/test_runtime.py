@@ -18,14 +18,21 @@ from symm_cp import devices, memory, wire
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulated_device, simulation
+from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
-SIGNALS = ("stream", "kernel", "torch")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{"graph": graph, "signals": signals} for signals in SIGNALS for graph in (False, True)],
-    ids=[f"{signals}{graph}" for signals in SIGNALS for graph in ("", "-graph")],
+    [
+        pytest.param(
+            {"graph": graph, "signals": signals},
+            id=f"{signals}-graph" if graph else signals,
+            marks=[exhaustive] if graph and signals == "kernel" else [],
+        )
+        for signals in ("stream", "kernel", "torch")
+        for graph in (False, True)
+    ],
 )
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]

@@ -105,7 +105,9 @@ def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("signals", ["stream", "torch"])
 def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks, signals: str) -> None:
-    ranks.run(3, begun_before_the_peers, {"signals": signals})
+    ranks.run(
+        3, begun_before_the_peers, {"signals": signals, "one_queue": False, "lazy_loading": False}
+    )
 
 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:

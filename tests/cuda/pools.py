@@ -13,9 +13,7 @@ _STEP = 512  # what caching allocators align blocks to
 _empty = symm_mem.empty
 
 
-def at(
-    offset: int, *shape: int, dtype: torch.dtype = torch.float32, room: int = 0
-) -> torch.Tensor:
+def at(offset: int, *shape: int, dtype: torch.dtype = torch.float32, room: int = 0) -> torch.Tensor:
     """Returns a tensor of its own storage, `offset` bytes into symmetric memory.
 
     That has `room` for other tensors, if that is more.

@@ -112,7 +112,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     """README.md links to the table in env.py."""
     assert "(symm_cp/env.py)" in README
     documented = rows(env.__doc__ or "", r"\| `")
-    read = set(re.findall(r"environ[^\n]*?\"(SYMM_CP_\w+|CXX)\"", Path(env.__file__).read_text()))
+    code = Path(env.__file__).read_text()
+    read = set(re.findall(r"(?:environ[^\n]*?|_get\()\"(SYMM_CP_\w+|CXX)\"", code))
     assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
     mentioned = {name for page in PAGES for name in re.findall(r"SYMM_CP_\w+", page.read_text())}
     assert mentioned <= {*read, "SYMM_CP_TEST_SEED"}

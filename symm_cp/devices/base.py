@@ -264,7 +264,8 @@ class DeviceWorkspace(Calls, ABC):
         self.last_stream: int | None = None
         self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
-        self._run = native.load().symm_cp_streams_run
+        # A function without declared types, whose checks take as long as the call.
+        self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         with ordinary_tensors():
             self.memory, addresses = self.allocate(group, nbytes)
@@ -366,9 +367,8 @@ class DeviceWorkspace(Calls, ABC):
         call_name: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
-        if self._run(
-            self.handle, commands, len(commands), operands, lanes, epoch, capturing, call_name
-        ):
+        here, count = ctypes.c_void_p(self.handle), len(commands)
+        if self._run(here, commands, count, operands, lanes, epoch, capturing, call_name):
             raise RuntimeError(f"symm_cp: {native.error()}")
 
     def set_single_copies(self, *, single: bool) -> None:
@@ -399,11 +399,6 @@ class DeviceWorkspace(Calls, ABC):
         flag = wire.DEVICE_FLAGS.index(name)
         first, end = (wire.flag_offset(f, 0, self.world_size) for f in (flag, flag + 1))
         return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]
-
-    def slot(self, epoch: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns bytes of this rank's slot in call `epoch`."""
-        begin = self.layout.slot_offset(epoch) + offset
-        return self.memory[begin : begin + nbytes]
 
 
 def events_needed(world_size: int) -> int:

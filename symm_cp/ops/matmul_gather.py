@@ -23,6 +23,7 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     in_test_mode,
+    moved,
     unfused_all_gather,
     what_is,
     world_size_of,
@@ -96,7 +97,7 @@ def _all_gather_rows(
     return_gathered: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Gathers another dimension than the last: the shards' products are the result's rows."""
-    shard, front = x_shard.movedim(split.dim, 0), split.along(0)
+    shard, front = moved(x_shard, split.dim, 0), split.along(0)
     columns = tuple([weight.shape[1] for weight in weights])
     question = _question(shard.shape, columns, x_shard.dtype, front)
     whole = choose(group, x_shard.device, question) == "whole"
@@ -125,8 +126,8 @@ def _all_gather_rows(
         gathered=gathered,
         split=front,
     )
-    kept = gathered.movedim(0, split.dim) if return_gathered and gathered is not None else None
-    return kept, [out.movedim(0, split.dim) for out in outs]
+    kept = moved(gathered, 0, split.dim) if return_gathered and gathered is not None else None
+    return kept, [moved(out, 0, split.dim) for out in outs]
 
 
 def _all_gather_columns(

@@ -54,7 +54,7 @@ from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows, real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, viewing
+from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
 
 # From this many ranks on, shards that nobody keeps are pulled into two places in turn.
 _BOUNDED_FROM = 4
@@ -107,6 +107,11 @@ def _staging(shards: Shards, places: int) -> torch.Tensor:
     return scratch(shards.own[0], max(1, places * shards.nbytes))
 
 
+def _viewing_slot(space: DeviceWorkspace, epoch: int) -> ViewAt:
+    base, view_at = space.layout.slot_offset(epoch), viewing(space.memory)
+    return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)
+
+
 def _contiguous(shard: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     # Copy engines move runs of bytes.
     return [t.contiguous() for t in shard]
@@ -141,7 +146,7 @@ class StreamRuntime:
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
         in_place = addresses is not None
         launch = gather_launch(rank, shards.sizes, call.mode, in_place, bounded, target)
-        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        order = peers(rank, ranks)
         # Where the first part is kept, the others come to lie in staging memory, one's own too.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
         staging = _staging(shards, (2 if bounded else ranks) if needs_staging else 0)
@@ -153,7 +158,7 @@ class StreamRuntime:
             if source == rank:
                 consume(list(shards.own), rank)
                 return
-            place = turns[source] % 2 if bounded else source
+            place = order.index(source) % 2 if bounded else source
             parts = staged.get(place) or [shards.own[0]]
             if needs_staging and place not in staged:
                 parts = shards.views(source, viewing(staging), place * shards.nbytes)
@@ -239,13 +244,13 @@ class StreamRuntime:
         launch = produce_launch(rank, sizes, call.mode)
         sums, offsets = scratch_rows(out, ranks), part_offsets(sizes)
         with call.workspace(offsets[-1]) as (space, epoch):
+            in_slot = _viewing_slot(space, epoch)
 
             def run_produce(target: int) -> None:
                 if target == rank:
                     produce(target, sums[rank])
                 else:
-                    slot = space.slot(epoch, offsets[target], sizes[target])
-                    produce(target, slot.view(out.dtype).view(partials[target]))
+                    produce(target, in_slot(offsets[target], partials[target], out.dtype))
 
             kernels: dict[str, Kernel] = {
                 "produce": run_produce,
@@ -261,7 +266,7 @@ class StreamRuntime:
         out: torch.Tensor,
         call_name: bytes,
         *,
-        shapes: Sequence[Shapes],
+        shapes: Sequence[Shapes] | None,
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:
@@ -279,17 +284,17 @@ class StreamRuntime:
         launch = exchange_launch(rank, exchange, call.mode)
         staging = _staging(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
-        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        order = peers(rank, ranks)
         with call.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
+            in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
 
             def run_consume(source: int) -> None:
                 if source == rank:
                     consume(list(shard), rank, out if ring else sums[rank])
                     return
-                place = turns[source] % 2 if ring else source
-                slot = space.slot(epoch, exchange.offsets[place], sizes[source])
-                partial = slot.view(out.dtype).view(tuple(partials[source]))
-                parts = shards.views(source, viewing(staging), place * shards.nbytes)
+                place = order.index(source) % 2 if ring else source
+                partial = in_slot(exchange.offsets[place], partials[source], out.dtype)
+                parts = shards.views(source, view_at, place * shards.nbytes)
                 consume(parts, source, partial)
 
             kernels: dict[str, Kernel] = {

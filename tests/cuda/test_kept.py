@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
+import symm_cp
+from symm_cp import devices, memory
 from symm_cp.devices.kept import HostReads
 from symm_cp.ops.attention.arrival import _tables
 from symm_cp.ops.attention.spec import _host_edges
 from symm_cp.ops.attention.tiles import _band
 from symm_cp.schedule.layout import head_tail
+from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
+from tests.pool import Ranks
 
 CPU = torch.device("cpu")
 BAND = (CPU, 40, 60, -3, 5, torch.float32)
@@ -70,6 +77,36 @@ def test_tables_of_the_polling_kernel_are_kept_likewise() -> None:
         assert _tables(CPU, layout, 0, 32)[0] is kept[0]
     with simulation(graph=True):
         assert _tables(CPU, layout, 0, 32)[0] is not kept[0]
+
+
+def windows(group: dist.ProcessGroup, seed: int) -> None:
+    W, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, 40 * W, 8, generator=generator) for _ in "qkv")
+    rows = torch.arange(40 * W).chunk(W)[rank]
+    offset = torch.arange(40 * W) - rows.unsqueeze(1)
+    mask = (offset >= -13) & (offset <= 5)
+    expected = F.scaled_dot_product_attention(q[:, :, rows], k, v, mask)
+    mine = [t[:, :, rows] for t in (q, k, v)]
+
+    def call() -> torch.Tensor:
+        out = symm_cp.all_gather_attention(*mine, group=group, window_left=13, window_right=5)
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    with simulation() as made:
+        devices.reserve_on(memory.resolve(group), made, 1 << 16)
+        graph, captured = graphed(made, call)
+        for _ in range(2):
+            # What the capture made holds nothing yet, and belongs to the graph.
+            torch.testing.assert_close(call(), expected, rtol=1e-5, atol=1e-5)
+            graph.replay()
+            torch.testing.assert_close(captured, expected, rtol=1e-5, atol=1e-5)
+            captured.fill_(torch.nan)
+
+
+def test_windows_in_captures_and_outside_of_them(ranks: Ranks) -> None:
+    ranks.run(2, windows, random.randrange(1 << 30))
 
 
 class OnGpu(torch.Tensor):

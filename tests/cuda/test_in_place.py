@@ -7,7 +7,6 @@ CUDA backend does.
 from __future__ import annotations
 
 import os
-import re
 import resource
 import signal
 from unittest import mock
@@ -148,9 +147,10 @@ def test_ranks_of_which_only_some_read_in_place_end_with_words(ranks: Ranks) -> 
     with ranks.own(2, mismatched) as running:
         for rank, outcome in enumerate(running.outcomes()):
             assert outcome.signal == signal.SIGABRT, outcome
-            flags = ("(ready in place|done)", "ready")[rank]  # in place, "done" is awaited as well
-            awaited = rf"rank {rank} waiting for flag '{flags}' of rank {1 - rank}"
-            assert re.search(awaited, outcome.output), outcome.output
+            flag, who = (("ready in place", "this"), ("ready", "that"))[rank]
+            awaited = f"rank {rank} waiting for flag '{flag}' of rank {1 - rank} (call 5, seen "
+            assert awaited in outcome.output
+            assert f"; of these two ranks only {who} one passed a tensor of symm" in outcome.output
 
 
 class TorchOnCuda:

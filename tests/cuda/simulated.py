@@ -73,6 +73,10 @@ class _Event:
         self._driver.cuEventDestroy_v2(self._event)
 
 
+# That the workspaces of each group were made for.
+_drivers: weakref.WeakKeyDictionary[memory.Group, str] = weakref.WeakKeyDictionary()
+
+
 @dataclass(frozen=True)
 class Mode:
     """What the machine is like, and how calls are made on it.
@@ -301,6 +305,10 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return self.in_capture or status.value != 0
 
     def verdict(self, group: memory.Group) -> devices.Verdict:
+        # Its ranks, and perhaps no others, are all in a simulation of this driver.
+        if _drivers.setdefault(group, self.driver) != self.driver:
+            devices.workspaces_of(group).clear()
+            _drivers[group] = self.driver
         return devices.Verdict(devices.Signals(self.mode.signals))
 
     def workspace(
@@ -382,22 +390,13 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self.machine.lazy_loading = mode.lazy_loading
         self.machine.kernels_loaded.clear()
         self.in_capture = mode.graph
-        driver = build(mode.driver_version)
-        if self.driver != driver:
-            _forget_workspaces()
-        self.driver = driver
+        self.driver = build(mode.driver_version)
 
 
 @cache
 def simulated_device() -> SimulatedDevice:
     """The one device of this process."""
     return SimulatedDevice()
-
-
-def _forget_workspaces() -> None:
-    """Drops those of all groups: they were made for another driver. All ranks change theirs."""
-    for _, group in list(memory._groups.values()):
-        devices.workspaces_of(group).clear()
 
 
 @contextlib.contextmanager

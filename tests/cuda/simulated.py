@@ -118,6 +118,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self._sides: dict[str, int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.mode = self.machine.mode or Mode()
+        self._captures = 0
         self.in_capture = self.mode.graph
         self.driver = build(self.mode.driver_version)
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
@@ -290,6 +291,19 @@ class SimulatedDevice(FlagKernels, devices.Device):
         )
         return self.in_capture or status.value != 0
 
+    @property
+    def in_capture(self) -> bool:
+        """Whether calls are captured, each for itself; together they count as one capture."""
+        return self._in_capture
+
+    @in_capture.setter
+    def in_capture(self, value: bool) -> None:
+        self._in_capture = value
+        self._captures += value
+
+    def capture_id(self) -> int:
+        return super().capture_id() or -self._captures
+
     def verdict(self, group: memory.Group) -> devices.Verdict:
         return devices.Verdict(devices.Signals(self.mode.signals))
 
@@ -365,22 +379,13 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self.machine.lazy_loading = mode.lazy_loading
         self.machine.kernels_loaded.clear()
         self.in_capture = mode.graph
-        driver = build(mode.driver_version)
-        if self.driver != driver:
-            _forget_workspaces()
-        self.driver = driver
+        self.driver = build(mode.driver_version)
 
 
 @cache
 def simulated_device() -> SimulatedDevice:
     """The one device of this process."""
     return SimulatedDevice()
-
-
-def _forget_workspaces() -> None:
-    """Drops those of all groups: they were made for another driver. All ranks change theirs."""
-    for _, group in list(memory._groups.values()):
-        devices.workspaces_of(group).clear()
 
 
 @contextlib.contextmanager

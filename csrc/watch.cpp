@@ -249,7 +249,7 @@ std::optional<std::string> StreamWaits::find_failure(Clock::time_point now) {
     if (lost(peers_[rank].marked))
       return describe(i) + who + " aborted the call; see its stderr" + silence(now);
     if (now - *pair.since > about_.timeout)
-      return describe(i) + ": timed out after " + text(about_.timeout.count()) + " ms" +
+      return describe(earliest(i)) + ": timed out after " + text(about_.timeout.count()) + " ms" +
              silence(now);
   }
   return std::nullopt;
@@ -275,6 +275,26 @@ std::string StreamWaits::silence(Clock::time_point now) const {
   return " (the driver did not answer for " + text(time.count()) + " ms)";
 }
 
+// Of the waits that have not ended: those behind it are for what the peer does later.
+size_t StreamWaits::earliest(size_t pair) const {
+  for (size_t i = 0; i < waits_.size(); ++i) {
+    const Wait& wait = waits_[(next_ + kWaits - waits_.size() + i) % kWaits];
+    if (!reached(pairs_[wait.pair].seen, wait.needed)) return wait.pair;
+  }
+  return pair;
+}
+
+// Ranks of which only some read an input in place raise different flags.
+std::string StreamWaits::disagreement(size_t pair, uint32_t needed) const {
+  const size_t ranks = about_.world_size, flag = pair / ranks, peer = pair % ranks;
+  const bool in_place = flag == kReadyInPlaceFlag;
+  if (!in_place && flag != kReadyFlag) return {};
+  const size_t other = in_place ? kReadyFlag : kReadyInPlaceFlag;
+  if (pairs_[other * ranks + peer].seen != needed) return {};
+  return std::string("; of these two ranks only ") + (in_place ? "this" : "that") +
+         " one passed a tensor of symm_cp.read_in_place";
+}
+
 std::string StreamWaits::describe(size_t pair) const {
   Wait first{pair, pairs_[pair].needed, 0};
   for (size_t i = 0; i < waits_.size(); ++i) {
@@ -287,7 +307,8 @@ std::string StreamWaits::describe(size_t pair) const {
   return (name.empty() ? std::string("an op") : name) + " in group '" + about_.group + "': rank " +
          text(about_.rank) + " waiting for flag '" + kFlagNames[pair / about_.world_size] +
          "' of rank " + text(static_cast<int64_t>(pair % about_.world_size)) + " (call " +
-         text(first.needed) + ", seen " + text(pairs_[pair].seen) + ")";
+         text(first.needed) + ", seen " + text(pairs_[pair].seen) + ")" +
+         disagreement(pair, first.needed);
 }
 
 }  // namespace symm_cp

@@ -115,6 +115,8 @@ class StreamWaits {
   std::optional<std::string> judge_given_up(Clock::time_point now);
   std::string silence(Clock::time_point now) const;
   std::string describe(size_t pair) const;
+  size_t earliest(size_t pair) const;
+  std::string disagreement(size_t pair, uint32_t needed) const;
   // These call the driver, without the mutex.
   bool copy_flags();
   bool end_waits(const std::vector<Write>& writes);

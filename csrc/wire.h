@@ -134,6 +134,7 @@ inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;
 inline constexpr int kGaveUpFlag = 6;
 inline constexpr int kSentFlag = 7;
+inline constexpr int kReadyInPlaceFlag = 8;
 inline constexpr int64_t kFlagBytes = 64;  // a cache line for each flag and writer
 
 // Where the flag that `writer` raises lies behind the first flag of its owner.

@@ -10,7 +10,7 @@ from symm_cp import __version__
 
 
 def _parser() -> argparse.ArgumentParser:
-    from symm_cp import bench, doctor, plan, run
+    from symm_cp import bench, doctor, first_run, plan, run
     from symm_cp.demo import arguments as demo_arguments
 
     parser = argparse.ArgumentParser(
@@ -30,6 +30,8 @@ def _parser() -> argparse.ArgumentParser:
         "doctor", help="show what works here, and how to make the rest work"
     )
     doctor.add_arguments(check)
+    first = commands.add_parser("selftest", help=first_run.HELP)
+    first_run.add_arguments(first)
     planner = commands.add_parser(
         "plan", help="predict the step time of a model on hosts with GPUs, for all parallel layouts"
     )
@@ -66,6 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from symm_cp import doctor
 
         return doctor.main(args)
+    if args.command == "selftest":
+        from symm_cp import first_run
+
+        return first_run.main(args)
     if args.command == "plan":
         from symm_cp import plan
 

@@ -3,7 +3,8 @@
 Two ranks are on one host when they run under the same boot of a kernel and in the same network
 namespace: symmetric memory is passed over sockets of that namespace. Host names are not compared,
 because containers and copied images repeat them. GPUs that cannot map each other's memory (no peer
-access) count as on different hosts.
+access) count as on different hosts, and so does every rank where the self-test finds no way in
+which the ranks of a group can signal each other.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import datetime
 import json
 import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,8 @@ class Hosts:
     local: Group
     #: That of `local`, kept alive with this object.
     process_group: dist.ProcessGroup
+    #: Why ranks that share memory are treated as if on different hosts, if they are.
+    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,11 @@ class Place:
     gpu: str = ""
     unreachable: tuple[str, ...] = ()
 
+
+#: Says why the ranks of a group, which map each other's memory on a device, cannot work on it
+#: together; an empty text if they can, None if nobody has to ask. Collective. By devices/registry.
+Check: TypeAlias = "Callable[[Group, torch.device], str | None]"
+checks: list[Check] = []
 
 #: How a group is spread over hosts, by type of device; None: all ranks are on one.
 SPREADS: StateKey[dict[str, Hosts | None]] = StateKey("hosts")
@@ -103,7 +112,8 @@ def hosts_of(group: Group, device: torch.device) -> Hosts | None:
     """Returns how a group is spread over hosts, or None when tensors on `device` are all on one.
 
     Collective at the first call for a group and a kind of device. Warns when GPUs of one host do
-    not reach each other's memory. Raises `NotImplementedError` when hosts hold different numbers of
+    not reach each other's memory, or cannot signal each other: they count as on different hosts
+    then. Raises `NotImplementedError` when hosts hold different numbers of
     the group's ranks.
     """
     if group.world_size == 1:
@@ -192,8 +202,6 @@ def _places(group: Group, device: torch.device) -> list[Place]:
 def _find(group: Group, device: torch.device) -> Hosts | None:
     places = _places(group, device)
     ranks = spread(places)
-    if len(ranks) == 1:
-        return None
     if len({len(on_host) for on_host in ranks}) > 1:
         raise NotImplementedError(
             f"symm_cp: the hosts of group {group.name!r} hold ranks {[list(r) for r in ranks]}; "
@@ -206,6 +214,30 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
             "with the process group's own operations",
             stacklevel=2,
         )
+    hosts = _part_of(group, device, ranks) if len(ranks) > 1 else None
+    reason = _why_not_together(group, group if hosts is None else hosts.local, device)
+    if not reason:
+        return hosts
+    alone = tuple((rank,) for rank in range(group.world_size))
+    return _part_of(group, device, alone, reason)
+
+
+def _why_not_together(group: Group, part: Group, device: torch.device) -> str:
+    """Why the ranks of some part of a group cannot work on a device together. Collective.
+
+    Who finds out (devices/selftest.py) warns.
+    """
+    reasons = [check(part, device) for check in checks]
+    if all(reason is None for reason in reasons):
+        return ""
+    told = share(group, f"together/{device.type}", "; ".join(filter(None, reasons)))
+    return next(filter(None, told), "")
+
+
+def _part_of(
+    group: Group, device: torch.device, ranks: tuple[tuple[int, ...], ...], reason: str = ""
+) -> Hosts:
+    """Makes the group of this rank's part. Collective."""
     host = next(index for index, on_host in enumerate(ranks) if group.rank in on_host)
     place = ranks[host].index(group.rank)
     # A fresh prefix: an earlier group of that name may have left keys in the store.
@@ -214,7 +246,7 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     name = f"{group.name}, {device.type}, host {host}"
     local = local_group(store, name, place, len(ranks[host]), timeout_of(process_group))
-    return Hosts(ranks, host, place, resolve(local), local)
+    return Hosts(ranks, host, place, resolve(local), local, reason)
 
 
 def local_group(

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -123,7 +123,41 @@ def run_program(name: str, world_size: int, arguments: Sequence[str]) -> int:
     return 2 if failed else max(codes)
 
 
-def _start(rank: int, world_size: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def run_limited(
+    arguments: Sequence[str],
+    world_size: int,
+    *,
+    seconds: float,
+    variables: Mapping[str, str],
+) -> list[int | None]:
+    """Runs ranks for a number of seconds at most, with these variables in their environment.
+
+    Returns their exit codes: None for those that were killed because the time was over. What they
+    print goes to stderr. Ends a little later at most, also when a rank cannot be killed.
+    """
+    deadline = time.monotonic() + seconds
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        started += [_start(rank, world_size, arguments, variables) for rank in range(world_size)]
+        while time.monotonic() < deadline and any(p.poll() is None for p in started):
+            if any(p.poll() for p in started):
+                # Peers of a failed rank fail by themselves, with an error that names it.
+                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+            time.sleep(_POLL_SECONDS)
+        late = [p.poll() is None for p in started]
+    finally:
+        for process in started:
+            process.kill()
+        _wait(started, _GRACE_SECONDS / 5)
+    return [None if was_late else p.poll() for p, was_late in zip(started, late, strict=True)]
+
+
+def _start(
+    rank: int,
+    world_size: int,
+    arguments: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     package = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = {
@@ -132,11 +166,14 @@ def _start(rank: int, world_size: int, arguments: Sequence[str]) -> subprocess.P
         "WORLD_SIZE": str(world_size),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
+        **(variables or {}),
     }
     if 0 < torch.cuda.device_count() < world_size:
         # Lets torch allocate symmetric memory for ranks that share a GPU.
         env.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    return subprocess.Popen([sys.executable, *arguments], env=env)
+    return subprocess.Popen(
+        [sys.executable, *arguments], env=env, stdout=None if variables is None else sys.stderr
+    )
 
 
 def _run(arguments: Sequence[str], world_size: int) -> list[int]:

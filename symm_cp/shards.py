@@ -62,16 +62,18 @@ class Split:
 
     def parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """Returns every rank's part of a whole tensor, as views: less work than one by one."""
-        return whole.split(self.sizes, self.dim)
+        return whole.split_with_sizes(self.sizes, self.dim)
 
     def row_parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:
         """Returns every rank's part of the first dimension of a contiguous tensor, as matrices."""
         rows = math.prod(whole.shape[1:-1])
         matrix = whole.view(self.length * rows, whole.shape[-1])
-        return matrix.split([size * rows for size in self.sizes])
+        return matrix.split_with_sizes([size * rows for size in self.sizes])
 
     def along(self, dim: int) -> Split:
         """The same division of another dimension."""
+        if dim == self.dim:
+            return self
         if self.is_equal:
             return Split.equal(self.sizes[0], len(self.sizes), dim)
         return Split(self.sizes, dim)
@@ -212,7 +214,7 @@ class ShardSizes:
         """The bytes that a shard takes."""
         return self.offsets[-1]
 
-    @property
+    @cached_property
     def equal(self) -> bool:
         """Whether all ranks' shards have the same size."""
         return all(sizes == self.parts[0] for sizes in self.parts)
@@ -316,8 +318,9 @@ def viewing(memory: torch.Tensor) -> ViewAt:
     def view_at(offset: int, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         typed = numbers.get(dtype)
         if typed is None:
-            whole = memory.numel() // dtype.itemsize * dtype.itemsize
-            typed = numbers[dtype] = memory[:whole].view(dtype)
+            rest = memory.numel() % dtype.itemsize
+            typed = (memory[:-rest] if rest else memory).view(dtype)
+            numbers[dtype] = typed
         begin = typed.storage_offset() + offset // dtype.itemsize
         return typed.as_strided(shape, contiguous_strides(shape), begin)
 

@@ -12,17 +12,12 @@ that makes tensors by a generator asks `name` for where they are.
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 import symm_cp
-
-#: A variable of the environment: options of `simulation` (tests/cuda/simulated.py), as JSON.
-SIMULATION = "SYMM_CP_TEST_SIMULATION"
 
 NAMES = ("cpu", "simulated", "cuda")
 devices = pytest.mark.devices
@@ -57,7 +52,7 @@ def _ops_on(device: str, rank: int) -> Iterator[None]:
     if device == "simulated":
         from tests.cuda.simulated import simulation
 
-        with simulation(**json.loads(os.environ.get(SIMULATION, "{}"))):
+        with simulation():
             yield
     elif device == "cuda":
         gpu = torch.device("cuda", rank % torch.cuda.device_count())

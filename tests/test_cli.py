@@ -12,6 +12,7 @@ import pytest
 
 from symm_cp import cli, native
 from symm_cp import doctor as doctor_module
+from symm_cp.doctor import accelerated
 
 
 def test_build_prints_the_libraries(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,8 +85,47 @@ def test_doctor_lists_unneeded_ops_on_one_line() -> None:
     assert "multimem_*" in others.detail
 
 
+@pytest.mark.exhaustive
 def test_doctor_says_what_to_install(tmp_path: Path) -> None:
     done = doctor(SYMM_CP_BUILD_DIR=str(tmp_path), CXX="no-such-compiler")
     assert done.returncode == 1
     assert "apt install g++" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_doctor_judges_the_settings_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def judged(**environment: str) -> dict[str, tuple[str, str]]:
+        for name in ("SYMM_CP_SIGNALS", "SYMM_CP_SELFTEST"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        found = accelerated.cuda_settings(environment)
+        assert all(bool(f.advice) == (f.state == "missing") for f in found)
+        return {f.name: (f.state, f.detail) for f in found}
+
+    by_default = judged()
+    assert by_default["CUDA_MODULE_LOADING"][0] == "missing"
+    assert by_default["CUDA_DEVICE_MAX_CONNECTIONS"] == ("info", "not set: 8 queues")
+    assert by_default["SYMM_CP_SIGNALS"][1].startswith("not set: the first way")
+    assert "SYMM_CP_SELFTEST" not in by_default
+    chosen = judged(
+        CUDA_MODULE_LOADING="EAGER", CUDA_DEVICE_MAX_CONNECTIONS="1", SYMM_CP_SIGNALS="kernel",
+        SYMM_CP_SELFTEST="0",
+    )  # fmt: skip
+    assert chosen["CUDA_MODULE_LOADING"] == ("ok", "EAGER")
+    assert "share a queue" in chosen["CUDA_DEVICE_MAX_CONNECTIONS"][1]
+    assert chosen["SYMM_CP_SIGNALS"] == ("info", "kernel")
+    assert chosen["SYMM_CP_SELFTEST"][0] == "missing"
+    state, detail = judged(SYMM_CP_SIGNALS="bells")["SYMM_CP_SIGNALS"]
+    assert (state, "must be 'stream', 'kernel' or 'torch'" in detail) == ("missing", True)
+
+
+def test_doctor_judges_driver_and_backend() -> None:
+    new = accelerated.cuda_driver(13010, "batched copies")
+    assert (new.state, new.detail) == ("ok", "CUDA 13.1; batched copies; streams can signal")
+    old = accelerated.cuda_driver(12040, "single copies")
+    assert old.state == "missing"
+    assert old.advice == "update the driver: streams signal from CUDA 12.5 on"
+    states = {name: accelerated.symmetric_memory(name).state for name in ("CUDA", "NCCL", None)}
+    assert states == {"CUDA": "ok", "NCCL": "info", None: "missing"}
+    assert "before the first op of symm_cp" in accelerated.symmetric_memory("CUDA").detail

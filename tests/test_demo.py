@@ -89,6 +89,7 @@ def test_losses_that_differ_are_noticed(fused: list[float]) -> None:
     assert result([5.5, 5.0]).hidden(GLOO) == pytest.approx(0.75)
 
 
+@pytest.mark.exhaustive
 def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
     """A kernel whose result is wrong by one percent suffices, even in a model this small."""
     (tmp_path / "sitecustomize.py").write_text(
@@ -169,6 +170,7 @@ def test_an_interval_holds_the_median_of_what_it_was_drawn_from() -> None:
         assert 368 <= inside <= 398  # at least 380 on average, 388 where steps are few
 
 
+@pytest.mark.exhaustive
 def test_steps_go_on_until_times_are_certain(tmp_path: Path) -> None:
     """Five steps never are, which leaves three without those to warm up: the bound ends it."""
     out = tmp_path / "out.json"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import symm_cp
+from tests.exhaustive import some
 
 #: They take from half a second to several.
 SLOW = ("torch.distributed.tensor", "torch._inductor", "torch._dynamo", "triton", "matplotlib")
@@ -52,7 +53,7 @@ _ODD = {
 }
 
 
-@pytest.mark.parametrize("odd", _ODD)
+@pytest.mark.parametrize("odd", some("no home", of=_ODD))
 def test_an_import_never_fails(odd: str, tmp_path: Path) -> None:
     """One line says what is wrong; what needs the native part raises an error with the same."""
     before, message = _ODD[odd]

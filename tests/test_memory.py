@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import symm_cp
 from symm_cp import memory, wire
 from symm_cp.runtime.probe import probing
+from tests.exhaustive import some
 from tests.faults import soak
 from tests.faults.ops import ALL, results
 from tests.pool import Ranks
@@ -74,6 +75,7 @@ def stays_flat(group: dist.ProcessGroup, calls: int) -> None:
     assert all(now <= then for now, then in zip(footprint(), before, strict=True))
 
 
+@pytest.mark.exhaustive
 def test_10000_calls(ranks: Ranks) -> None:
     ranks.run(2, stays_flat, 10_000)
 
@@ -149,7 +151,7 @@ def goes_with_the_group(group: dist.ProcessGroup) -> None:
     assert counts[1] == counts[2]
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("world_size", some(1, of=[1, 4]))
 def test_released_with_the_group(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, goes_with_the_group)
 

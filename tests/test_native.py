@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from symm_cp import native, wire
+from tests.exhaustive import some
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
@@ -123,6 +124,7 @@ def test_build_says_once_what_it_does(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.exhaustive
 def test_processes_that_build_at_once_build_once(compiler: Compiler) -> None:
     compiler.write(seconds=0.2)
     code = _BUILD_LATER.format(environment=compiler.environment())
@@ -136,6 +138,7 @@ def test_processes_that_build_at_once_build_once(compiler: Compiler) -> None:
     assert sum("building" in err for _, err in outputs) == 1
 
 
+@pytest.mark.exhaustive
 def test_a_killed_build_blocks_nobody(compiler: Compiler) -> None:
     compiler.write(seconds=30)
     code = _BUILD_LATER.format(environment=compiler.environment())
@@ -475,7 +478,7 @@ for use in (
 """
 
 
-@pytest.mark.parametrize("chosen", [None, "/nonexistent/c++"])
+@pytest.mark.parametrize("chosen", some(None, of=[None, "/nonexistent/c++"]))
 def test_without_a_compiler(chosen: str | None, tmp_path: Path) -> None:
     """The import succeeds and says what to install; so does what needs the native part."""
     environment = {

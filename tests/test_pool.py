@@ -82,6 +82,7 @@ def test_every_failing_rank_is_reported(few: Ranks) -> None:
     assert "SYMM_CP_TEST_SEED=" in str(caught.value)
 
 
+@pytest.mark.exhaustive
 def test_a_failure_does_not_wait_for_ranks_that_hang(few: Ranks) -> None:
     few.start()
     start = time.monotonic()
@@ -173,6 +174,7 @@ time.sleep(1000)
 """
 
 
+@pytest.mark.exhaustive
 def test_processes_die_with_their_parent() -> None:
     owner = subprocess.Popen(
         [sys.executable, "-c", _OWNER],

@@ -67,6 +67,7 @@ def test_the_example_that_needs_gpus_uses_existing_functions() -> None:
     assert all(callable(getattr(symm_cp.nvshmem, name)) for name in calls)
 
 
+@pytest.mark.exhaustive
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
     code, long_sequences, compiled = blocks("python")
     setting = """
@@ -111,7 +112,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     """README.md links to the table in env.py."""
     assert "(symm_cp/env.py)" in README
     documented = rows(env.__doc__ or "", r"\| `")
-    read = set(re.findall(r"environ[^\n]*?\"(SYMM_CP_\w+|CXX)\"", Path(env.__file__).read_text()))
+    code = Path(env.__file__).read_text()
+    read = set(re.findall(r"(?:environ[^\n]*?|_get\()\"(SYMM_CP_\w+|CXX)\"", code))
     assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
     mentioned = {name for page in PAGES for name in re.findall(r"SYMM_CP_\w+", page.read_text())}
     assert mentioned <= {*read, "SYMM_CP_TEST_SEED"}

@@ -233,7 +233,7 @@ _USES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("use", _USES)
+@pytest.mark.parametrize("use", some("save", "set_", of=_USES))
 def test_results_are_as_other_tensors(use: str) -> None:
     before = in_use()
     values = torch.rand(4 * MIB // 4)
@@ -496,6 +496,7 @@ def grows(group: dist.ProcessGroup, calls: int) -> int:
     return resident() - before
 
 
+@pytest.mark.exhaustive
 def test_calls_do_not_grow_a_process(ranks: Ranks) -> None:
     assert max(ranks.run(2, grows, 500)) < 4 * MIB
 

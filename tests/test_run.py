@@ -83,6 +83,7 @@ def seen_by(folder: Path, ranks: int = 2) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "backend", [["gloo"], *(pytest.param(b, marks=exhaustive) for b in ([], ["cpu:gloo"]))]
 )
+@pytest.mark.exhaustive
 def test_a_program_gets_the_backend_and_sees_no_other_difference(
     tmp_path: Path, backend: Sequence[str]
 ) -> None:

@@ -22,6 +22,7 @@ from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.demo import arguments as demo_arguments
 from symm_cp.demo import variants
+from symm_cp.devices import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
 from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.patterns import (
@@ -69,7 +70,7 @@ class Setting:
     def symmetric(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns a copy in symmetric memory. Collective."""
         copy = symm_mem.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        symm_mem.rendezvous(copy, self.name)
+        read_in_place(copy, self.name)
         return copy.copy_(tensor)
 
     def case(self, name: str, variants: Variants, **options: Any) -> Case:

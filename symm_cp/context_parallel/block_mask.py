@@ -52,8 +52,8 @@ def local_block_mask(
 
     `kv_load_balancer` tells how keys are spread; by default as queries, or evenly if the number of
     keys differs. The result keeps `block_mask` as `symm_cp_global`, and has a mask for each sample
-    if the load balancer has a layout for each. Raises `ValueError` for other lengths or an invalid
-    rank.
+    if the load balancer has a layout for each. On a GPU the host waits for it, so that no mask can
+    be cut while a graph is captured. Raises `ValueError` for other lengths or an invalid rank.
     """
     if load_balancer.samples or (kv_load_balancer is not None and kv_load_balancer.samples):
         result = _of_samples(block_mask, load_balancer, rank, kv_load_balancer)
@@ -62,7 +62,8 @@ def local_block_mask(
     keys = _keys(block_mask, load_balancer, kv_load_balancer)
     _check(block_mask, load_balancer, keys, rank)
     device = block_mask.kv_num_blocks.device
-    q, k = load_balancer.positions(rank).to(device), keys.permutation().to(device)
+    q = load_balancer.positions(rank, device=device)
+    k = keys.permutation(device=device)
     states = _local_states(block_mask, q, k)
     whole = block_mask.mask_mod
     if whole is noop_mask:
@@ -77,7 +78,39 @@ def local_block_mask(
         seq_lengths=(len(q), len(k)),
     )
     result.symm_cp_global = block_mask
+    result.symm_cp_cut = load_balancer, keys, rank
     return result
+
+
+class Cuts:
+    """The latest masks that were cut, since all layers of a model use the same few.
+
+    Cutting makes the host wait for the device, several times.
+    """
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._latest: list[tuple[tuple[object, ...], BlockMask]] = []
+
+    def get(
+        self, block_mask: BlockMask, queries: LoadBalancer, keys: LoadBalancer, rank: int
+    ) -> BlockMask:
+        """Returns `local_block_mask(block_mask, queries, rank, kv_load_balancer=keys)`."""
+        blocks = (
+            block_mask.kv_num_blocks,
+            block_mask.kv_indices,
+            block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices,
+        )
+        inference = any(t is not None and t.is_inference() for t in blocks)
+        versions = [None if t is None or inference else t._version for t in blocks]
+        key = (id(block_mask), *versions, queries, keys, rank)
+        for known, cut in self._latest:
+            if known == key and not inference:  # it keeps the mask, and so its id
+                return cut
+        cut = local_block_mask(block_mask, queries, rank, kv_load_balancer=keys)
+        self._latest = [*self._latest[1 - self._most :], (key, cut)]
+        return cut
 
 
 def _of_samples(
@@ -99,7 +132,7 @@ def _of_samples(
         for b in range(count)
     ]
     device = block_mask.kv_num_blocks.device
-    q, k = queries.positions(rank).to(device), keys.permutation().to(device)
+    q, k = queries.positions(rank, device=device), keys.permutation(device=device)
     whole = block_mask.mask_mod
     if whole is noop_mask:
         whole = _mask_of_blocks(block_mask)
@@ -159,7 +192,8 @@ def local_score_mod(
     keys = load_balancer if kv_load_balancer is None else kv_load_balancer
     for balancer in (load_balancer, keys):
         _ = balancer.layout  # one for all samples
-    q, k = (_index(t.to(device)) for t in (load_balancer.positions(rank), keys.permutation()))
+    q = _index(load_balancer.positions(rank, device=device))
+    k = _index(keys.permutation(device=device))
 
     def local(
         score: torch.Tensor,

@@ -20,10 +20,11 @@ from torch.nn.attention.flex_attention import (
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.attention import is_dtensor
-from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
-from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential
+from symm_cp.context_parallel.block_mask import Cuts, local_score_mod
+from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential, gathered_rows_on
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
+from symm_cp.devices.kept import capturing
 from symm_cp.memory import resolve
 from symm_cp.ops.attention.flex.captures import captures_tensors
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
@@ -108,7 +109,7 @@ def _attend_parts(
         raise NotImplementedError(f"{FLEX}: {sorted(unknown)} within context_parallel")
     queries, keys = spread(region, query, key)
     # A mask that was cut before remembers what it was cut from.
-    block_mask = getattr(block_mask, "symm_cp_global", block_mask)
+    given, block_mask = block_mask, getattr(block_mask, "symm_cp_global", block_mask)
     block_mask, mask_mod = whole_mask(
         block_mask,
         local=(query.shape[2], key.shape[2]),
@@ -118,7 +119,12 @@ def _attend_parts(
     if not in_tiles(query.device):
         full_key, full_value = gathered(region, keys, key, value)
         options = (scale, enable_gqa, return_lse, kernel_options)
-        modifiers = _local_modifiers(region, queries, keys, score_mod, mask_mod, block_mask, query)
+        if block_mask is None and mask_mod is not None:
+            lengths = (queries.seq_length, keys.seq_length)
+            block_mask = create_block_mask(mask_mod, None, None, *lengths, device=query.device)
+        if block_mask is not None:
+            block_mask = _cut(given, block_mask, queries, keys, resolve(region.group).rank)
+        modifiers = (_local_score_mod(region, queries, keys, score_mod, query.device), block_mask)
         return torch_attention(
             query, full_key, full_value, *modifiers, *options, return_aux=return_aux
         )
@@ -150,25 +156,41 @@ def _by_position(mask_mod: Modifier) -> bool:
     return getattr(mask_mod, "__module__", None) == TRANSFORMERS and not captures_tensors(mask_mod)
 
 
-def _local_modifiers(
+_cuts = Cuts()
+
+
+def _cut(
+    given: BlockMask | None,
+    block_mask: BlockMask,
+    queries: LoadBalancer,
+    keys: LoadBalancer,
+    rank: int,
+) -> BlockMask:
+    """Returns the block mask of this rank's queries against all keys: `given` if it is that."""
+    if given is not None and getattr(given, "symm_cp_cut", None) == (queries, keys, rank):
+        return given
+    if capturing(block_mask.kv_num_blocks.device):
+        raise RuntimeError(
+            f"{FLEX}: block_mask of the whole sequence cannot be cut while a CUDA graph is "
+            "captured, since the host must read it: pass local_block_mask(block_mask, "
+            "load_balancer, rank) of symm_cp.context_parallel.block_mask, made before, and keep it "
+            "as long as the graph"
+        )
+    return _cuts.get(block_mask, queries, keys, rank)
+
+
+def _local_score_mod(
     region: ParallelRegion,
     queries: LoadBalancer,
     keys: LoadBalancer,
     score_mod: Modifier | None,
-    mask_mod: Modifier | None,
-    block_mask: BlockMask | None,
-    query: torch.Tensor,
-) -> tuple[Modifier | None, BlockMask | None]:
-    """Returns the `score_mod` and the block mask of this rank's queries against all keys."""
-    rank, device = resolve(region.group).rank, query.device
-    if block_mask is None and mask_mod is not None:
-        lengths = (queries.seq_length, keys.seq_length)
-        block_mask = create_block_mask(mask_mod, None, None, *lengths, device=device)
-    if block_mask is not None:
-        block_mask = local_block_mask(block_mask, queries, rank, kv_load_balancer=keys)
-    if score_mod is not None:
-        score_mod = local_score_mod(score_mod, queries, rank, kv_load_balancer=keys, device=device)
-    return score_mod, block_mask
+    device: torch.device,
+) -> Modifier | None:
+    """Returns the `score_mod` of this rank's queries against all keys."""
+    if score_mod is None:
+        return None
+    rank = resolve(region.group).rank
+    return local_score_mod(score_mod, queries, rank, kv_load_balancer=keys, device=device)
 
 
 def in_tiles(device: torch.device) -> bool:
@@ -188,7 +210,7 @@ def gathered(
     )
     if len(set(keys.lengths)) == 1:
         return full_key, full_value
-    rows = keys.gathered_rows().to(key.device)
+    rows = gathered_rows_on(key.device, keys)
     return full_key.index_select(2, rows), full_value.index_select(2, rows)
 
 

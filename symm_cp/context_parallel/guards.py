@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.load_balancers import LoadBalancer, positions_on
 from symm_cp.context_parallel.model_limits import (
     Limit,
     first_position,
@@ -32,6 +32,7 @@ from symm_cp.context_parallel.model_limits import (
     uses_transformers,
 )
 from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.devices.kept import HostReads, capturing
 from symm_cp.memory import resolve
 from symm_cp.ops.common import attention_runs
 
@@ -207,23 +208,36 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
         )
 
 
+_read_positions: HostReads[list[bool]] = HostReads()
+
+
 def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bool) -> None:
     """Refuses positions that the model would misinterpret. `positions`: (B, S)."""
     balancer = watch.load_balancer
     first = watch.first_position
     if balancer is None or positions.dim() != 2:  # several positions for each token
         return
-    expected = balancer.positions(resolve(watch.group).rank).to(positions.device)
+    if not first and not unmasked:
+        return
+    if capturing(positions.device):  # the host cannot read them; it did when the call was warmed up
+        return
+    expected = positions_on(positions.device, balancer, resolve(watch.group).rank)
     if positions.shape[1] != expected.shape[-1]:
         return
-    if first and bool((positions == expected).all()):
+
+    def read() -> list[bool]:
+        each = [(positions == expected + offset).all() for offset in (0, first)]
+        return list(torch.stack(each).tolist())
+
+    from_zero, as_counted = _read_positions.get(positions, read, context=(balancer, first))
+    if first and from_zero:
         raise NotImplementedError(
             f"context_parallel: {name} was called with position_ids that count from 0, but it "
             f"counts from {first} (padding_idx + 1): add {first} to them"
         )
     # Without an attention_mask transformers treats a jump in positions as the start of a document,
     # but sees no jump between ranks.
-    if unmasked and not bool((positions == expected + first).all()):
+    if unmasked and not as_counted:
         raise NotImplementedError(
             f"context_parallel: {name} was called without attention_mask and with position_ids "
             f"that are not those of {balancer}: packed documents are not supported. For one "

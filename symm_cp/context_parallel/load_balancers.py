@@ -18,6 +18,7 @@ from typing import cast
 import torch
 from torch.nn.attention.flex_attention import BlockMask
 
+from symm_cp.devices.kept import kept
 from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.schedule.layout import SequenceLayout, even_lengths, head_tail, sequential
 
@@ -84,29 +85,51 @@ class LoadBalancer:
         """How many positions each rank holds, of every sample."""
         return list(self._layouts[0].lengths)
 
-    def positions(self, rank: int) -> torch.Tensor:
+    def positions(self, rank: int, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The positions in the sequence of a rank's rows: (lengths[rank],) of int64.
 
         (B, lengths[rank]) if each sample has its own layout; likewise `permutation` and `inverse`.
+        They are made on the device: the host waits for nothing.
         """
-        by_layout = [positions(layout.spans(rank)) for layout in self._layouts]
+        by_layout = [positions(layout.spans(rank), device) for layout in self._layouts]
         return torch.stack(by_layout) if self.samples else by_layout[0]
 
-    def permutation(self) -> torch.Tensor:
+    def permutation(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """The positions of all ranks' rows, rank after rank: (seq_length,) of int64."""
-        return torch.cat([self.positions(rank) for rank in range(self.world_size)], -1)
+        ranks = range(self.world_size)
+        return torch.cat([self.positions(rank, device=device) for rank in ranks], -1)
 
     def inverse(self) -> torch.Tensor:
         """Where each position of the sequence is: `permutation()[inverse()]` counts up from 0."""
         return torch.argsort(self.permutation())
 
-    def gathered_rows(self) -> torch.Tensor:
+    def gathered_rows(self, *, device: torch.device | str = "cpu") -> torch.Tensor:
         """Where the ranks' rows are after a gather of shards padded to the longest.
 
         Collectives require equal shards; the padding is left out: (seq_length,) of int64.
         """
         longest = max(self.lengths)
-        return torch.cat([torch.arange(n) + r * longest for r, n in enumerate(self.lengths)])
+        begins = [rank * longest for rank in range(self.world_size)]
+        parts = zip(begins, self.lengths, strict=True)
+        return torch.cat([torch.arange(b, b + n, device=device) for b, n in parts])
+
+
+@kept(maxsize=128)
+def positions_on(device: torch.device, balancer: LoadBalancer, rank: int) -> torch.Tensor:
+    """`LoadBalancer.positions`, made once."""
+    return balancer.positions(rank, device=device)
+
+
+@kept(maxsize=128)
+def permutation_on(device: torch.device, balancer: LoadBalancer) -> torch.Tensor:
+    """`LoadBalancer.permutation`, made once."""
+    return balancer.permutation(device=device)
+
+
+@kept(maxsize=128)
+def gathered_rows_on(device: torch.device, balancer: LoadBalancer) -> torch.Tensor:
+    """`LoadBalancer.gathered_rows`, made once."""
+    return balancer.gathered_rows(device=device)
 
 
 class Sequential(LoadBalancer):

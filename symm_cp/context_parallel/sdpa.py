@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.load_balancers import permutation_on, positions_on
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.memory import resolve
@@ -150,8 +151,8 @@ def _attend_masked(
     mask = attn_mask[(None,) * (4 - attn_mask.dim())]
     if not flex.in_tiles(query.device):
         full_key, full_value = flex.gathered(region, keys, key, value)
-        rows = queries.positions(resolve(region.group).rank).to(mask.device)
-        columns = keys.permutation().to(mask.device)
+        rows = positions_on(mask.device, queries, resolve(region.group).rank)
+        columns = permutation_on(mask.device, keys)
         return F.scaled_dot_product_attention(
             query,
             full_key,

@@ -279,7 +279,8 @@ class DeviceWorkspace(Calls, ABC):
         self.given_up = False
         #: What a failed call was given: its streams may still use it.
         self.held: list[torch.Tensor] = []
-        self._run = native.load().symm_cp_streams_run
+        # A function without declared types, whose checks take as long as the call.
+        self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
         with ordinary_tensors():
             self.memory, addresses = self.allocate(group, nbytes)
@@ -381,9 +382,8 @@ class DeviceWorkspace(Calls, ABC):
         call_name: bytes,
     ) -> None:
         """Puts commands on the streams of the lanes; raises `RuntimeError` when that fails."""
-        if self._run(
-            self.handle, commands, len(commands), operands, lanes, epoch, capturing, call_name
-        ):
+        here, count = ctypes.c_void_p(self.handle), len(commands)
+        if self._run(here, commands, count, operands, lanes, epoch, capturing, call_name):
             raise RuntimeError(f"symm_cp: {native.error()}")
 
     def set_single_copies(self, *, single: bool) -> None:

@@ -1,18 +1,28 @@
-"""Device tensors that are made once and kept for later calls, such as masks and tables."""
+"""What is kept for later calls: tensors on devices, and what the host has read of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache, update_wrapper
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from symm_cp.devices.registry import device_of, has_streams
 from symm_cp.modes import ordinary_tensors
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a torch device's current stream is being captured into a graph."""
+    if not has_streams(device):
+        return False
+    serving = device_of(device)
+    with serving.guard():
+        return serving.capturing()
 
 
 class Kept(Generic[P, T]):
@@ -55,3 +65,25 @@ class Kept(Generic[P, T]):
 def kept(maxsize: int) -> Callable[[Callable[Concatenate[torch.device, P], T]], Kept[P, T]]:
     """Decorates a function whose latest `maxsize` results are kept."""
     return lambda make: Kept(make, maxsize)
+
+
+class HostReads(Generic[T]):
+    """What the host computed from the values of tensors on devices, kept while these do not change.
+
+    Reading them makes the host wait for all kernels before. A change is one that torch counts: not
+    by a replayed graph, nor by a kernel that torch does not know.
+    """
+
+    def __init__(self) -> None:
+        self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def get(self, tensor: torch.Tensor, read: Callable[[], T], *, context: Hashable = None) -> T:
+        """Returns `read()`, which depends on the values of `tensor` and on `context` alone."""
+        if tensor.device.type == "cpu" or tensor.is_inference():  # versions are not counted then
+            return read()
+        version = tensor._version
+        known = self._known.get(tensor)
+        if known is None or known[:2] != (version, context):
+            known = self._known[tensor] = version, context, read()
+        result: T = known[2]
+        return result

@@ -4,7 +4,8 @@
 workspaces of groups are cut: allocating on that heap is collective over all ranks, making a group's
 workspace only over the group. After `enable(group)` the group's ops on CUDA use NVSHMEM. Where all
 peers' memory is mapped here, copies and signals are those of CUDA (copy engines, stream signals);
-otherwise they are NVSHMEM's `get` and signal operations, on the same streams.
+otherwise, and on drivers whose streams cannot wait there, they are NVSHMEM's `get` and signal
+operations, on the same streams.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import torch
 from symm_cp import accelerators, native
 from symm_cp.devices.base import Device
 from symm_cp.devices.cuda import CudaDevice
+from symm_cp.hosts import checks
 from symm_cp.memory import Group, StateKey
 
 # By the type of torch devices. A new kind of device adds itself here.
@@ -66,6 +67,17 @@ def spans_hosts(group: Group, device: torch.device) -> bool:
     """Whether a group's ops on a torch device reach other hosts by themselves."""
     chosen = _chosen(group, device)
     return chosen is not None and chosen.spans_hosts
+
+
+def _why_not_together(group: Group, device: torch.device) -> str | None:
+    """Why a group's ranks exchange data as if on different hosts, by the verdict on a device."""
+    if not has_streams(device):
+        return None
+    verdict = device_for(group, device).verdict(group)
+    return "" if verdict.passed else verdict.reason or "no way to signal works"
+
+
+checks.append(_why_not_together)
 
 
 def choose(group: Group, device: Device | None) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace, Signals
+from symm_cp.devices.base import Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.devices.registry import device_for, spans_hosts
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, GroupLike, StateKey, resolve
@@ -115,11 +115,11 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
     `RuntimeError` when that would be in the middle of a capture, or when the group's self-test
     found that calls cannot be captured.
     """
-    if not device.capturing():
+    capturing, verdict = device.capturing(), device.verdict(group)
+    if not capturing:
         if _holding or _retired:
             _free_retired()
-        return _workspace(group, device, channel, slot_bytes)
-    verdict = device.verdict(group)
+        return _workspace(group, device, channel, slot_bytes, verdict)
     if not verdict.graphs:
         raise RuntimeError(
             f"symm_cp: calls of group {group.name!r} on {device} cannot be captured into a graph: "
@@ -143,40 +143,46 @@ def workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> De
     )
 
 
-def _workspace(group: Group, device: Device, channel: str, slot_bytes: int) -> DeviceWorkspace:
-    workspaces = workspaces_of(group)
-    key = _key(device, channel, device.signals(group))
+def _workspace(
+    group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict
+) -> DeviceWorkspace:
+    workspaces, key = workspaces_of(group), _key(device, channel, verdict.signals)
     present = workspaces.current.get(key)
     if present is not None and present.serves(slot_bytes):
         return present
     needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
-    workspaces.current[key] = _make(group, device, channel, needed, graph=False)
+    workspaces.current[key] = _make(group, device, channel, needed, verdict, graph=False)
     if present is not None:
         _retire(present)
     return workspaces.current[key]
 
 
 def _make(
-    group: Group, device: Device, channel: str, slot_bytes: int, *, graph: bool
+    group: Group,
+    device: Device,
+    channel: str,
+    slot_bytes: int,
+    verdict: Verdict,
+    *,
+    graph: bool,
 ) -> DeviceWorkspace:
-    verdict = device.verdict(group)
     made = device.workspace(group, channel, slot_bytes, graph=graph, verdict=verdict)
     _all.add(made)
     return made
 
 
 def _make_for_graphs(
-    group: Group, device: Device, channel: str, slot_bytes: int, count: int
+    group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict, count: int
 ) -> None:
     """Sees to it that so many workspaces of that size belong to no graph yet."""
-    key = _key(device, channel, device.signals(group))
+    key = _key(device, channel, verdict.signals)
     kind = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces())
     for place in range(count):
         present = kind.free[place] if place < len(kind.free) else None
         if present is not None and present.serves(slot_bytes):
             continue
         needed = slot_bytes if present is None else max(slot_bytes, present.slot_bytes)
-        kind.free[place : place + 1] = [_make(group, device, channel, needed, graph=True)]
+        kind.free[place : place + 1] = [_make(group, device, channel, needed, verdict, graph=True)]
         if present is not None:
             _retire(present)
 
@@ -198,10 +204,11 @@ def give_up_on(workspace: DeviceWorkspace, error: BaseException) -> None:
 def reserve_on(group: Group, device: Device, slot_bytes: int, graphs: int = 1) -> None:
     """Sizes all workspaces on a device for calls of up to `slot_bytes`. Collective."""
     with group.lock, device.guard():
+        verdict = device.verdict(group)
         for channel in wire.CHANNELS:
-            _workspace(group, device, channel, slot_bytes)
+            _workspace(group, device, channel, slot_bytes, verdict)
             if device.captures:
-                _make_for_graphs(group, device, channel, slot_bytes, graphs)
+                _make_for_graphs(group, device, channel, slot_bytes, verdict, graphs)
 
 
 def reserve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from symm_cp.inductor.nodes import aten, static_shape, value
@@ -68,11 +69,21 @@ def why_unsupported(matmul: Node) -> str:
         matmul.kwargs.get(name, 1) != 1 for name in ("alpha", "beta")
     ):
         return "addmm scales its terms"
-    if matmul.target is SCALED:
-        scale_shape = static_shape(matmul.args[2])
-        if scale_shape is None or (math.prod(scale_shape) != 1 and scale_shape[-1] != 1):
-            return "its scales are neither tensor-wise nor row-wise"
+    if matmul.target is SCALED and not _scales_rows(matmul):
+        return "its scales are neither tensor-wise nor row-wise"
     return ""
+
+
+def _scales_rows(matmul: Node) -> bool:
+    """Tells whether a scaled matmul has one scale, or one for each row and column."""
+    scales, product = matmul.args[2:4], static_shape(matmul)
+    shapes = [static_shape(scale) for scale in scales]
+    if product is None or any(getattr(value(s), "dtype", None) != torch.float32 for s in scales):
+        return False  # of blocks, in 8 bits
+    return all(
+        shape is not None and (math.prod(shape) == 1 or shape == whole)
+        for shape, whole in zip(shapes, ((product[0], 1), (1, product[1])), strict=True)
+    )
 
 
 def why_too_small(matmuls: list[Node], options: Options) -> str:

@@ -117,6 +117,8 @@ def _rewrite(graph: Graph, scatter: Node, wait: Node, traced: Traced, terms: lis
     is_last = ranks.dim == len(shape) - 1
     if is_last and ranks.end != shape[-1]:
         return "the scattered dimension is inside the columns of the product"
+    if is_last and terms[0].target is SCALED and ranks.stride % 16 and _device(scatter) != "cpu":
+        return "the columns for each rank are not divisible by 16, as kernels on GPUs require"
     product_shape, dim, have = _by_columns(shape, ranks) if is_last else _by_rows(shape, ranks)
     emitter = Emitter(graph, scatter)
     result = _emit(emitter, scatter, terms, product_shape, dim)
@@ -132,6 +134,11 @@ def _rewrite(graph: Graph, scatter: Node, wait: Node, traced: Traced, terms: lis
     scatter.replace_all_uses_with(arranged)
     graph.erase_node(scatter)
     return ""
+
+
+def _device(node: Node) -> str:
+    device: str = node.meta["val"].device.type
+    return device
 
 
 def _by_columns(shape: tuple[int, ...], ranks: Factor) -> tuple[list[int], int, Axes]:

@@ -203,11 +203,20 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
     `tensors` are those that must have one shape on all ranks, but for the dimension that `split`
     divides.
     """
-    wholes = [list(t.shape) for t in tensors]
+    return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
+
+
+@functools.lru_cache(maxsize=_MAX_PLANS)
+def _name_of(
+    op: str, kinds: tuple[tuple[torch.dtype, torch.Size], ...], split: Split | None, detail: str
+) -> bytes:
+    wholes = [list(shape) for _, shape in kinds]
     if split is not None and not split.is_equal:
         wholes = [split.whole_shape(shape) for shape in wholes]
         detail += sizes_text(split)
-    shapes = " ".join(f"{str(t.dtype)[6:]}{s}" for t, s in zip(tensors, wholes, strict=True))
+    shapes = " ".join(
+        f"{str(dtype)[6:]}{whole}" for (dtype, _), whole in zip(kinds, wholes, strict=True)
+    )
     return f"{op} {shapes} {detail}".encode()[: wire.MAX_CALL_NAME]
 
 
@@ -476,7 +485,12 @@ def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tenso
 
 def as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns a matrix with the tensor's last dimension, whose rows are in the order of `dim`."""
-    return tensor.movedim(dim, 0).flatten(0, -2)
+    return moved(tensor, dim, 0).flatten(0, -2)
+
+
+def moved(tensor: torch.Tensor, dim: int, to: int) -> torch.Tensor:
+    """As `movedim`: returns the tensor itself where nothing moves."""
+    return tensor if dim == to else tensor.movedim(dim, to)
 
 
 class Sum:

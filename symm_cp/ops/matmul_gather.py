@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -22,6 +23,7 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     in_test_mode,
+    moved,
     unfused_all_gather,
     what_is,
     world_size_of,
@@ -76,6 +78,17 @@ def all_gather_matmul_kernel(
     return multiply(group, x_shard, weights, split, return_A)
 
 
+@lru_cache(maxsize=512)
+def _question(
+    shard: torch.Size, columns: tuple[int, ...], dtype: torch.dtype, front: Split
+) -> Question:
+    """The work of a call, given the shape of a shard whose gathered dimension is in front."""
+    *lead, inner = front.largest_shape(shard)
+    rows = math.prod(lead)
+    products = tuple((rows, inner, count) for count in columns)
+    return Question("all_gather_matmul", dtype, products, shard=rows * inner * dtype.itemsize)
+
+
 def _all_gather_rows(
     group: Group,
     x_shard: torch.Tensor,
@@ -84,17 +97,13 @@ def _all_gather_rows(
     return_gathered: bool,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """Gathers another dimension than the last: the shards' products are the result's rows."""
-    shard, front = x_shard.movedim(split.dim, 0), split.along(0)
-    *lead, inner = front.largest_shape(shard.shape)
-    rows = math.prod(lead)
-    products = tuple((rows, inner, weight.shape[1]) for weight in weights)
-    nbytes = rows * inner * x_shard.element_size()
-    question = Question("all_gather_matmul", x_shard.dtype, products, shard=nbytes)
+    shard, front = moved(x_shard, split.dim, 0), split.along(0)
+    columns = tuple([weight.shape[1] for weight in weights])
+    question = _question(shard.shape, columns, x_shard.dtype, front)
     whole = choose(group, x_shard.device, question) == "whole"
     shape = front.whole_shape(shard.shape)
-    outs = [new_result(x_shard, [*shape[:-1], weight.shape[1]]) for weight in weights]
+    outs = [new_result(x_shard, [*shape[:-1], count]) for count in columns]
     gathered = new_result(x_shard, shape) if return_gathered or whole else None
-
     parts = [front.row_parts(out) for out in outs]
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
@@ -117,8 +126,8 @@ def _all_gather_rows(
         gathered=gathered,
         split=front,
     )
-    kept = gathered.movedim(0, split.dim) if return_gathered and gathered is not None else None
-    return kept, [out.movedim(0, split.dim) for out in outs]
+    kept = moved(gathered, 0, split.dim) if return_gathered and gathered is not None else None
+    return kept, [moved(out, 0, split.dim) for out in outs]
 
 
 def _all_gather_columns(

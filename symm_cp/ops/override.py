@@ -29,18 +29,24 @@ def _serves(group: Group, device: torch.device) -> bool:
     torch's kernels cannot serve ranks on several hosts; ours pass data between these.
     """
     verdict = known_verdict(group, device)
-    if verdict is None:
-        if group.world_size == 1 or hosts_of(group, device) is not None:
-            return True
+    if verdict is not None and verdict.passed:
+        return True
+    spread = hosts_of(group, device)
+    if spread is not None:
+        reason = spread.reason
+    elif group.world_size == 1:
+        reason = ""
+    else:
         verdict = devices.device_for(group, device).verdict(group)
-    if verdict.passed:
+        reason = "" if verdict.passed else verdict.reason
+    if not reason:
         return True
     told = group.state(_TOLD, set)
     if device not in told:
         told.add(device)
         native.say(
             f"override_cuda_ops: torch's kernels stay in use for group {group.name!r} on {device}: "
-            f"{verdict.reason}"
+            f"{reason}"
         )
     return False
 

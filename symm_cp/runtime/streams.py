@@ -157,7 +157,7 @@ class StreamRuntime:
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
         in_place = addresses is not None
         launch = gather_launch(rank, shards.sizes, call.mode, in_place, bounded, target)
-        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        order = peers(rank, ranks)
         # Where the first part is kept, the others come to lie in staging memory, one's own too.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
         staging = _staging(shards, (2 if bounded else ranks) if needs_staging else 0)
@@ -169,7 +169,7 @@ class StreamRuntime:
             if source == rank:
                 consume(list(shards.own), rank)
                 return
-            place = turns[source] % 2 if bounded else source
+            place = order.index(source) % 2 if bounded else source
             parts = staged.get(place) or [shards.own[0]]
             if needs_staging and place not in staged:
                 parts = shards.views(source, viewing(staging), place * shards.nbytes)
@@ -298,14 +298,14 @@ class StreamRuntime:
         launch = exchange_launch(rank, exchange, call.mode)
         staging = _staging(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
-        turns = {peer: turn for turn, peer in enumerate(peers(rank, ranks))}
+        order = peers(rank, ranks)
         with call.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
 
             def run_consume(source: int) -> None:
                 if source == rank:
                     consume(list(shard), rank, out if ring else sums[rank])
                     return
-                place = turns[source] % 2 if ring else source
+                place = order.index(source) % 2 if ring else source
                 slot = space.slot(epoch, exchange.offsets[place], sizes[source])
                 partial = slot.view(out.dtype).view(tuple(partials[source]))
                 parts = shards.views(source, viewing(staging), place * shards.nbytes)

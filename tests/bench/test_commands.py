@@ -30,6 +30,7 @@ def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
     return go
 
 
+@pytest.mark.exhaustive
 def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
     out, table, plots = tmp_path / "b.json", tmp_path / "sub" / "b.csv", tmp_path / "plots"
     files = ("--json", out, "--csv", table, "--plot", plots)
@@ -59,6 +60,7 @@ def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.exhaustive
 def test_calibrate_trace_and_tune(tmp_path: Path, run: Callable[..., str]) -> None:
     """In one test, because each uses the results of the one before."""
     here = tmp_path / "machine.toml"

@@ -18,6 +18,7 @@ from torch.nn.attention.flex_attention import (
 )
 
 from symm_cp.context_parallel import block_mask as module
+from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.block_mask import local_block_mask, local_score_mod
 from symm_cp.context_parallel.load_balancers import (
     HeadTail,
@@ -28,6 +29,7 @@ from symm_cp.context_parallel.load_balancers import (
 )
 from symm_cp.ops.attention.flex.mask import AREA, EMPTY, FULL, PARTIAL, block_states
 from symm_cp.schedule.layout import SequenceLayout
+from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 
 MaskMod = Callable[..., torch.Tensor]
@@ -87,6 +89,7 @@ def check_local(
     assert torch.equal(again, F.pad(exact, (0, 3, 0, 5))), what
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
 def test_against_the_dense_mask(world_size: int) -> None:
     sizes = [(64 * world_size, (16, 16)), (131, (16, 32)), (90, (128, 128)), (7, (4, 2))]
@@ -258,3 +261,47 @@ def test_positions_of_a_score_mod_are_where_its_indices_are() -> None:
     )
     index = torch.zeros(1, dtype=torch.int64, device="meta")
     assert local(torch.zeros((), device="meta"), *(index,) * 4).device.type == "meta"
+
+
+def test_a_mask_that_all_layers_use_is_cut_once() -> None:
+    def made() -> BlockMask:
+        return create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, "cpu", (16, 16))
+
+    cuts, masks, balancer = module.Cuts(most=2), [made() for _ in range(3)], HeadTail(64, 2)
+    cut = cuts.get(masks[0], balancer, balancer, 1)
+    other = cuts.get(masks[1], balancer, balancer, 1)
+    for _ in range(3):
+        assert cuts.get(masks[0], balancer, balancer, 1) is cut
+        assert cuts.get(masks[1], balancer, balancer, 1) is other
+    masks[0].kv_num_blocks.zero_()  # and those of full blocks stay
+    changed = cuts.get(masks[0], balancer, balancer, 1)
+    assert not torch.equal(block_states(changed), block_states(cut))
+    assert cuts.get(masks[1], Sequential(64, 2), balancer, 1) is not other
+    assert cuts.get(masks[2], balancer, balancer, 0) is not cut
+    assert len(cuts._latest) == 2
+
+
+def test_a_mask_that_was_cut_before_is_not_cut_again() -> None:
+    mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, 64, 64, "cpu", (16, 16))
+    balancer = HeadTail(64, 2)
+    given = local_block_mask(mask, balancer, 1)
+    with simulation(graph=True):  # in which the host must not wait
+        assert flex._cut(given, mask, balancer, balancer, 1) is given
+        for wrong in (mask, local_block_mask(mask, balancer, 0)):
+            with pytest.raises(RuntimeError, match="cannot be cut while a CUDA graph is captured"):
+                flex._cut(wrong, mask, balancer, balancer, 1)
+    assert flex._cut(mask, mask, balancer, balancer, 1) is not given
+
+
+def test_local_masks_are_made_on_the_device() -> None:
+    """Not copied there, for which the host would wait."""
+    for balancer in (HeadTail(61, 3), PerDocumentHeadTail([[12, 6], [6, 12]], 3)):
+        made = balancer.positions(1, device="meta"), balancer.permutation(device="meta")
+        for on_device, plain in zip(
+            made, (balancer.positions(1), balancer.permutation()), strict=True
+        ):
+            assert on_device.device.type == "meta"
+            assert (on_device.shape, on_device.dtype) == (plain.shape, plain.dtype)
+        assert balancer.gathered_rows(device="meta").device.type == "meta"
+    uneven = LoadBalancer(SequenceLayout(3, (0, 1, 2), (5, 0, 3)))
+    assert uneven.gathered_rows().tolist() == [0, 1, 2, 3, 4, 10, 11, 12]

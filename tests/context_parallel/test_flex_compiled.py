@@ -227,6 +227,7 @@ def compiled_module(group: dist.ProcessGroup, backend: str) -> None:
     torch.testing.assert_close(of_slopes, want[5] * bias, **CLOSE)
 
 
+@pytest.mark.exhaustive
 @WORLD_SIZES
 def test_compiled_module(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiled_module, "inductor" if world_size == 2 else "aot_eager")
@@ -276,6 +277,7 @@ def goes_where_it_is_called(group: dist.ProcessGroup) -> None:
     assert graphs() == before
 
 
+@pytest.mark.exhaustive
 def test_one_function_in_and_out_of_contexts(ranks: Ranks) -> None:
     ranks.run(2, goes_where_it_is_called)
 

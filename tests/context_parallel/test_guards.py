@@ -145,6 +145,7 @@ def are_right(group: dist.ProcessGroup) -> None:
     assert not _has_any_global_hook()
 
 
+@pytest.mark.exhaustive
 def test_what_is_harmless_is_as_in_one_process(ranks: Ranks) -> None:
     ranks.run(2, are_right)
 
@@ -282,6 +283,7 @@ def compiled(group: dist.ProcessGroup) -> None:
                 call(**batch)
 
 
+@pytest.mark.exhaustive
 def test_compiled_models_are_judged_too(ranks: Ranks) -> None:
     ranks.run(2, compiled, timeout=300)
 

@@ -191,6 +191,7 @@ def test_llama_with_flex_attention(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, flex_trains, compiled=False)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2]))
 def test_compiled_llama_with_flex_attention(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, flex_trains, compiled=True)
@@ -218,5 +219,6 @@ def flex_refuses_packing(group: dist.ProcessGroup) -> None:
             forward(input_ids=ids, position_ids=positions, use_cache=False)
 
 
+@pytest.mark.exhaustive
 def test_flex_masks_of_parts_are_refused(ranks: Ranks) -> None:
     ranks.run(2, flex_refuses_packing)

@@ -56,7 +56,9 @@ int context_of_thread() { return settings().contexts ? current.context : current
 // Every function of the driver that needs a context begins with it.
 template <class Body>
 Result call(Body body) {
-  std::lock_guard<std::mutex> lock(context_lock);
+  std::unique_lock<std::mutex> lock(context_lock, std::defer_lock);
+  // Python code of a kernel stands for the host's, which is through with it when others wait.
+  if (simulated::served_here() == nullptr) lock.lock();
   return context_of_thread() == 0 ? simulated::kInvalidContext : body();
 }
 
@@ -484,7 +486,8 @@ Result cuCtxGetCurrent(Context* context) {
 
 Result cuCtxSetCurrent(Context context) {
   // It waits for whoever has the context locked, as other calls do.
-  std::lock_guard<std::mutex> lock(context_lock);
+  std::unique_lock<std::mutex> lock(context_lock, std::defer_lock);
+  if (simulated::served_here() == nullptr) lock.lock();
   current.context = static_cast<int>(reinterpret_cast<intptr_t>(context));
   if (current.context != 0) current.device = current.context - 1;
   return 0;

@@ -17,6 +17,8 @@ import contextlib
 import ctypes
 import functools
 import inspect
+import json
+import os
 import random
 import threading
 import time
@@ -40,6 +42,9 @@ from tests.cuda.graphs import Graph, refuse
 from tests.cuda.machine import Machine, build, machine
 
 __all__ = ["SimulatedDevice", "build", "simulated_device", "simulation"]
+
+#: A variable of the environment: options of `simulation`, as JSON.
+SIMULATION = "SYMM_CP_TEST_SIMULATION"
 
 _POLLING = "all_gather_and_poll"  # the runtime's method whose kernel polls
 
@@ -122,12 +127,15 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self.in_capture = self.mode.graph
         self.driver = build(self.mode.driver_version)
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
+        self.poisoned = False
         self.graph: Graph | None = None  # that is captured
         self._lane = 0  # the stream of the kernel that is captured; 0: the current one
         self._groups: weakref.WeakKeyDictionary[devices.DeviceWorkspace, str] = (
             weakref.WeakKeyDictionary()
         )
-        self._guards: dict[str, tuple[int, _Event]] = {}  # the last signal op of each group
+        # The last signal op of each group, for each capture.
+        self._guards: dict[tuple[str, int], tuple[int, _Event]] = {}
+        self._captures = 0
 
     # --- streams
 
@@ -223,12 +231,14 @@ class SimulatedDevice(FlagKernels, devices.Device):
         if workspace is None or not self.mode.stream_guard or not self._by_torch(workspace):
             yield
             return
-        name = self._groups[workspace]
-        last_stream, event = self._guards.get(name, (stream, None))
+        # Operations outside of captures are ordered among themselves, and so are those of one.
+        capture = id(self.graph) if self.graph is not None else self._captures * self.in_capture
+        place = self._groups[workspace], capture
+        last_stream, event = self._guards.get(place, (stream, None))
         if event is not None and last_stream != stream:
             event.hold_up(stream)
         yield
-        self._guards[name] = stream, _Event(self, stream)
+        self._guards[place] = stream, _Event(self, stream)
 
     def _by_torch(self, workspace: devices.DeviceWorkspace) -> bool:
         return workspace.signals is devices.Signals.TORCH
@@ -356,6 +366,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
 
     def _captured(self, issue: Callable[[], None]) -> ctypes.c_void_p:
         graph, stream = ctypes.c_void_p(), self.current_stream()
+        self._captures += 1
         assert self.library.simulated_capture_begin(stream) == 0
         try:
             issue()
@@ -363,6 +374,12 @@ class SimulatedDevice(FlagKernels, devices.Device):
             result = self.library.simulated_capture_end(stream, 1, ctypes.byref(graph))
         assert result == 0, f"the capture failed: {result}"
         return graph
+
+    def poison(self, on: bool) -> None:
+        """Allocates tensors from memory that is filled with NaN when it is free, or does not."""
+        if on != self.poisoned:
+            self.machine.poison.poison_use(int(on))
+        self.poisoned = on
 
     def enter(self, mode: Mode) -> None:
         """Works in a mode from now on; no stream has work."""
@@ -389,33 +406,33 @@ def simulated_device() -> SimulatedDevice:
 
 
 @contextlib.contextmanager
-def simulation(
-    *,
-    poison: bool = False,
-    offsets: bool = False,
-    faults: dict[str, str] | None = None,
-    **mode: Any,
-) -> Iterator[SimulatedDevice]:
+def simulation(**options: Any) -> Iterator[SimulatedDevice]:
     """Inside, ops on CPU tensors run on streams, in a `Mode`.
+
+    Other options than those of `Mode`:
 
     poison: memory is NaN until it is written, and from when it was freed; whoever writes to it
         then is found at the end
     offsets: tensors of `symm_mem.empty` lie at another offset of their memory on each rank, as
         those of torch's memory pools may
-    faults: "write", "wait", "batch" or "peer_copy" to "refuse", "hang" or "ignore"
+    faults: "write", "wait", "batch" or "peer_copy" to one of `machine.FAULTS`
+
+    Options that are not given are those in the environment, if any (see `SIMULATION`).
     """
+    options = {**json.loads(os.environ.get(SIMULATION, "{}")), **options}
+    poison, offsets = options.pop("poison", False), options.pop("offsets", False)
+    faults = options.pop("faults", {})
     made = simulated_device()
-    before = made.mode
-    made.enter(Mode(**mode))
-    made.machine.set(**(faults or {}))
+    before, poisoned = made.mode, made.poisoned
+    made.enter(Mode(**options))
+    made.machine.set(**faults)
     run = _running(inspect.unwrap(Launch.run))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(Launch, "run", run))
         stack.enter_context(devices.replaced(torch.device("cpu"), made))
         if offsets:
             stack.enter_context(mock.patch.object(symm_mem, "empty", pools.empty))
-        if poison:
-            made.machine.poison.poison_use(1)
+        made.poison(poison)
         try:
             yield made
         finally:
@@ -423,8 +440,7 @@ def simulation(
             made.synchronize()
             made.machine.errors.clear()
             made.enter(before)
-            if poison:
-                made.machine.poison.poison_use(0)
+            made.poison(poisoned)
         if poison:
             written = made.machine.written_when_free()
             assert not written, written

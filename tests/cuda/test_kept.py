@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 
+import symm_cp
+from symm_cp import devices, memory
+from symm_cp.devices.kept import HostReads
 from symm_cp.ops.attention.arrival import _tables
 from symm_cp.ops.attention.spec import _host_edges
 from symm_cp.ops.attention.tiles import _band
 from symm_cp.schedule.layout import head_tail
 from tests.cuda.simulated import simulation
+from tests.pool import Ranks
 
 CPU = torch.device("cpu")
 BAND = (CPU, 40, 60, -3, 5, torch.float32)
@@ -55,6 +62,13 @@ def test_each_stream_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kept[1][0] is not kept[2][0]
 
 
+def test_what_a_host_read_depends_on_its_context() -> None:
+    reads: HostReads[int] = HostReads()
+    tensor, count = OnGpu([0, 8]), iter(range(10))
+    seen = [reads.get(tensor, lambda: next(count), context=context) for context in "aabba"]
+    assert seen == [0, 0, 1, 1, 2]
+
+
 def test_tables_of_the_polling_kernel_are_kept_likewise() -> None:
     layout = head_tail(64, 2)
     with simulation():
@@ -62,6 +76,27 @@ def test_tables_of_the_polling_kernel_are_kept_likewise() -> None:
         assert _tables(CPU, layout, 0, 32)[0] is kept[0]
     with simulation(graph=True):
         assert _tables(CPU, layout, 0, 32)[0] is not kept[0]
+
+
+def windows(group: dist.ProcessGroup, seed: int) -> None:
+    W, rank = group.size(), group.rank()
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, 40 * W, 8, generator=generator) for _ in "qkv")
+    rows = torch.arange(40 * W).chunk(W)[rank]
+    offset = torch.arange(40 * W) - rows.unsqueeze(1)
+    mask = (offset >= -13) & (offset <= 5)
+    expected = F.scaled_dot_product_attention(q[:, :, rows], k, v, mask)
+    mine = [t[:, :, rows] for t in (q, k, v)]
+    with simulation() as made:
+        devices.reserve_on(memory.resolve(group), made, 1 << 16)
+    for graph in (True, False, True, False):
+        with simulation(graph=graph):
+            out = symm_cp.all_gather_attention(*mine, group=group, window_left=13, window_right=5)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_windows_in_captures_and_outside_of_them(ranks: Ranks) -> None:
+    ranks.run(2, windows, random.randrange(1 << 30))
 
 
 class OnGpu(torch.Tensor):

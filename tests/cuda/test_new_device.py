@@ -101,6 +101,7 @@ result = {name: keys(name) for name in names - torchs | replaced}
             assert ("AutocastCUDA" in keys) == ("AutocastPrivateUse1" in keys), name
 
 
+@pytest.mark.exhaustive
 def test_doctor_lists_its_driver_and_devices(package: Path) -> None:
     findings = run(package, """
 from symm_cp import doctor
@@ -115,6 +116,7 @@ result = {f.name: [f.state, f.detail] for f in doctor.examine() if f.name.starts
     }
 
 
+@pytest.mark.exhaustive
 def test_a_function_that_torchs_module_lacks_is_named(package: Path) -> None:
     errors = run(package, """
 from symm_cp import accelerators

@@ -14,16 +14,22 @@ import torch.distributed as dist
 
 from symm_cp import devices, memory
 from tests.cuda.simulated import simulation
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.ops import test_attention, test_gradients, test_random
 from tests.pool import Ranks
 
-SIGNALS = ("stream", "kernel", "torch")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{"graph": graph, "signals": signals} for signals in SIGNALS for graph in (False, True)],
-    ids=[f"{signals}{graph}" for signals in SIGNALS for graph in ("", "-graph")],
+    [
+        pytest.param(
+            {"graph": graph, "signals": signals},
+            id=f"{signals}-graph" if graph else signals,
+            marks=[exhaustive] if graph and signals == "kernel" else [],
+        )
+        for signals in ("stream", "kernel", "torch")
+        for graph in (False, True)
+    ],
 )
 
 

@@ -18,14 +18,21 @@ from symm_cp import devices, memory, wire
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulated_device, simulation
+from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
-SIGNALS = ("stream", "kernel", "torch")
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 MODES = pytest.mark.parametrize(
     "mode",
-    [{"graph": graph, "signals": signals} for signals in SIGNALS for graph in (False, True)],
-    ids=[f"{signals}{graph}" for signals in SIGNALS for graph in ("", "-graph")],
+    [
+        pytest.param(
+            {"graph": graph, "signals": signals},
+            id=f"{signals}-graph" if graph else signals,
+            marks=[exhaustive] if graph and signals == "kernel" else [],
+        )
+        for signals in ("stream", "kernel", "torch")
+        for graph in (False, True)
+    ],
 )
 all_gather = device_kernels["_low_contention_all_gather"]
 reduce_scatter = device_kernels["_low_contention_reduce_scatter"]
@@ -98,11 +105,12 @@ def begun_before_the_peers(group: dist.ProcessGroup, mode: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("signals", ["stream", "torch"])
 def test_background_ops_of_late_peers_do_not_hold_up_the_caller(ranks: Ranks, signals: str) -> None:
-    ranks.run(3, begun_before_the_peers, {"signals": signals})
+    mode = {"signals": signals, "one_queue": False, "lazy_loading": False, "stream_guard": False}
+    ranks.run(3, begun_before_the_peers, mode)
 
 
 def batches(group: dist.ProcessGroup) -> dict[str, int]:
-    with simulation() as made:
+    with simulation(driver_version=13010) as made:
         shard = symmetric(torch.randn(64, 4), group)
         wait(all_gather(shard, group.group_name))
         made.synchronize()
@@ -128,7 +136,7 @@ def test_an_all_gather_is_one_batch_of_copies_and_two_of_signals(ranks: Ranks) -
 
 def in_place(group: dist.ProcessGroup) -> list[dict[str, int]]:
     rank, counted = group.rank(), []
-    with simulation() as made:
+    with simulation(driver_version=13010) as made:
         for _ in range(3):
             rows, weight = stacked(group, 8, 4), torch.randn(4, 3)
             shard = symmetric(rows[rank], group)
@@ -252,7 +260,7 @@ def test_workspaces_of_graphs_outlive_growth(ranks: Ranks) -> None:
 
 
 def driver_fails(group: dist.ProcessGroup) -> None:
-    with simulation() as made:
+    with simulation(driver_version=13010) as made:
         tensor = torch.randn(4, 4)
         made.library.simulated_refuse(1)
         with pytest.raises(RuntimeError, match="cuMemcpyBatchAsync failed: CUDA_ERROR_OUT_OF_MEM"):

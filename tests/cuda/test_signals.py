@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import symm_cp
 from symm_cp import devices, memory
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.ops.common import device_kernels
+from tests.cuda import test_pipelines, test_runtime
 from tests.cuda.simulated import simulated_device, simulation
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 all_gather = device_kernels["_low_contention_all_gather"]
@@ -99,31 +102,41 @@ def refused(group: dist.ProcessGroup) -> list[str]:
         a_call(group)
         dist.barrier(group)
         for fault in ("write", "wait", "peer_copy"):
-            made.machine.library.simulated_set(_setting(fault), 1)
+            made.machine.set(**{fault: "refuse"})
             with pytest.raises(RuntimeError, match="symm_cp: cu") as raised:
                 symm_cp.all_gather_matmul(torch.ones(2, 2), torch.ones(2, 2), group=group)
-            made.machine.library.simulated_set(_setting(fault), 0)
+            made.machine.set(**{fault: ""})
             made.synchronize()
             errors.append(" | ".join([str(raised.value), *getattr(raised.value, "__notes__", [])]))
             dist.barrier(group)
     return errors
 
 
-def _setting(fault: str) -> int:
-    from tests.cuda.machine import SETTINGS
-
-    return SETTINGS.index(fault)
-
-
 def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
     """Also that the peers cannot be told then."""
-    not_told = "symm_cp: the peers cannot be told: cuMemcpyAsync failed: CUDA_ERROR_NOT_SUPPORTED"
+    not_told = "symm_cp: the peers cannot be told: cuMemcpyAsync of the mark that this rank gave up"
+    refusal = "failed: CUDA_ERROR_NOT_SUPPORTED"
     for errors in ranks.run(2, refused):
         assert errors == [
-            "symm_cp: cuStreamBatchMemOp failed: CUDA_ERROR_NOT_SUPPORTED",
-            "symm_cp: cuStreamBatchMemOp failed: CUDA_ERROR_NOT_SUPPORTED",
-            "symm_cp: cuMemcpyBatchAsync failed: CUDA_ERROR_NOT_SUPPORTED | " + not_told,
+            f"symm_cp: cuStreamBatchMemOp {refusal}",
+            f"symm_cp: cuStreamBatchMemOp {refusal}",
+            f"symm_cp: cuMemcpyBatchAsync {refusal} | {not_told} {refusal}",
         ]
+
+
+def guarded(group: dist.ProcessGroup, graph: bool, seed: int) -> None:
+    mode = {"signals": "torch", "stream_guard": True, "graph": graph}
+    test_runtime.mixes(group, 20, seed, mode)
+    test_pipelines.attention(group, mode, seed)  # backward: partial sums, also in a ring
+
+
+@pytest.mark.parametrize("graph", some(False, of=[False, True]))
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
+def test_torchs_kernels_end_although_one_stream_follows_the_other(
+    ranks: Ranks, world_size: int, graph: bool
+) -> None:
+    """With the copy lane handed out first they would not, see tests/schedule."""
+    ranks.run(world_size, guarded, graph, random.randrange(1 << 30))
 
 
 def in_threads(group: dist.ProcessGroup, signals: str) -> None:

@@ -38,7 +38,7 @@ OPS = some(
     (2, "matmul_scatter"),
     (2, "low_contention"),
     (2, "two_shot_in_place"),
-    (3, "attention_ring"),
+    (2, "attention_ring"),
     of=itertools.product((2, 3, 4), ALL),
 )
 

@@ -23,6 +23,7 @@ def holds_no_more(samples: list[dict[str, float]], margin_mib: float, margin: in
     assert last["resident_mib"] <= resident + margin_mib, samples
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ops", some(600, of=(600, 3000)))
 def test_nothing_grows(ops: int) -> None:
     report = soak.run(4, ops, random.randrange(1 << 24), looks=3)

@@ -258,6 +258,7 @@ def until_one_dies(group: dist.ProcessGroup) -> None:
         say(str(error))
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_dies_is_named_on_all_hosts(ranks: Ranks) -> None:
     with fabric(2) as made:
         places = [made.place(rank // 2) for rank in range(4)]

@@ -256,6 +256,7 @@ def over_the_network(group: dist.ProcessGroup, seed: int) -> None:
     say(f"right on {len(found.ranks)} hosts")
 
 
+@pytest.mark.exhaustive
 def test_three_hosts_of_two_ranks_each(ranks: Ranks) -> None:
     """Nothing tells the ranks that they are on several hosts, but what they find out."""
     with fabric(3) as made:

@@ -193,6 +193,7 @@ def generates_code(group: dist.ProcessGroup) -> None:
     assert "_c10d_functional.reduce_scatter" not in text
 
 
+@pytest.mark.exhaustive
 def test_generated_code_has_the_fused_ops(ranks: Ranks) -> None:
     ranks.run(2, generates_code, timeout=300)
 
@@ -394,11 +395,12 @@ def compiles_whole(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close(compiled(q, k, v), plain(q, k, v))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2]))
 def test_user_code_compiles_without_graph_breaks(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, compiles_whole, timeout=300)
 
 
+@pytest.mark.exhaustive
 def test_the_passes_take_time_in_proportion_to_the_graph(ranks: Ranks) -> None:
     ranks.run(1, large_graph)
 

@@ -44,12 +44,10 @@ def gathered_columns_scaled(group: Any) -> Any:
 
 
 def gathered_in_eight_bits(group: Any) -> Any:
-    """torch's kernel knows no number of a float8 dtype, and may slice scales anywhere."""
-    return _scaled(
-        funcol.all_gather_tensor(torch.empty(6, _K), 0, group),
-        torch.empty(_N, _K),
-        out_dtype=FLOAT8,
-    )
+    """torch's kernel knows no number of a float8 dtype."""
+    a = funcol.all_gather_tensor(torch.empty(6, _K), 0, group).to(FLOAT8)
+    one, b = torch.ones(()).float(), torch.empty(_N, _K).to(FLOAT8).t()
+    return torch._scaled_mm(a, b, one, one, out_dtype=FLOAT8)
 
 
 def scattered_rows(group: Any) -> Any:
@@ -63,6 +61,20 @@ def scattered_columns_scaled(group: Any) -> Any:
     return funcol.reduce_scatter_tensor(product, "sum", 1, group)
 
 
+def scattered_in_odd_columns(group: Any) -> Any:
+    """GPUs multiply 48 columns, but not the 24 that are for each rank."""
+    product = _scaled(torch.empty(_M, _K), torch.empty(48, _K))
+    return funcol.reduce_scatter_tensor(product, "sum", 1, group)
+
+
+def gathered_with_scales_of_blocks(group: Any) -> Any:
+    """With 128 features, the one block in each row has a scale as rows have."""
+    a = funcol.all_gather_tensor(torch.empty(_M, 128), 0, group).to(FLOAT8)
+    rows, blocks = torch.ones(a.shape[0], 1).float(), torch.ones(1, _N // 128).float()
+    b = torch.empty(_N, 128).to(FLOAT8).t()
+    return torch._scaled_mm(a, b, rows, blocks, out_dtype=torch.bfloat16)
+
+
 _CASES: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
     (gathered_columns, AG, "_all_gather_matmul_split"),
     (gathered_rows, AG, "_all_gather_matmul_split"),
@@ -73,14 +85,19 @@ _CASES: tuple[tuple[Callable[[Any], Any], str, str], ...] = (
 )
 
 
+def on_cuda(function: Callable[[], Any]) -> torch.fx.GraphModule:
+    """The graph of a function of new bfloat16 tensors on a GPU."""
+    with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            return make_fx(function)()
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+
 def runs_our_kernels(group: dist.ProcessGroup) -> None:
     for function, into, op in _CASES:
-        with FakeTensorMode(), torch.device("cuda"), torch.no_grad():
-            torch.set_default_dtype(torch.bfloat16)
-            try:
-                traced = make_fx(lambda: function(group))()  # noqa: B023
-            finally:
-                torch.set_default_dtype(torch.float32)
+        traced = on_cuda(lambda: function(group))  # noqa: B023
         shape = next(iter(traced.graph.find_nodes(op="output"))).args[0].meta["val"].shape
         with recording() as report:
             fuse_post_grad(traced.graph, Options(min_flops=0.0))
@@ -94,5 +111,21 @@ def runs_our_kernels(group: dist.ProcessGroup) -> None:
             assert calls[f"symm_mem.{op}.default"].args[-1] is True  # use_fast_accum
 
 
+def leaves_alone(group: dist.ProcessGroup) -> None:
+    for function, reason in (
+        (scattered_in_odd_columns, "the columns for each rank are not divisible by 16"),
+        (gathered_with_scales_of_blocks, "its scales are neither tensor-wise nor row-wise"),
+    ):
+        traced = on_cuda(lambda: function(group))  # noqa: B023
+        with recording() as report:
+            fuse_post_grad(traced.graph, Options(min_flops=0.0))
+        (decision,) = report.left
+        assert reason in decision.reason
+
+
 def test_graphs_on_cuda_run_our_kernels(ranks: Ranks) -> None:
     ranks.run(_W, runs_our_kernels)
+
+
+def test_what_gpus_cannot_fuse_is_left_alone(ranks: Ranks) -> None:
+    ranks.run(_W, leaves_alone)

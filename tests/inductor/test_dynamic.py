@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -35,5 +36,6 @@ def lengths(group: dist.ProcessGroup) -> None:
     assert "may have sizes that do not match" in str(report)
 
 
+@pytest.mark.exhaustive
 def test_lengths_that_are_not_known(ranks: Ranks) -> None:
     ranks.run(2, lengths, timeout=300)

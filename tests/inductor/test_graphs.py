@@ -96,6 +96,7 @@ def with_dynamic_batch(group: dist.ProcessGroup, seed: int) -> None:
             assert not compiled.report.left, str(compiled.report)
 
 
+@pytest.mark.exhaustive
 def test_dynamic_batch(ranks: Ranks) -> None:
     ranks.run(2, with_dynamic_batch, int(torch.randint(1 << 30, ())))
 

@@ -58,10 +58,12 @@ class _Both(SimulatedDevice):
 
 
 @contextmanager
-def running(group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22) -> Iterator[Double]:
+def running(
+    group: dist.ProcessGroup, mapped: str, heap_bytes: int = 1 << 22, driver_version: int = 13010
+) -> Iterator[Double]:
     """Inside, ops on CPU tensors use NVSHMEM. Collective over all ranks of the world."""
     cpu, state = torch.device("cpu"), memory.resolve(group)
-    with simulation() as streams:
+    with simulation(driver_version=driver_version) as streams:
         double = Double(streams, MAPPED[mapped])
         with (
             mock.patch.object(nvshmem, "library", return_value=(double, double)),
@@ -104,8 +106,10 @@ def test_all_pipelines(ranks: Ranks, mapped: str) -> None:
         assert bool(calls) is (mapped != "all")
 
 
-def one_gather(group: dist.ProcessGroup) -> list[tuple[Any, ...]]:
-    with running(group, "none") as double:
+def one_gather(
+    group: dist.ProcessGroup, mapped: str = "none", driver_version: int = 13010
+) -> list[tuple[Any, ...]]:
+    with running(group, mapped, driver_version=driver_version) as double:
         x = torch.randn(4, 8)
         symm_cp.all_gather_matmul(x, x.t().contiguous(), group=group)
         return [call for call in double.calls if call[0] in ("get", "signal", "wait")]
@@ -119,6 +123,14 @@ def test_order_and_arguments_of_the_calls(ranks: Ranks) -> None:
         for peer in others:
             expected += [("wait", 1, "side"), ("get", peer, 4 * 8 * 4, "side")]
         assert calls == expected
+
+
+def test_on_old_drivers_signals_are_nvshmems(ranks: Ranks) -> None:
+    """Streams do not wait in mapped memory there."""
+    for calls in ranks.run(4, one_gather, "all", 12040):
+        assert [call[0] for call in calls] == ["signal"] * 3 + ["wait", "get"] * 3
+    for calls in ranks.run(4, one_gather, "all", 12050):
+        assert not calls
 
 
 def subgroups(group: dist.ProcessGroup) -> None:

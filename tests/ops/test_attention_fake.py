@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from symm_cp.schedule.layout import head_tail_order
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
@@ -40,7 +41,7 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
         torch.library.opcheck(op, (*given, name), {**chosen, "grad_logsumexp": lse.sin()})
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", some(1, of=[1, 2]))
 def test_opcheck(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, passes_opcheck)
 

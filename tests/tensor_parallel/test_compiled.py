@@ -65,7 +65,6 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
     ("sequence_norm", "backend"),
     some(
         (False, "counted"),
-        (True, "inductor"),
         of=[(False, "counted"), (True, "counted"), (True, "inductor")],
     ),
 )

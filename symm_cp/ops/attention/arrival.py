@@ -6,7 +6,7 @@ import torch
 
 from symm_cp import runtime, tuning
 from symm_cp.devices import Signals, device_of, has_streams
-from symm_cp.devices.kept import kept
+from symm_cp.devices.kept import capturing, kept
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -27,7 +27,7 @@ def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionS
         return False
     # Kernels that signal might find no multiprocessor free while this one polls on all of them.
     spread = hosts_of(group, query.device)
-    if spread is not None or device.capturing():
+    if spread is not None or capturing(query.device):
         return False
     if device.signals(group) is not Signals.STREAM:
         return False

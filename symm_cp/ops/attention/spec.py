@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from symm_cp.devices import device_of, has_streams
+from symm_cp.devices.kept import HostReads, capturing
 from symm_cp.memory import Group
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
@@ -228,43 +227,24 @@ def _layout_of(
 def _host_edges(op: str, cu_seqlens: torch.Tensor, device: torch.device) -> list[int]:
     """Returns the values of `cu_seqlens`, for a call on `device`.
 
-    A tensor on a device is read once for each version of it, since the host waits for all kernels
-    before; torch counts the versions. While a graph is captured it is refused: the host must not
-    wait, and replays would not see other values.
+    While a graph is captured tensors on a device are refused: the host must not wait for them, and
+    replays would not see other values.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op}: cu_seqlens must be a 1-D tensor of int32 or int64, is {cu_seqlens.dtype} "
             f"{list(cu_seqlens.shape)}"
         )
-    if cu_seqlens.device.type == "cpu":
-        edges: list[int] = cu_seqlens.tolist()
-        return edges
-    if _captures(device):
+    if cu_seqlens.device.type != "cpu" and capturing(device):
         raise RuntimeError(
             f"{op}: cu_seqlens is on {cu_seqlens.device}, where the host cannot read it while a "
             "CUDA graph is captured: pass a sequence of ints or a CPU tensor, which become part of "
             "the graph"
         )
-    version = None if cu_seqlens.is_inference() else cu_seqlens._version
-    known = _read_edges.get(cu_seqlens)
-    if known is not None and version is not None and known[0] == version:
-        return known[1]
-    edges = cu_seqlens.tolist()
-    _read_edges[cu_seqlens] = version, edges
-    return edges
+    return _edges_read.get(cu_seqlens, cu_seqlens.tolist)
 
 
-# Values of tensors on devices, by tensor, with the version that was read.
-_read_edges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-
-
-def _captures(device: torch.device) -> bool:
-    if not has_streams(device):
-        return False
-    serving = device_of(device)
-    with serving.guard():
-        return serving.capturing()
+_edges_read: HostReads[list[int]] = HostReads()
 
 
 def _documents(op: str, edges: list[int] | None, length: int) -> tuple[int, ...] | None:

@@ -102,6 +102,7 @@ IssueOrder: TypeAlias = tuple[tuple[str, Step], ...]
 Options: TypeAlias = frozenset[str]
 
 
+@cache
 def peers(rank: int, world_size: int) -> tuple[int, ...]:
     """The other ranks in the order in which ``rank`` visits them."""
     return tuple((rank + distance) % world_size for distance in range(1, world_size))

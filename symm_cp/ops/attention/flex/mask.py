@@ -150,10 +150,10 @@ def cut(tile: Tile, copies: int) -> Iterator[Tile]:
             yield Tile(q_begin, q_end, k_begin, k_end)
 
 
-def positions(spans: tuple[Span, ...]) -> torch.Tensor:
-    """Returns the position in the sequence of each row of a rank."""
-    parts = [torch.arange(span.start, span.start + span.length, device="cpu") for span in spans]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device="cpu")
+def positions(spans: tuple[Span, ...], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Returns the position in the sequence of each row of a rank, made on the device."""
+    parts = [torch.arange(span.start, span.start + span.length, device=device) for span in spans]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=device)
 
 
 def _strips(spans: tuple[Span, ...], limit: int) -> list[tuple[int, int]]:

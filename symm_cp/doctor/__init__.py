@@ -11,31 +11,20 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, accelerators, devices, env, native, trusted
-from symm_cp.devices import Device, nvshmem
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import __version__, devices, env, native, trusted
+from symm_cp.doctor import accelerated
+from symm_cp.doctor.findings import Finding
 from symm_cp.results import result_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One line of the report; its state is "ok", "missing" (with advice) or "info"."""
-
-    section: str
-    name: str
-    state: str
-    detail: str
-    advice: str = ""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,81 +116,6 @@ def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
     return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
 
 
-def _driver(kind: type[Device], name: str) -> Finding:
-    """Checks whether the driver has what the runtime for streams requires."""
-    name += " driver"
-    try:
-        level = native.load().symm_cp_driver(kind.driver.encode())
-    except native.BuildError as error:
-        advice = "first make the native part work, see above"
-        return Finding("backends", name, "missing", str(error).splitlines()[0], advice)
-    if level < 0:
-        advice = "update the driver; the ops of torch's namespace keep torch's kernels until then"
-        return Finding("backends", name, "missing", native.error(), advice)
-    copies = "batched copies" if level == 2 else "single copies"
-    if level < 2 and kind is CudaDevice:
-        copies += " (batches require CUDA 12.8)"
-    return Finding("backends", name, "ok", copies)
-
-
-def _devices(kind: type[Device]) -> list[Finding]:
-    """Checks the driver of a kind of device, and lists the devices of that kind."""
-    name = kind.torch_type.upper()
-    module = getattr(torch, kind.torch_type, None)
-    if module is None or not module.is_available():
-        detail, advice = _why_none(kind)
-        return [Finding("backends", name, "missing", detail, advice)]
-    findings = [_driver(kind, name)]
-    count = accelerators.count(torch.device(kind.torch_type))
-    for index in range(count):
-        device = torch.device(kind.torch_type, index)
-        peers = [
-            str(peer)
-            for peer in range(count)
-            if peer != index and accelerators.reaches(device, peer)
-        ]
-        detail = f"{accelerators.name_of(device)}; reaches {', '.join(peers) or 'no peer'}"
-        if kind is CudaDevice:
-            detail += f"; {_cuda_details(device)}"
-        findings.append(Finding("backends", f"{name} {index}", "ok", detail))
-    return findings
-
-
-def _why_none(kind: type[Device]) -> tuple[str, str]:
-    """Says why there is no device of a kind, and what to do."""
-    name = kind.torch_type.upper()
-    if kind is CudaDevice and torch.version.cuda is not None:
-        return "no device found", "check the driver with nvidia-smi"
-    if kind is CudaDevice or not hasattr(torch, kind.torch_type):
-        return f"torch is built without {name}", f"install a {name} build of torch"
-    return "no device found", f"check the driver of {name}"
-
-
-def _cuda_details(device: torch.device) -> str:
-    multicast = symm_mem._SymmetricMemory.has_multicast_support(
-        torch._C._autograd.DeviceType.CUDA, device.index
-    )
-    engines = getattr(accelerators.properties_of(device), "async_engine_count", None)
-    return (
-        f"{'has' if multicast else 'no'} multicast; "
-        f"copy engines: {engines if engines is not None else 'unknown to torch'}"
-    )
-
-
-def _nvshmem() -> Finding:
-    try:
-        core, _ = nvshmem.library()
-    except RuntimeError as error:
-        advice = "pip install 'symm_cp[nvshmem]' on a machine with NVIDIA GPUs"
-        return Finding("backends", "NVSHMEM", "missing", str(error.__cause__), advice)
-    try:
-        core.get_unique_id(empty=True)  # loads the library
-    except Exception as error:  # of the loader of CUDA's libraries
-        advice = "nvshmem4py needs libnvshmem_host.so.3: install nvidia-nvshmem-cu13 (or -cu12)"
-        return Finding("backends", "NVSHMEM", "missing", str(error).splitlines()[0], advice)
-    return Finding("backends", "NVSHMEM", "ok", "nvshmem4py and its library load")
-
-
 def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
     """Lists the files that a command has written; `without` says what ops do without one."""
     findings = []
@@ -266,8 +180,8 @@ def examine() -> list[Finding]:
         *measured(),
         *_results(),
         _cpu(),
-        *itertools.chain.from_iterable(map(_devices, devices.known())),
-        _nvshmem(),
+        *itertools.chain.from_iterable(map(accelerated.devices_of, devices.known())),
+        accelerated.nvshmem_works(),
         *op_findings(),
     ]
 

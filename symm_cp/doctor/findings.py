@@ -1,0 +1,16 @@
+"""What the report consists of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report; its state is "ok", "missing" (with advice) or "info"."""
+
+    section: str
+    name: str
+    state: str
+    detail: str
+    advice: str = ""

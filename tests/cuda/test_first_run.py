@@ -1,0 +1,170 @@
+"""`symm-cp selftest`: what its ranks check, over a simulated driver, and that it always ends."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from symm_cp import first_run
+from symm_cp.first_run import Item, Part
+from symm_cp.first_run.checks import Check
+from symm_cp.ranks import run_limited
+from tests.cuda.simulated import simulation
+from tests.pool import Ranks
+
+CPU = torch.device("cpu")
+
+
+def examined(group: dist.ProcessGroup, signals: str, broken: bool) -> dict[str, Any]:
+    """What a rank writes down, and what the function returns."""
+    said: dict[str, Any] = {}
+
+    def say(name: str, known: Mapping[str, Any]) -> None:
+        said[name] = dict(known)
+
+    with simulation(signals=signals):
+        if broken and group.rank() == 1:
+            with mock.patch.object(Check, "wrong", return_value="an error"):
+                code = first_run.examine(group, CPU, say)
+        else:
+            code = first_run.examine(group, CPU, say)
+    return {"code": code, "said": said}
+
+
+@pytest.mark.parametrize(
+    "signals", ["stream", pytest.param("kernel", marks=pytest.mark.exhaustive)]
+)
+def test_all_ops_are_checked(ranks: Ranks, signals: str) -> None:
+    results = ranks.run(2, examined, signals, False)
+    assert [result["code"] for result in results] == [0, 0]
+    items = first_run.merged([result["said"] for result in results])
+    assert {item.state for item in items} == {"ok"}, items
+    assert len(items) >= 10
+    assert all(item.milliseconds is not None for item in items)
+
+
+def test_what_one_rank_finds_wrong_is_reported(ranks: Ranks) -> None:
+    results = ranks.run(2, examined, "stream", True)
+    assert [result["code"] for result in results] == [0, 1]
+    items = first_run.merged([result["said"] for result in results])
+    assert {(i.state, i.detail) for i in items[1:]} == {("failed", "rank 1: an error")}
+
+
+def test_ranks_that_hang_are_killed(tmp_path: Path) -> None:
+    """Also those that ignore the signals that can be ignored."""
+    program = (
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(os.getpid()))\n"
+        "time.sleep(0 if os.environ['RANK'] == os.environ['ENDS'] else 60)\n"
+    )
+    began = time.monotonic()
+    line = ["-c", program, str(tmp_path)]
+    assert run_limited(line, 2, seconds=1.0, variables={"ENDS": "1"}) == [None, 0]
+    assert time.monotonic() - began < 30
+    for path in tmp_path.iterdir():
+        assert not Path("/proc", path.read_text()).exists()
+
+
+def part_of(code: int | None, *lines: str) -> Part:
+    """A part whose only rank wrote these lines."""
+
+    def run(arguments: list[str], *_: Any, **__: Any) -> list[int | None]:
+        folder = arguments[arguments.index("--results") + 1]
+        Path(folder, "0.jsonl").write_text("\n".join(lines))
+        return [code]
+
+    with mock.patch.object(first_run, "run_limited", run):
+        return first_run.run_part([], "a part", 1, 9.0, {})
+
+
+def test_what_hung_is_named() -> None:
+    begun, ended = '{"name": "a", "state": "hung"}', '{"name": "a", "state": "ok"}'
+    part = part_of(None, begun, ended, '{"name": "b", "state": "hung"}', '{"name": "c')
+    assert part.outcome == "killed after 9 s"
+    assert [(item.name, item.state) for item in part.items] == [("a", "ok"), ("b", "hung")]
+    assert [item.detail for item in part.failed] == ["rank 0: did not end"]
+
+
+def test_a_part_that_says_nothing_has_failed() -> None:
+    assert part_of(1).failed == [Item("processes", "failed", "exit codes [1]")]
+    assert part_of(None).failed == [Item("processes", "failed", "killed after 9 s")]
+    assert part_of(0).failed == []
+
+
+def command(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    first_run.add_arguments(parser)
+    args = parser.parse_args(arguments)
+    args.arguments = list(arguments)
+    return args
+
+
+def started(results: dict[str, list[Item]], *arguments: str) -> tuple[int, list[tuple[str, Any]]]:
+    """The exit code, and the parts that were started with their way to signal."""
+    parts: list[tuple[str, Any]] = []
+
+    def run(_: Any, part: str, ranks: int, seconds: float, variables: Mapping[str, str]) -> Part:
+        parts.append((part, variables.get("SYMM_CP_SIGNALS")))
+        assert seconds <= 50
+        return Part(part, results.get(part, []), "ended")
+
+    with mock.patch.object(first_run, "run_part", run):
+        return first_run.main(command(*arguments)), parts
+
+
+def test_each_way_to_signal_is_tested_once(capsys: pytest.CaptureFixture[str]) -> None:
+    results = {
+        "environment": [Item("GPUs", "ok", "4")],
+        "signals as found": [Item("self-test", "ok", "kernel signals; batches: yes")],
+        "signals by torch": [Item("causal attention", "hung", "rank 1: did not end")],
+    }
+    code, parts = started(results)
+    assert code == 1
+    assert parts == [
+        ("environment", None),
+        ("signals as found", None),
+        ("signals by stream", "stream"),
+        ("signals by torch", "torch"),
+    ]
+    text = capsys.readouterr().out
+    assert "signals by torch: causal attention: rank 1: did not end" in text
+    code, _ = started(results, "--json")
+    assert code == 1
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"] == 4
+    assert report["parts"][-1]["items"][0]["state"] == "hung"
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    code, parts = started({"environment": [Item("GPUs", "failed", "rank 0: 0")]})
+    assert (code, parts) == (2, [("environment", None)])
+    assert "torch finds no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_command_without_a_gpu() -> None:
+    line = [sys.executable, "-m", "symm_cp", "selftest"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 2, done.stderr
+    assert "torch finds no CUDA device" in done.stderr
+    assert "versions: torch" in done.stdout
+
+
+@pytest.mark.gpu
+def test_the_command() -> None:
+    line = [sys.executable, "-m", "symm_cp", "selftest", "--json"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=130)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -147,22 +147,16 @@ def _publish(group: Group) -> None:
     """Writes to the store where this rank's CPU tensors are. Not collective.
 
     Under the process's rank in the world, whatever the group: ranks must not wait for each other
-    because they used different groups first.
+    because they used different groups first. So not under the group's generation, either, which
+    its ranks have to agree on; what an earlier world wrote in this store is true of this one,
+    unless its processes were on other hosts.
     """
-    if group.world_size == 1:
-        return
-    world, _ = _keys_of_world(group)
-    if world is not None:
-        world.set(_key(dist.get_rank()), _place_as_text(torch.device("cpu")))
-    else:
-        group.store().set(f"symm_cp/host/cpu/{group.rank}", _place_as_text(torch.device("cpu")))
+    if group.world_size > 1:
+        store, keys = _keys(group)
+        store.set(keys[group.rank], _place_as_text(torch.device("cpu")))
 
 
 on_first_use.append(_publish)
-
-
-def _key(world_rank: int) -> str:
-    return f"symm_cp/host/{world_rank}"
 
 
 def _place_as_text(device: torch.device) -> str:
@@ -174,26 +168,26 @@ def _place_of_text(text: str) -> Place:
     return Place(host, gpu, tuple(unreachable))
 
 
-def _keys_of_world(group: Group) -> tuple[dist.Store | None, list[str]]:
-    """The store and keys under which a group's processes publish their places.
+def _keys(group: Group) -> tuple[dist.Store, list[str]]:
+    """The store and the keys under which a group's ranks publish where their CPU tensors are.
 
-    No store for groups whose ranks are not in the world, nor when the user names the hosts: a rank
-    may then be on different hosts for different groups.
+    Those of the group itself when its ranks are not in the world, or when the user names the hosts:
+    a rank may then be on different hosts for different groups.
     """
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     world = dist.distributed_c10d._world
     if env.host() is not None or process_group not in world.pg_group_ranks:
-        return None, []
+        return group.store(), [f"symm_cp/host/cpu/{rank}" for rank in range(group.world_size)]
     members = dist.get_process_group_ranks(process_group)
-    return dist.distributed_c10d._get_default_store(), [_key(rank) for rank in members]
+    store = dist.distributed_c10d._get_default_store()
+    return store, [f"symm_cp/host/{rank}" for rank in members]
 
 
 def _places(group: Group, device: torch.device) -> list[Place]:
     """The place of each rank of a group. Collective."""
-    store, keys = _keys_of_world(group) if device.type == "cpu" else (None, [])
-    if store is not None:
+    if device.type == "cpu":
         _publish(group)
-        texts = read(group, store, keys)
+        texts = read(group, *_keys(group))
     else:
         texts = share(group, f"host/{device.type}", _place_as_text(device))
     return [_place_of_text(text) for text in texts]

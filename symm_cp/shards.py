@@ -58,6 +58,9 @@ class Split:
 
     def of(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
         """Returns a rank's part of a whole tensor, as a view."""
+        if self.dim == 0:  # takes half the time
+            begin = self.start(rank)
+            return whole[begin : begin + self.sizes[rank]]
         return whole.narrow(self.dim, self.start(rank), self.sizes[rank])
 
     def parts(self, whole: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -419,11 +419,6 @@ class DeviceWorkspace(Calls, ABC):
         first, end = (wire.flag_offset(f, 0, self.world_size) for f in (flag, flag + 1))
         return self.memory[first:end].view(torch.int32)[:: wire.FLAG_BYTES // 4]
 
-    def slot(self, epoch: int, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns bytes of this rank's slot in call `epoch`."""
-        begin = self.layout.slot_offset(epoch) + offset
-        return self.memory[begin : begin + nbytes]
-
 
 def events_needed(world_size: int) -> int:
     """The events of a call: its begin and end, and those of the flags to oneself."""

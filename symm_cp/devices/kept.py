@@ -49,7 +49,7 @@ class Kept(Generic[P, T]):
         serving = device_of(device)
         with serving.guard():
             if serving.capturing():
-                return self._made(device, *args, **kwargs)
+                return self._make(device, *args, **kwargs)
             stream = serving.streams("sync")[0]
             return self._on_stream(stream, device, *args, **kwargs)  # type: ignore[arg-type]
 

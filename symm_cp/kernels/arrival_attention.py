@@ -315,4 +315,4 @@ def chunk_table(shards: Sequence[Sequence[tuple[int, int, int]]]) -> torch.Tenso
     """Returns `chunks` of `arrival_attention`; shards with fewer chunks get empty ones."""
     most = max(len(shard) for shard in shards)
     rows = [[*shard, *[(0, 0, 0)] * (most - len(shard))] for shard in shards]
-    return torch.tensor(rows, dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32, device="cpu")

@@ -127,7 +127,7 @@ class Runtime(Protocol):
         out: torch.Tensor,
         call_name: bytes,
         *,
-        shapes: Sequence[Shapes],
+        shapes: Sequence[Shapes] | None,
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:

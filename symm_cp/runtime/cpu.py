@@ -223,7 +223,7 @@ class CpuRuntime:
         out: torch.Tensor,
         call_name: bytes,
         *,
-        shapes: Sequence[Shapes],
+        shapes: Sequence[Shapes] | None,
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:

@@ -260,7 +260,7 @@ class HostsRuntime:
         out: torch.Tensor,
         call_name: bytes,
         *,
-        shapes: Sequence[Shapes],
+        shapes: Sequence[Shapes] | None,
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:
@@ -293,7 +293,7 @@ class HostsRuntime:
                     consume_of(ranks),
                     total,
                     call_name,
-                    shapes=[shapes[rank] for rank in ranks],
+                    shapes=[messages.shards.shapes[rank] for rank in ranks],
                     partials=[partials[rank] for rank in ranks],
                     ring=ring,
                 )

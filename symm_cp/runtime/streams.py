@@ -56,7 +56,7 @@ from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows, real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, viewing
+from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
 
 # From this many ranks on, shards that nobody keeps are pulled into two places in turn.
 _BOUNDED_FROM = 4
@@ -121,6 +121,11 @@ class _Call:
 
 def _staging(shards: Shards, places: int) -> torch.Tensor:
     return scratch(shards.own[0], max(1, places * shards.nbytes))
+
+
+def _viewing_slot(space: DeviceWorkspace, epoch: int) -> ViewAt:
+    base, view_at = space.layout.slot_offset(epoch), viewing(space.memory)
+    return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)
 
 
 def _contiguous(shard: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -258,13 +263,13 @@ class StreamRuntime:
         launch = produce_launch(rank, sizes, call.mode)
         sums, offsets = scratch_rows(out, ranks), part_offsets(sizes)
         with call.workspace(offsets[-1]) as (space, epoch):
+            in_slot = _viewing_slot(space, epoch)
 
             def run_produce(target: int) -> None:
                 if target == rank:
                     produce(target, sums[rank])
                 else:
-                    slot = space.slot(epoch, offsets[target], sizes[target])
-                    produce(target, slot.view(out.dtype).view(partials[target]))
+                    produce(target, in_slot(offsets[target], partials[target], out.dtype))
 
             kernels: dict[str, Kernel] = {
                 "produce": run_produce,
@@ -280,7 +285,7 @@ class StreamRuntime:
         out: torch.Tensor,
         call_name: bytes,
         *,
-        shapes: Sequence[Shapes],
+        shapes: Sequence[Shapes] | None,
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:
@@ -300,15 +305,15 @@ class StreamRuntime:
         sums = scratch_rows(out, 1 if ring else ranks)
         order = peers(rank, ranks)
         with call.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
+            in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
 
             def run_consume(source: int) -> None:
                 if source == rank:
                     consume(list(shard), rank, out if ring else sums[rank])
                     return
                 place = order.index(source) % 2 if ring else source
-                slot = space.slot(epoch, exchange.offsets[place], sizes[source])
-                partial = slot.view(out.dtype).view(tuple(partials[source]))
-                parts = shards.views(source, viewing(staging), place * shards.nbytes)
+                partial = in_slot(exchange.offsets[place], partials[source], out.dtype)
+                parts = shards.views(source, view_at, place * shards.nbytes)
                 consume(parts, source, partial)
 
             kernels: dict[str, Kernel] = {

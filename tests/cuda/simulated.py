@@ -73,6 +73,10 @@ class _Event:
         self._driver.cuEventDestroy_v2(self._event)
 
 
+# That the workspaces of each group were made for.
+_drivers: weakref.WeakKeyDictionary[memory.Group, str] = weakref.WeakKeyDictionary()
+
+
 @dataclass(frozen=True)
 class Mode:
     """What the machine is like, and how calls are made on it.
@@ -315,6 +319,10 @@ class SimulatedDevice(FlagKernels, devices.Device):
         return super().capture_id() or -self._captures
 
     def verdict(self, group: memory.Group) -> devices.Verdict:
+        # Its ranks, and perhaps no others, are all in a simulation of this driver.
+        if _drivers.setdefault(group, self.driver) != self.driver:
+            devices.workspaces_of(group).clear()
+            _drivers[group] = self.driver
         return devices.Verdict(devices.Signals(self.mode.signals))
 
     def workspace(

@@ -115,6 +115,7 @@ def symmetric() -> Iterator[Callable[[bool], int]]:
         return int(at)
 
     yield make
+    machine().library.simulated_drain_all()
     for at, fd in made:
         libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(mmap.PAGESIZE))
         if fd is not None:

@@ -69,7 +69,7 @@ def _tables(
         [(span.row, span.length, span.start) for span in layout.spans(owner)]
         for owner in (rank, *peers(rank, layout.world_size))
     ]
-    positions = torch.tensor(list(layout.positions(rank)), dtype=torch.int32)
+    positions = torch.tensor(list(layout.positions(rank)), dtype=torch.int32, device="cpu")
     # Without a mask, queries may be of another sequence: positions do not matter then.
     positions = positions if len(positions) == rows else positions.new_zeros(rows)
     return positions.to(device), chunk_table(shards).to(device)

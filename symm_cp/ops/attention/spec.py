@@ -121,8 +121,10 @@ class AttentionSpec:
         keys = self.layout.lengths[owner]  # queries may be of another sequence
         return (Tile(0, rows, 0, keys),) if keys and rows else ()
 
-    def shard_shapes(self, key: torch.Tensor) -> list[tuple[tuple[int, ...], ...]]:
-        """Returns the shapes of each rank's keys and values."""
+    def shard_shapes(self, key: torch.Tensor) -> list[tuple[tuple[int, ...], ...]] | None:
+        """Returns the shapes of each rank's keys and values; None when all are as this rank's."""
+        if len(set(self.layout.lengths)) == 1:
+            return None
         B, G, _, E = key.shape
         return [((B, G, length, E),) * 2 for length in self.layout.lengths]
 

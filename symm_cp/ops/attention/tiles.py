@@ -86,6 +86,12 @@ def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
     return (tile,) if query.device.type == "cpu" else squares(tile)
 
 
+def _rows(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
+    """Returns rows of (B, H, S, ...), as a view unless they are all."""
+    whole = begin == 0 and end == tensor.shape[2]
+    return tensor if whole else tensor[:, :, begin:end]
+
+
 class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
@@ -119,8 +125,8 @@ class Forward:
         is_causal: bool = False,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q = self._query[:, :, tile.q_begin : tile.q_end]
-        k, v = key[:, :, tile.k_begin : tile.k_end], value[:, :, tile.k_begin : tile.k_end]
+        q = _rows(self._query, tile.q_begin, tile.q_end)
+        k, v = (_rows(tensor, tile.k_begin, tile.k_end) for tensor in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
@@ -135,7 +141,8 @@ class Forward:
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        kernels.merge(self._merged[0][:, :, begin:end], self._merged[1][:, :, begin:end], out, lse)
+        merged, merged_lse = (_rows(tensor, begin, end) for tensor in self._merged)
+        kernels.merge(merged, merged_lse, out, lse)
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         query = self._query
@@ -157,7 +164,7 @@ class Total:
 
     def add(self, begin: int, end: int, part: torch.Tensor) -> None:
         """Adds to some rows."""
-        rows = self.total[:, :, begin:end]
+        rows = _rows(self.total, begin, end)
         if self._empty and rows.shape == self.total.shape:
             rows.copy_(part)
         else:
@@ -218,17 +225,18 @@ class Backward:
         is_causal: bool = False,
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
-        rows, keys = slice(tile.q_begin, tile.q_end), slice(tile.k_begin, tile.k_end)
-        q, k, v = self._query[:, :, rows], key[:, :, keys], value[:, :, keys]
+        given = (self._query, self._grad_out, self._out, self._lse)
+        q, grad_out, out, lse = (_rows(tensor, tile.q_begin, tile.q_end) for tensor in given)
+        k, v = (_rows(tensor, tile.k_begin, tile.k_end) for tensor in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         grad_q, grad_k, grad_v = kernels.backward(
-            self._grad_out[:, :, rows],
+            grad_out,
             q,
             k,
             v,
-            self._out[:, :, rows],
-            self._lse[:, :, rows],
+            out,
+            lse,
             mask,
             causal=is_causal,
             scale=self._spec.scale,

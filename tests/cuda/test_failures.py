@@ -22,6 +22,7 @@ from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
 from tests.pool import Ranks
 
+
 wait = torch.ops._c10d_functional.wait_tensor
 
 #: Calls an op, and compares its result with what it must be.
@@ -97,7 +98,7 @@ def no_memory(at: int) -> Iterator[list[int]]:
 
 def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apart: bool) -> int:
     """All ranks fail in a call, each at its own step (`apart`), and go on after that."""
-    with simulation(delays_us=1000, poison=True, **mode) as made:
+    with simulation(delays_us=1000, **mode) as made:
         for _ in range(3):
             op(group)
         with no_memory(10**9) as launches:

@@ -49,12 +49,16 @@ KERNELS = frozenset(f"aten::{name}" for name in _KERNELS.split())
 
 @dataclass(frozen=True)
 class Case:
-    """An op; torch's pipeline for it, if any; and the microseconds that it may take."""
+    """An op; torch's pipeline for it, if any; and the microseconds that it may take.
+
+    `complete` is called with each result, and not timed.
+    """
 
     name: str
     run: Call
     torchs: Call | None = None
     target: float | None = None
+    complete: Callable[[Any], object] | None = None
 
 
 @dataclass
@@ -145,7 +149,8 @@ def scaled_cases(group: dist.ProcessGroup) -> Iterator[Case]:
 
 def attention_cases(group: dist.ProcessGroup) -> Iterator[Case]:
     ranks, name, ops = group.size(), group.group_name, torch.ops.symm_mem
-    q, k, v = (torch.randn(1, HEADS, KEYS, FEATURES) for _ in range(3))
+    # As models have them: a row of heads after the other.
+    q, k, v = (torch.randn(1, KEYS, HEADS, FEATURES).transpose(1, 2) for _ in range(3))
     attend = ops.fused_all_gather_attention
     yield Case("attention", lambda: attend(q, k, v, name), target=60 + 6 * ranks)
     order = [rank for i in range(ranks) for rank in (i, 2 * ranks - 1 - i)]
@@ -153,7 +158,7 @@ def attention_cases(group: dist.ProcessGroup) -> Iterator[Case]:
         "attention, causal head-tail",
         lambda: attend(q, k, v, name, is_causal=True, chunk_order=order),
     )
-    trained = [t.clone().requires_grad_() for t in (q, k, v)]
+    trained = [t.detach().clone().requires_grad_() for t in (q, k, v)]
     out = attend(*trained, name)[0]
     yield Case("attention, backward", gradient(out, trained))
     yield Case("all-gather of keys and values", lambda: ops.all_gather_kv(k, v, 2, name))
@@ -165,15 +170,17 @@ def collective_cases(group: dist.ProcessGroup) -> Iterator[Case]:
     x, whole = (torch.randn(rows, INNER) for rows in (ROWS, group.size() * ROWS))
     yield Case(
         "low-contention all-gather",
-        lambda: wait(ops._low_contention_all_gather(x, name)),
-        lambda: wait(torch_symm_mem._low_contention_all_gather(x, name)),
+        lambda: ops._low_contention_all_gather(x, name),
+        lambda: torch_symm_mem._low_contention_all_gather(x, name),
         15,
+        wait,
     )
     yield Case(
         "low-contention reduce-scatter",
-        lambda: wait(ops._low_contention_reduce_scatter(whole, "sum", name)),
-        lambda: wait(torch_symm_mem._low_contention_reduce_scatter(whole, "sum", name)),
+        lambda: ops._low_contention_reduce_scatter(whole, "sum", name),
+        lambda: torch_symm_mem._low_contention_reduce_scatter(whole, "sum", name),
         15,
+        wait,
     )
 
 
@@ -188,11 +195,13 @@ def gradient(out: torch.Tensor, inputs: list[torch.Tensor]) -> Call:
     return lambda: torch.autograd.grad(out, inputs, ones, retain_graph=True)
 
 
-def measured(calls: dict[str, Call], seconds: float) -> dict[str, float]:
+def measured(
+    calls: dict[str, Call], complete: Callable[[Any], object], seconds: float
+) -> dict[str, float]:
     """Microseconds of each call: the tenth percentile over blocks, taken in turn."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for call in calls.values():
-        call()
+        complete(call())
     gc.collect()
     gc.disable()
     end = time.monotonic() + seconds
@@ -200,18 +209,20 @@ def measured(calls: dict[str, Call], seconds: float) -> dict[str, float]:
         while time.monotonic() < end or len(times["run"]) < 5:
             for name, call in calls.items():
                 begin = time.thread_time_ns()
-                for _ in range(CALLS):
-                    call()
+                results = [call() for _ in range(CALLS)]
                 times[name].append((time.thread_time_ns() - begin) / CALLS / 1e3)
+                for result in results:
+                    complete(result)
     finally:
         gc.enable()
     return {name: sorted(found)[len(found) // 10] for name, found in times.items()}
 
 
-def kernels_of(call: Call) -> int:
+def kernels_of(call: Call, complete: Callable[[Any], object]) -> int:
     """How many of torch's operators that launch kernels a call uses."""
     with torch.autograd.profiler.profile(use_kineto=False) as profile:
-        call()
+        result = call()
+    complete(result)
     return sum(event.name in KERNELS for event in profile.function_events or ())
 
 
@@ -224,15 +235,16 @@ def row_of(
     calls: dict[str, Call] = {"run": case.run, "mm": lambda: torch.mm(matrix, matrix, out=out)}
     if case.torchs is not None:
         calls["torch"] = case.torchs
-    us = measured(calls, seconds)
+    complete = case.complete or (lambda _: None)
+    us = measured(calls, complete, seconds)
     device.kernels.count = 0
     device.driver_calls()
-    kernels = kernels_of(case.run)
+    kernels = kernels_of(case.run, complete)
     issued = kernels + device.kernels.count, device.driver_calls()
     row = Row(case.name, ranks, us["run"], us["run"] / us["mm"], *issued, case.target)
     if case.torchs is not None:
         torchs.barriers = 0
-        row.torch_us, row.torch_kernels = us["torch"], kernels_of(case.torchs)
+        row.torch_us, row.torch_kernels = us["torch"], kernels_of(case.torchs, complete)
         row.torch_barriers = torchs.barriers
     return row
 

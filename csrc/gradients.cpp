@@ -36,6 +36,25 @@ at::Tensor reduce_scatter(const at::Tensor& tensor, const std::string& reduce_op
   return op.call(tensor, reduce_op, group);
 }
 
+// The ops that run our kernels on other devices than CPUs: torch's own may refuse a tensor that is
+// not in symmetric memory, as a gradient is not.
+at::Tensor call_ours(const char* name, Stack stack) {
+  stack.emplace_back();  // sizes: equal parts
+  stack.emplace_back();
+  handle_of(name).callBoxed(stack);
+  return stack.back().toTensor();
+}
+
+at::Tensor all_gather_gradient(const at::Tensor& grad, const std::string& group) {
+  if (grad.is_cpu()) return all_gather(grad, group);
+  return call_ours("symm_mem::_low_contention_all_gather_split", {grad, group});
+}
+
+at::Tensor reduce_scatter_gradient(const at::Tensor& grad, const std::string& group) {
+  if (grad.is_cpu()) return reduce_scatter(grad, "sum", group);
+  return call_ours("symm_mem::_low_contention_reduce_scatter_split", {grad, "sum", group});
+}
+
 // These two are torch's, whose C++ signatures differ between its builds: called boxed.
 at::Tensor call_all_reduce(const c10::OperatorHandle& op, const at::Tensor& tensor,
                            const c10::IValue& reduce_op, const c10::IValue& group) {
@@ -70,7 +89,7 @@ struct AllGather : torch::autograd::Function<AllGather> {
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const std::string group = ctx->saved_data["group"].toStringRef();
-    return {waited(reduce_scatter(grads[0], "sum", group)), at::Tensor()};
+    return {waited(reduce_scatter_gradient(grads[0], group)), at::Tensor()};
   }
 };
 
@@ -84,7 +103,7 @@ struct ReduceScatter : torch::autograd::Function<ReduceScatter> {
     return reduce_scatter(tensor, reduce_op, group);
   }
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    at::Tensor grad = waited(all_gather(grads[0], ctx->saved_data["group"].toStringRef()));
+    at::Tensor grad = waited(all_gather_gradient(grads[0], ctx->saved_data["group"].toStringRef()));
     if (ctx->saved_data["mean"].toBool())
       grad = grad * (static_cast<double>(grads[0].size(0)) / ctx->saved_data["rows"].toInt());
     return {grad, at::Tensor(), at::Tensor()};

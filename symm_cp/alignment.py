@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
@@ -70,6 +71,11 @@ def scratch_rows(like: torch.Tensor, count: int) -> torch.Tensor:
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Returns the strides that torch gives a new tensor of a shape."""
+    return _strides(tuple(shape))
+
+
+@lru_cache(maxsize=512)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)

@@ -80,6 +80,7 @@ def all_gather_attention(
     name = group_name(group)
     like = query
     query, key, value = telling_peers(name, _local_parts, query, key, value, name)
+    documents = telling_peers(name, _document_options, cu_seqlens)
     features, value_features = (t.shape[-1] if t.dim() > 0 else 0 for t in (query, value))
     if features != value_features:
         # The kernels take one size; zeros change neither scores nor the other features.
@@ -93,7 +94,6 @@ def all_gather_attention(
     if load_balancer is not None:
         layout["chunk_order"] = load_balancer.chunk_order
         layout["chunk_lengths"] = load_balancer.chunk_lengths
-    is_tensor = cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,
@@ -102,16 +102,27 @@ def all_gather_attention(
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
-        cu_seqlens=cu_seqlens if is_tensor else None,
-        document_edges=None if is_tensor else cu_seqlens,
         window_left=window_left,
         window_right=window_right,
         **layout,
+        **documents,
     )
     out = out[..., :value_features]
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)
     return (out, lse) if return_lse else out
+
+
+def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[str, Any]:
+    """Returns the boundaries of documents as the op takes them."""
+    if cu_seqlens is None or isinstance(cu_seqlens, torch.Tensor):
+        return {"cu_seqlens": cu_seqlens}
+    for edge in cu_seqlens:
+        if not isinstance(edge, int | torch.SymInt):
+            raise TypeError(
+                f"{_OP}: cu_seqlens must be a tensor or a sequence of ints, has {edge!r}"
+            )
+    return {"document_edges": list(cu_seqlens)}
 
 
 def _local_parts(

@@ -114,19 +114,19 @@ class LoadBalancer:
         return torch.cat([torch.arange(b, b + n, device=device) for b, n in parts])
 
 
-@kept(maxsize=128)
+@kept(maxsize=8)
 def positions_on(device: torch.device, balancer: LoadBalancer, rank: int) -> torch.Tensor:
     """`LoadBalancer.positions`, made once."""
     return balancer.positions(rank, device=device)
 
 
-@kept(maxsize=128)
+@kept(maxsize=8)
 def permutation_on(device: torch.device, balancer: LoadBalancer) -> torch.Tensor:
     """`LoadBalancer.permutation`, made once."""
     return balancer.permutation(device=device)
 
 
-@kept(maxsize=128)
+@kept(maxsize=8)
 def gathered_rows_on(device: torch.device, balancer: LoadBalancer) -> torch.Tensor:
     """`LoadBalancer.gathered_rows`, made once."""
     return balancer.gathered_rows(device=device)

@@ -271,7 +271,7 @@ def register() -> None:
     lib.impl("get_remote_tensors", _get_remote_tensors_cpu, "CPU")
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta", allow_override=True)
-    remote_fake = fake_kernel(no_fake_remote_tensors, torch_symm_mem._get_remote_tensors_meta)
+    remote_fake = fake_kernel(no_fake_remote_tensors, "_get_remote_tensors_meta")
     lib.impl("get_remote_tensors", remote_fake, "Meta", allow_override=True)
     for name, functional in _FUNCTIONAL.items():
         lib.impl(name, functional, "Functionalize")

@@ -100,14 +100,17 @@ class CudaOverride:
         self.undo()
 
 
-def fake_kernel(ours: Op, torchs: Any) -> Op:
-    """Returns a fake kernel of torch's op: torch's own for devices where torch's kernel runs."""
+def fake_kernel(ours: Op, torchs: str) -> Op:
+    """Returns a fake kernel of torch's op: torch's own for devices where torch's kernel runs.
+
+    `torchs` is its name in torch.distributed._symmetric_memory.
+    """
 
     @functools.wraps(ours)
     def fake(*args: Any, **kwargs: Any) -> Any:
         kind = devices.kind_for(device_behind(args[0]))
         of_torch = kind is not None and kind.torch_has_kernels and _installed is None
-        return (torchs if of_torch else ours)(*args, **kwargs)
+        return (getattr(torch_symm_mem, torchs) if of_torch else ours)(*args, **kwargs)
 
     return fake
 

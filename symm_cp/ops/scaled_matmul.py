@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops import autocast
@@ -60,9 +59,9 @@ _FAKES: dict[str, Op] = {
     SCATTER: scaled_matmul_reduce_scatter_fake,
 }
 # torch's kernels for CUDA take scales of blocks as well.
-_TORCHS_FAKES: dict[str, Any] = {
-    GATHER: torch_symm_mem._fused_all_gather_scaled_matmul_fallback,
-    SCATTER: torch_symm_mem._fused_scaled_matmul_reduce_scatter_fallback,
+_TORCHS_FAKES = {
+    GATHER: "_fused_all_gather_scaled_matmul_fallback",
+    SCATTER: "_fused_scaled_matmul_reduce_scatter_fallback",
 }
 
 

@@ -154,6 +154,8 @@ def direct(group: dist.ProcessGroup) -> None:
         )
         torch.testing.assert_close(out, expected, **CLOSE)
         torch.testing.assert_close(lse, scores.logsumexp(-1)[:, :, rows], **CLOSE)
+    with pytest.raises(TypeError, match=r"all_gather_attention: cu_seqlens must .* ints, has 9\.5"):
+        symm_cp.all_gather_attention(out, out, out, group=group, cu_seqlens=[0, 9.5])  # type: ignore[list-item]
 
 
 @WORLD_SIZES

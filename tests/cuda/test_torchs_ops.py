@@ -116,6 +116,11 @@ with torch.device("meta"), Recording():
         (grad,) = torch.autograd.grad(reduced, x, outer, create_graph=True)
         torch.autograd.grad(grad, outer, torch.empty(4))
         gradients[op] = list(called)
+    for op, args in (("all_gather", ()), ("reduce_scatter", ("sum",))):
+        result = getattr(ops, f"_low_contention_{op}")(x, *args, name)
+        called.clear()
+        torch.autograd.grad(result, x, torch.empty_like(result))
+        gradients[op] = list(called)
 print(json.dumps([before, after, gradients]))
 """
 
@@ -148,9 +153,13 @@ def test_importing_leaves_torchs_cuda_ops_as_they_are(import_seen: list[Any]) ->
 
 def test_gradients_go_through_no_symmetric_memory(import_seen: list[Any]) -> None:
     # torch's kernels would refuse a gradient, which is an ordinary tensor.
-    for ops in import_seen[2].values():
-        reduced = ["_c10d_functional.all_reduce.default", "_c10d_functional.wait_tensor.default"]
-        assert [op for op in ops if "reduce" in op or "wait" in op] == 2 * reduced
+    gradients = import_seen[2]
+    wait = "_c10d_functional.wait_tensor.default"
+    for op in ("one_shot_all_reduce", "one_shot_all_reduce_copy"):
+        calls = [called for called in gradients[op] if "reduce" in called or "wait" in called]
+        assert calls == 2 * ["_c10d_functional.all_reduce.default", wait]
+    for op, other in (("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")):
+        assert f"symm_mem._low_contention_{other}_split.default" in gradients[op], gradients
 
 
 def _call_cuda_kernel(name: str, *args: Any) -> Any:

@@ -86,10 +86,19 @@ void StreamWaits::expect(int peer, int flag, uint32_t needed, uint32_t epoch,
 }
 
 void StreamWaits::close() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  closed_ = true;
-  if (!closing_) closing_ = Clock::now();
-  idle_.wait_for(lock, kExitGrace, [this] { return !reading_; });
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    closed_ = true;
+    if (!closing_) closing_ = Clock::now();
+    idle_.wait_for(lock, kExitGrace, [this] { return !reading_; });
+  }
+  for (const auto end = Clock::now() + kExitGrace; !written() && Clock::now() < end;)
+    std::this_thread::sleep_for(milliseconds(1));
+}
+
+bool StreamWaits::written() {
+  // Only who has given up writes, and does not take it back.
+  return !given_up_ || api_.stream_query(host_.writing) != driver::kNotReady;
 }
 
 void StreamWaits::give_up() {

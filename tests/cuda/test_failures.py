@@ -22,7 +22,6 @@ from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
 from tests.pool import Ranks
 
-
 wait = torch.ops._c10d_functional.wait_tensor
 
 #: Calls an op, and compares its result with what it must be.

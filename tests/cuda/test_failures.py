@@ -97,7 +97,7 @@ def no_memory(at: int) -> Iterator[list[int]]:
 
 def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apart: bool) -> int:
     """All ranks fail in a call, each at its own step (`apart`), and go on after that."""
-    with simulation(delays_us=1000, **mode) as made:
+    with simulation(delays_us=1000, poison=True, **mode) as made:
         for _ in range(3):
             op(group)
         with no_memory(10**9) as launches:

@@ -35,7 +35,6 @@ class _Both(SimulatedDevice):
     """Streams of the simulation, workspaces of NVSHMEM."""
 
     captures = False
-    spans_hosts = True
 
     def __init__(self, heap: nvshmem.Heap) -> None:
         super().__init__()

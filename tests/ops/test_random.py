@@ -36,9 +36,10 @@ def laid_out(x: torch.Tensor, group: dist.ProcessGroup, kind: int) -> torch.Tens
         # At another place in the block on each rank.
         block = symm_mem.empty(x.numel() + group.size(), dtype=x.dtype, device=device.name())
         part = block.narrow(0, group.rank(), x.numel()).view(x.shape).copy_(x)
+        state = memory.resolve(group)
         if not devices.has_streams(part.device):
             symm_mem.rendezvous(block, group)
-        elif not devices.device_for(memory.resolve(group), part.device).spans_hosts:
+        elif devices.device_for(state, part.device).is_symmetric(part, state):
             symm_cp.read_in_place(part, group)
         return part
     return x.clone()

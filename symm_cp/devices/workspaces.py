@@ -97,7 +97,7 @@ def reserve_on(group: Group, device: Device, slot_bytes: int) -> None:
     with group.lock, device.guard():
         verdict = device.verdict(group)
         for channel in wire.CHANNELS:
-            for graph in (False, True) if device.captures else (False,):
+            for graph in (False, True) if device.captures and verdict.graphs else (False,):
                 _workspace(
                     group, device, channel, slot_bytes, verdict, graph=graph, capturing=False
                 )

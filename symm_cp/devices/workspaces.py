@@ -207,7 +207,7 @@ def reserve_on(group: Group, device: Device, slot_bytes: int, graphs: int = 1) -
         verdict = device.verdict(group)
         for channel in wire.CHANNELS:
             _workspace(group, device, channel, slot_bytes, verdict)
-            if device.captures:
+            if device.captures and verdict.graphs:
                 _make_for_graphs(group, device, channel, slot_bytes, verdict, graphs)
 
 
@@ -222,8 +222,10 @@ def reserve(
     graphs in the same order. Collective: call it with the same numbers on every rank of the group.
     Raises `ValueError` for negative ones.
     """
-    if nbytes < 0 or graphs < 0:
-        raise ValueError(f"reserve: {nbytes=} and {graphs=} must not be negative")
+    if nbytes < 0:
+        raise ValueError(f"reserve: {nbytes=} must not be negative")
+    if graphs < 0:
+        raise ValueError(f"reserve: {graphs=} must not be negative")
     torch_device, whole_group = torch.device(device), resolve(group)
     spread = None if spans_hosts(whole_group, torch_device) else hosts_of(whole_group, torch_device)
     local = whole_group if spread is None else spread.local

@@ -174,15 +174,13 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
     synchronize = devices.device_for(state, device).synchronize
     override = symm_cp.override_cuda_ops() if device.type == "cuda" else nullcontext()
     with override:
-        if verdict.passed and verdict.graphs:
-            symm_cp.reserve(group, 1 << 20, device=device)
         for check in checks(group, device):
             say(check.name, {"state": "hung"})
             try:
                 wrong = check.wrong(check.run())
                 took = check.milliseconds(synchronize)
                 if not wrong and device.type == "cuda" and verdict.graphs:
-                    wrong = _in_graph(check)
+                    wrong = _in_graph(check, group, device)
             except Exception as error:
                 text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
                 say(check.name, {"state": "failed", "detail": text})
@@ -193,8 +191,9 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
     return int(failed or not verdict.passed)
 
 
-def _in_graph(check: Check) -> str:
+def _in_graph(check: Check, group: dist.ProcessGroup, device: torch.device) -> str:
     """Captures a call and replays it three times; says what is wrong with the result."""
+    symm_cp.reserve(group, 1 << 20, device=device)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -130,7 +130,7 @@ def _gather_matmul_in_place(inputs: _Inputs) -> Check:
     symmetric = torch.distributed._symmetric_memory.empty(
         *own.shape, dtype=own.dtype, device=own.device
     )
-    torch.distributed._symmetric_memory.rendezvous(symmetric, inputs.group)
+    symm_cp.read_in_place(symmetric, inputs.group)
     symmetric.copy_(own)
 
     def run() -> Tensors:

@@ -19,7 +19,7 @@ from tests.cuda.launches import TOOLS, recorded, resources
 from tests.exhaustive import exhaustive, some
 
 #: Shared memory that a block may have, in bytes, by compute capability.
-SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 #: Registers of a multiprocessor, which a block must fit into.
 REGISTERS = 65536
 

@@ -8,16 +8,19 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from symm_cp import memory, wire
-from symm_cp.devices import Signals, selftest
+from symm_cp import devices, memory, wire
+from symm_cp.devices import Signals, Verdict, selftest
 from symm_cp.devices.symmetric import SymmetricWorkspace
+from symm_cp.first_run.checks import checks
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.pool import Ranks
 
 Commands = list[wire.StreamCommand]
 COPY, SIGNAL = wire.StreamKind.COPY, wire.StreamKind.SIGNAL
+CPU = torch.device("cpu")
 exhaustive = pytest.mark.exhaustive
 
 
@@ -39,11 +42,12 @@ class FaultyWorkspace(SymmetricWorkspace):
         self.single = single
         super().set_single_copies(single=single)
 
-    def issue(self, commands: Any, *rest: Any, capturing: bool, call_name: bytes) -> None:
+    def issue(self, commands: Any, *rest: Any, **named: Any) -> None:
         if self.rank == 1:
+            capturing = self.slots == 1
             kept = self.device.fault(list(commands), single=self.single, capturing=capturing)
             commands = (wire.StreamCommand * len(kept))(*kept)
-        super().issue(commands, *rest, capturing=capturing, call_name=call_name)
+        super().issue(commands, *rest, **named)
 
 
 class LosesSignals(Faulty):
@@ -93,6 +97,14 @@ class TorchSignalsNobody(FaultyWorkspace):
 class HasNoWayToSignal(LosesAllSignals):
     def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
         return TorchSignalsNobody(group, self, channel, slot_bytes, **options)
+
+
+class Judged:
+    """What a device is asked goes by the self-test."""
+
+    def verdict(self, group: memory.Group) -> Verdict:
+        assert isinstance(self, SimulatedDevice)
+        return selftest.verdict(group, self)
 
 
 class IsSlowToReturn(Faulty):
@@ -185,3 +197,36 @@ def test_what_does_not_work_is_replaced(
         assert allowed == expected, why
         assert reason in why
         assert bool(reason) == bool(why)
+
+
+def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[Any, list[str]]:
+    """The verdict at first use, and what is wrong with the ops afterwards."""
+    with simulation(), mock.patch.multiple(selftest, LIMIT=0.5), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        device = type("Device", (Judged, kind), {})()
+        with devices.replaced(CPU, device):
+            wrong = [
+                f"{check.name}: {check.wrong(check.run())}"
+                for check in checks(group, CPU)
+                for _ in range(2)
+            ]
+        found = selftest.known_verdict(memory.resolve(group), CPU)
+    return (found.signals.value if found else None), [w for w in wrong if not w.endswith(": ")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "signals"),
+    [
+        pytest.param(LosesSignals, "kernel", marks=exhaustive),
+        pytest.param(LosesAllSignals, "torch", marks=exhaustive),
+        pytest.param(ShortensBatches, "stream", marks=exhaustive),
+        pytest.param(ShortensCopiesInGraphs, "stream", marks=exhaustive),
+        pytest.param(ShortensCopies, "none"),
+        pytest.param(HasNoWayToSignal, "none", marks=exhaustive),
+    ],
+)
+def test_what_is_broken_reaches_no_training_step(ranks: Ranks, kind: Any, signals: str) -> None:
+    """The device goes on to be broken after the self-test; ops do not use what is."""
+    with ranks.own(2, in_training, kind) as running:
+        outcomes = running.outcomes(timeout=60)
+    assert [outcome.result for outcome in outcomes] == [(signals, [])] * 2, outcomes

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # the profiler, which counts kernels, is talkative
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler, which counts kernels, is talkative
 
 import torch
 import torch.distributed as dist

@@ -62,11 +62,11 @@ Streams::Streams(const std::string& driver, std::vector<char*> bases, int rank,
 }
 
 Streams::~Streams() {
-  if (waits_ != nullptr) waits_->close();
   // At exit the driver may be unloaded: it then returns errors, and nothing is left to free.
   driver::Context before = nullptr;
   api_.context_get(&before);
   api_.context_set(context_);
+  if (waits_ != nullptr) waits_->close();
   for (driver::Event event : events_) api_.event_destroy(event);
   api_.context_set(before);
 }
@@ -111,7 +111,7 @@ bool Streams::ended() {
   InContext scope(api_, context_);
   for (size_t lane = 0; lane < last_lanes_.size(); ++lane)
     if (api_.event_query(events_[events_.size() - kLanes + lane]) != 0) return false;
-  return true;
+  return waits_ == nullptr || waits_->written();
 }
 
 void Streams::gather(Gathered kind, driver::Stream lane) {

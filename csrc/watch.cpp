@@ -86,10 +86,19 @@ void StreamWaits::expect(int peer, int flag, uint32_t needed, uint32_t epoch,
 }
 
 void StreamWaits::close() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  closed_ = true;
-  if (!closing_) closing_ = Clock::now();
-  idle_.wait_for(lock, kExitGrace, [this] { return !reading_; });
+  {
+    std::unique_lock<std::mutex> lock(mutex_);
+    closed_ = true;
+    if (!closing_) closing_ = Clock::now();
+    idle_.wait_for(lock, kExitGrace, [this] { return !reading_; });
+  }
+  for (const auto end = Clock::now() + kExitGrace; !written() && Clock::now() < end;)
+    std::this_thread::sleep_for(milliseconds(1));
+}
+
+bool StreamWaits::written() {
+  // Only who has given up writes, and does not take it back.
+  return !given_up_ || api_.stream_query(host_.writing) != driver::kNotReady;
 }
 
 void StreamWaits::give_up() {
@@ -98,7 +107,7 @@ void StreamWaits::give_up() {
     if (closed_ || given_up_) return;
     given_up_ = Clock::now();
   }
-  api_.expect(mark_peers(kGaveUp), "cuMemcpyAsync of the mark that this rank gave up");
+  api_.expect(mark_peers(kGaveUp), "cuMemcpyAsync");
 }
 
 milliseconds StreamWaits::interval() const {
@@ -112,7 +121,8 @@ void StreamWaits::read() {
   std::vector<Write> writes;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (closed_ || (!waiting() && unsure_.empty())) return;
+    // A late signal may take an awaited value back, before the stream has come to that wait.
+    if (closed_ || (!waiting() && unsure_.empty() && !draining_)) return;
     reading_ = begun;
     for (size_t i = 0; draining_ && i < pairs_.size(); ++i)
       if (!reached(pairs_[i].seen, pairs_[i].needed)) writes.push_back({i, pairs_[i].needed});
@@ -204,7 +214,10 @@ std::optional<std::string> StreamWaits::judge() {
     return describe(*deceived_) + ": rank " +
            text(static_cast<int64_t>(*deceived_ % about_.world_size)) +
            " aborted the call; see its stderr";
-  if (!waiting()) return std::nullopt;
+  if (!waiting()) {
+    if (draining_) draining_ = now;
+    return std::nullopt;
+  }
   look_for_the_dead(now);
   return given_up_ ? judge_given_up(now) : find_failure(now);
 }

@@ -68,8 +68,11 @@ class StreamWaits {
   // A stream will wait, in call `epoch` of op `call_name`, until `peer` has raised a flag to
   // `needed`.
   void expect(int peer, int flag, uint32_t needed, uint32_t epoch, const char* call_name);
-  // Stops watching. Returns when no reading of the flags is under way, or after a second.
+  // Stops watching. Returns when flags are no longer read nor written, or after two seconds. The
+  // calling thread has the context.
   void close();
+  // Whether all that was written to flags has arrived. The calling thread has the context.
+  bool written();
   // Tells the peers that this rank completes no further call; from then on waits do not abort, but
   // are ended as said above. Throws driver::Error when a peer cannot be told. The calling thread
   // has the context.

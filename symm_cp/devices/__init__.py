@@ -26,7 +26,15 @@ from symm_cp.devices.registry import (
     replaced,
     spans_hosts,
 )
-from symm_cp.devices.workspaces import give_up, reserve, reserve_on, workspace, workspaces_of
+from symm_cp.devices.workspaces import (
+    give_up,
+    give_up_on,
+    hold,
+    reserve,
+    reserve_on,
+    workspace,
+    workspaces_of,
+)
 
 __all__ = [
     "LANES",
@@ -43,7 +51,9 @@ __all__ = [
     "events_needed",
     "found_in_place",
     "give_up",
+    "give_up_on",
     "has_streams",
+    "hold",
     "kind_for",
     "known",
     "read_in_place",

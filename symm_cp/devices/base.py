@@ -11,10 +11,10 @@ flags, then slots, as in memory.py. A group has one for each channel and device:
     "sync"   ops in the caller's stream. Two slots; flags grow from call to call.
     "async"  low-contention collectives, which outlive the call. Likewise.
 
-and each of them twice: a second one is for calls that are captured into a graph, where epochs
-cannot change from replay to replay. It has one slot, and flags that the waiter resets. Each of its
-calls is complete in itself, so graphs may be replayed in any order and any number of times, as long
-as all ranks replay them in the same order.
+and others for calls that are captured into graphs, where epochs cannot change from replay to
+replay: one for each graph. They have one slot, and flags that the waiter resets. Each of their
+calls is complete in itself, so graphs may be replayed any number of times, at the same time and in
+any order, as long as all ranks replay those that follow each other in the same order.
 """
 
 from __future__ import annotations
@@ -162,6 +162,19 @@ class Device(ABC):
         """Whether the current stream is being captured into a graph."""
         return False
 
+    def capture_id(self) -> int:
+        """Returns a number of the capture that the current stream is in."""
+        stream, _ = self.streams("sync")
+        number: int = native.load().symm_cp_capture_id(self.driver.encode(), stream)
+        if number < 0:
+            raise RuntimeError(f"symm_cp: {native.error()}")
+        return number
+
+    def failed(self) -> bool:
+        """Whether an error has left the device unusable: torch then ends a process that frees."""
+        _, stream = self.streams("sync")
+        return bool(native.load().symm_cp_stream_ended(self.driver.encode(), stream) < 0)
+
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
         """Captures what a function puts on a stream into a graph; returns what replays it there."""
         raise NotImplementedError(f"{self}: calls cannot be captured")
@@ -264,6 +277,8 @@ class DeviceWorkspace(Calls, ABC):
         self.last_stream: int | None = None
         self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
+        #: What a failed call was given: its streams may still use it.
+        self.held: list[torch.Tensor] = []
         # A function without declared types, whose checks take as long as the call.
         self._run = native.load()["symm_cp_streams_run"]
         nbytes = self.header_bytes + self.slots * self.slot_bytes
@@ -385,6 +400,10 @@ class DeviceWorkspace(Calls, ABC):
         self.given_up = True
         if native.load().symm_cp_streams_give_up(self.handle) < 0:
             raise RuntimeError(f"symm_cp: the peers cannot be told: {native.error()}")
+
+    def ended(self) -> bool:
+        """Whether streams no longer use the workspace, as far as it was given up."""
+        return not self.given_up or native.load().symm_cp_streams_ended(self.handle) == 1
 
     def serves(self, slot_bytes: int) -> bool:
         """Whether a call with a slot of `slot_bytes` can be made."""

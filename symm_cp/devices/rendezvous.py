@@ -31,7 +31,7 @@ from symm_cp.liveness import generation, share_made, wait_for_keys, wait_limit
 from symm_cp.memory import Group, StateKey
 
 # torch's keys: "CUDASymmetricMemory/<number>/<rank>", "CUDASymmetricMemory/<number>" of a barrier.
-_NUMBERED = re.compile(r"(?P<begin>\w*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
+_NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
 
 # The backends of symmetric memory that meet through the store of the process group. NCCL's does so
 # over a communicator; that of this package counts the rendezvous of each group.

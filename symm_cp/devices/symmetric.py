@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -11,10 +12,14 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from symm_cp import wire
 from symm_cp.devices.base import DeviceWorkspace, Signals
 from symm_cp.devices.rendezvous import map_peers
-from symm_cp.memory import Group
+from symm_cp.memory import Group, StateKey
 
 # The flags that ranks raise at each other.
 _PADS = (*wire.FLAGS, "ready in place")
+
+
+# How many workspaces for graphs a group has had, by channel.
+_FOR_GRAPHS: StateKey[Counter[str]] = StateKey("workspaces for graphs")
 
 
 class SymmetricWorkspace(DeviceWorkspace):
@@ -28,6 +33,11 @@ class SymmetricWorkspace(DeviceWorkspace):
         self._mapped = map_peers(memory, group)
         # torch's kernels look the name of its process group up whenever they signal.
         weakref.finalize(self, self._mapped.forget).atexit = False
+        self._graph = 0
+        if self.slots == 1:
+            made = group.state(_FOR_GRAPHS, Counter)
+            made[self.channel] += 1
+            self._graph = made[self.channel]
         return memory, self._mapped.addresses
 
     def signal(self, flag: str, peers: Sequence[int], epoch: int) -> None:
@@ -54,11 +64,12 @@ class SymmetricWorkspace(DeviceWorkspace):
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
         own, too: from torch 2.15 on those of a group signal in one place. The self-test's come
-        first, leave no signal there, and take those of channel "sync".
+        first, leave no signal there, and take those of channel "sync". torch raises an error where
+        it has no channels left.
         """
         second = flag == "done" and epoch % self.slots == 1
         number = len(_PADS) if second else _PADS.index(flag)
-        kind = 2 * (self.channel == "async") + (self.slots == 1)
+        kind = 2 * self._graph + (self.channel == "async")
         return (len(_PADS) + 1) * kind + number
 
     def own_flags(self) -> Sequence[torch.Tensor]:

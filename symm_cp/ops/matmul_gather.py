@@ -16,18 +16,16 @@ from symm_cp import runtime
 from symm_cp.alignment import aligned
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
-    Sum,
-    at_last,
     check_dim,
     check_matrices,
     gather_split,
     group_of,
     in_test_mode,
-    moved,
     unfused_all_gather,
     what_is,
     world_size_of,
 )
+from symm_cp.ops.products import Sum, at_last, moved
 from symm_cp.results import new_result
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose

@@ -13,9 +13,6 @@ from symm_cp.memory import Group
 from symm_cp.ops.common import (
     SIZES,
     Op,
-    Sum,
-    as_rows,
-    at_last,
     gather_split,
     group_of,
     lib,
@@ -24,6 +21,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.products import Sum, as_rows, at_last
 from symm_cp.results import contiguous, new_result
 from symm_cp.shards import Split
 from symm_cp.tuning import Question, choose

@@ -11,8 +11,6 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
-    Sum,
-    as_rows,
     check_dim,
     check_matrices,
     check_reduce_op,
@@ -24,6 +22,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.products import Sum, as_rows
 from symm_cp.results import contiguous, new_result
 from symm_cp.runtime.sums import real
 from symm_cp.shards import Split

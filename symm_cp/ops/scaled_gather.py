@@ -15,7 +15,6 @@ from symm_cp import runtime
 from symm_cp.alignment import aligned
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
-    as_rows,
     check_dim,
     gather_split,
     group_of,
@@ -24,6 +23,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.products import as_rows
 from symm_cp.ops.scaled_operands import (
     Weight,
     check_bias,

@@ -11,7 +11,6 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops.common import (
-    as_rows,
     check_dim,
     check_reduce_op,
     group_of,
@@ -22,6 +21,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.products import as_rows
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 from symm_cp.ops.scaled_operands import (
     check_inner,

@@ -100,7 +100,7 @@ class _Ring:
                 yield self
             except BaseException as error:
                 self.hosts.local.refuse("sync", error)
-                give_up(self.hosts.local)
+                give_up(self.hosts.local, error)
                 raise
 
 

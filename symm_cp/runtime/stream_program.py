@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 from symm_cp import wire
-from symm_cp.devices import LANES, DeviceWorkspace, Signals, events_needed
+from symm_cp.devices import LANES, DeviceWorkspace, Signals, events_needed, give_up_on
 from symm_cp.runtime import recorder
 from symm_cp.runtime.binding import Binding
 from symm_cp.schedule.patterns import Variant
@@ -154,10 +154,7 @@ class Launch:
                         with recording.on_lane(step, device, lane, channel, epoch, call_name):
                             workspace.issue(part, *call)
         except BaseException as error:
-            try:
-                workspace.give_up()
-            except RuntimeError as further:
-                error.add_note(str(further))
+            give_up_on(workspace, error)
             raise
 
 

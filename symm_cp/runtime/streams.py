@@ -12,6 +12,7 @@ place.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +29,7 @@ from symm_cp.devices import (
     Signals,
     device_for,
     found_in_place,
+    hold,
     workspace,
 )
 from symm_cp.memory import Group
@@ -98,9 +100,23 @@ class _Call:
         epoch: int,
         operands: Sequence[int],
         kernels: Mapping[str, Kernel],
+        *used: torch.Tensor,
     ) -> None:
+        """Hands out a launch; `used` is all memory of this rank that its streams may touch.
+
+        A call that ends as it should leaves nothing to take care of: the caller's stream waits for
+        the other one, or in the background `_start` sees to it. After an error that stream may go
+        on for long, and the caller frees what it is at work on.
+        """
         capturing = self.mode.capturing
-        launch.run(space, epoch, operands, kernels, capturing=capturing, call_name=self.name)
+        try:
+            launch.run(space, epoch, operands, kernels, capturing=capturing, call_name=self.name)
+        except BaseException:
+            if not capturing:
+                hold(space, *used)
+                with contextlib.suppress(RuntimeError):  # of a failed device
+                    self.device.used_by_copies(space.channel, *used)
+            raise
 
 
 def _staging(shards: Shards, places: int) -> torch.Tensor:
@@ -170,7 +186,9 @@ class StreamRuntime:
         operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
         operands += [0 if gathered is None else gathered.data_ptr(), *(addresses or ())]
         with call.workspace(0 if in_place else shards.nbytes) as (space, epoch):
-            call.run(launch, space, epoch, operands, {"consume": run_consume})
+            kernels: dict[str, Kernel] = {"consume": run_consume}
+            used = [*shards.own, staging, *(() if gathered is None else (gathered,))]
+            call.run(launch, space, epoch, operands, kernels, *used)
 
     def all_gather_and_combine(
         self,
@@ -196,7 +214,8 @@ class StreamRuntime:
 
         operands = [shards.own[0].data_ptr(), staging.data_ptr(), *(addresses or ())]
         with call.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
-            call.run(launch, space, epoch, operands, {"combine": run_combine})
+            kernels: dict[str, Kernel] = {"combine": run_combine}
+            call.run(launch, space, epoch, operands, kernels, *shards.own, staging)
 
     def all_gather_and_poll(
         self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
@@ -218,8 +237,8 @@ class StreamRuntime:
         with call.workspace(shards.nbytes) as (space, epoch):
             words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
             kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
-            operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
-            call.run(launch, space, epoch, operands, kernels)
+            used = [*shards.own, staging]
+            call.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
     def produce_and_reduce_scatter(
         self,
@@ -256,7 +275,7 @@ class StreamRuntime:
                 "produce": run_produce,
                 "reduce": lambda _: add_rows(sums, out, mean=mean),
             }
-            call.run(launch, space, epoch, [sums.data_ptr()], kernels)
+            call.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
 
     def consume_and_reduce_scatter(
         self,
@@ -302,8 +321,8 @@ class StreamRuntime:
                 "add": lambda _: out.add_(sums[0]),
                 "reduce": lambda _: add_rows(sums, out),
             }
-            operands = [t.data_ptr() for t in (*shards.own, staging, sums)]
-            call.run(launch, space, epoch, operands, kernels)
+            used = [*shards.own, staging, sums]
+            call.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
@@ -356,8 +375,9 @@ def _start(
         space = workspace(group, device, "async", 0 if addresses is not None else room)
         launch = background_launch(pattern, group.rank, chunks, call.mode, addresses is not None)
         operands = [source.data_ptr(), target.data_ptr(), *(addresses or ())]
-        call.run(launch, space, space.next_epoch(), operands, kernels)
-        device.used_by_copies("async", source, target, result)
+        used = (source, target, result)
+        call.run(launch, space, space.next_epoch(), operands, kernels, *used)
+        device.used_by_copies("async", *used)
         _register_work(result, _Transfer(device))
 
 

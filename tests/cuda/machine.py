@@ -153,6 +153,7 @@ class Machine:
         self.names: dict[str, bytes] = {}
         self.kernels_loaded: set[str] = set()
         self.lazy_loading = False
+        self.polling_kernels = 0  # that were launched
         self.mode: Any = None  # of the devices
         self.errors: list[BaseException] = []
         self._calls: deque[tuple[Any, list[bool]]] = deque()
@@ -199,6 +200,7 @@ class Machine:
             self._calls.append((wrapped, ended))
         else:
             keep.append(wrapped)
+        self.polling_kernels += kind == 2
         encoded = self.names.setdefault(name, name.encode())
         self.library.simulated_call(stream, wrapped, kind, encoded)
 

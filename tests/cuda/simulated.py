@@ -73,10 +73,6 @@ class _Event:
         self._driver.cuEventDestroy_v2(self._event)
 
 
-# That the workspaces of each group were made for.
-_drivers: weakref.WeakKeyDictionary[memory.Group, str] = weakref.WeakKeyDictionary()
-
-
 @dataclass(frozen=True)
 class Mode:
     """What the machine is like, and how calls are made on it.
@@ -127,6 +123,7 @@ class SimulatedDevice(FlagKernels, devices.Device):
         self._sides: dict[str, int] = {}
         self._chosen = threading.local()  # each thread's stream
         self.mode = self.machine.mode or Mode()
+        self._times_in_capture = 0
         self.in_capture = self.mode.graph
         self.driver = build(self.mode.driver_version)
         self._kept: list[Any] | None = None  # what a graph of `capture` calls
@@ -304,11 +301,20 @@ class SimulatedDevice(FlagKernels, devices.Device):
         )
         return self.in_capture or status.value != 0
 
+    @property
+    def in_capture(self) -> bool:
+        """Whether calls are captured, each for itself; together they count as one capture."""
+        return self._in_capture
+
+    @in_capture.setter
+    def in_capture(self, value: bool) -> None:
+        self._in_capture = value
+        self._times_in_capture += value
+
+    def capture_id(self) -> int:
+        return super().capture_id() or -self._times_in_capture
+
     def verdict(self, group: memory.Group) -> devices.Verdict:
-        # Its ranks, and perhaps no others, are all in a simulation of this driver.
-        if _drivers.setdefault(group, self.driver) != self.driver:
-            devices.workspaces_of(group).clear()
-            _drivers[group] = self.driver
         return devices.Verdict(devices.Signals(self.mode.signals))
 
     def workspace(

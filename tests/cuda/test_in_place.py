@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -182,7 +183,8 @@ class TorchOnCuda:
         counts = self._gather(group, count)
         if name == self._told:
             assert set(counts) == {count}, "Symmetric window mismatch"
-        group.get_group_store().barrier(self._next(), group.size())
+        store: Any = group.get_group_store()
+        store.barrier(self._next(), group.size())
         self._gather(group, b"multicast")
         # The memory is the CPU's.
         return _SymmetricMemory.rendezvous(tensor, name.split(", symmetric memory")[0])
@@ -208,3 +210,21 @@ def histories(group: dist.ProcessGroup) -> None:
 
 def test_a_rendezvous_does_not_depend_on_what_ranks_did_in_other_groups(ranks: Ranks) -> None:
     ranks.run(3, histories)
+
+
+def numbers(group: dist.ProcessGroup) -> None:
+    made = rendezvous.ExchangeStore(memory.resolve(group), dist.HashStore())
+    store: Any = dist.PrefixStore("before", made)  # calls the Python half from its C++ half
+    value = b"\xff\x00"  # not text
+    for number in (17, 40):
+        store.set(f"CUDASymmetricMemory/{number}/0", value)
+        assert store.multi_get([f"CUDASymmetricMemory/{number}/0"]) == [value]
+        assert store.get(f"CUDASymmetricMemory/{number}/0") == value
+    store.barrier("CUDASymmetricMemory/41", 1)
+    keys = {key for key in made._inner.list_keys() if "SymmetricMemory" in key}
+    assert {"before/CUDASymmetricMemory/0/0", "before/CUDASymmetricMemory/1/0"} < keys
+    assert all("CUDASymmetricMemory/2" in key for key in keys if not key.endswith("/0"))
+
+
+def test_the_store_of_a_rendezvous_numbers_torchs_keys(ranks: Ranks) -> None:
+    ranks.run(1, numbers)

@@ -249,9 +249,9 @@ def graph_workspaces_stay(group: dist.ProcessGroup) -> None:
         made.in_capture = False
         devices.reserve_on(state, made, 1 << 22)
         workspaces = devices.workspaces_of(state)
-        assert any(kept is first for kept in workspaces.retained)
+        assert any(kept is first for kept in workspaces.all())
         state.close()
-        assert not workspaces.retained
+        assert not list(workspaces.all())
     dist.destroy_process_group(own)
 
 

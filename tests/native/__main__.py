@@ -80,7 +80,8 @@ def why_not(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path
 
 def build_ranks(compiler: list[str], sanitizer: str, folder: Path) -> str:
     """Compiles the programs here with all of csrc/ that does without torch and CUDA."""
-    others = {"driver.cpp", "streams.cpp", "watch.cpp", "c_api.cpp", *native.TORCH_SOURCES}
+    streams = {"driver.cpp", "streams.cpp", "watch.cpp", "watcher.cpp"}
+    others = {*streams, "c_api.cpp", *native.TORCH_SOURCES}
     sources = [p for p in native.source_dir().glob("*.cpp") if p.name not in others]
     sources += HERE.glob("*.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-fsanitize={sanitizer}"]

@@ -1,0 +1,191 @@
+"""An exception in the middle of a call: streams come to their ends, and memory stays until then."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import resource
+import signal
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import devices, memory
+from symm_cp.ops.common import device_kernels
+from tests.cuda.simulated import SimulatedDevice, simulation
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+wait = torch.ops._c10d_functional.wait_tensor
+
+#: Calls an op, and compares its result with what it must be.
+Op = Callable[[dist.ProcessGroup], None]
+
+
+def stacked(group: dist.ProcessGroup, *shape: int) -> torch.Tensor:
+    return torch.randn(group.size(), *shape)
+
+
+def gather_rows(group: dist.ProcessGroup) -> None:
+    rows, weight = stacked(group, 3, 8), torch.randn(8, 5)
+    out = symm_cp.all_gather_matmul(rows[group.rank()], weight, gather_dim=0, group=group)
+    torch.testing.assert_close(out, rows.flatten(0, 1) @ weight)
+
+
+def gather_columns(group: dist.ProcessGroup) -> None:
+    columns, weight = stacked(group, 3, 8), torch.randn(8 * group.size(), 5)
+    out = symm_cp.all_gather_matmul(columns[group.rank()], weight, gather_dim=1, group=group)
+    expected = torch.cat(columns.unbind(), dim=1) @ weight
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def scatter(group: dist.ProcessGroup) -> None:
+    full, weight = stacked(group, 2 * group.size(), 8), torch.randn(8, 5)
+    out = symm_cp.matmul_reduce_scatter(full[group.rank()], weight, scatter_dim=0, group=group)
+    expected = (full @ weight).sum(0).chunk(group.size())[group.rank()]
+    torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def attention(group: dist.ProcessGroup) -> None:
+    """Forward, and backward as a ring."""
+    q, k, v = (stacked(group, 1, 2, 4, 8).unbind() for _ in range(3))
+    own = [t[group.rank()].clone().requires_grad_() for t in (q, k, v)]
+    out = symm_cp.all_gather_attention(*own, group=group, rotate_method="alltoall")
+    full = [torch.cat(t, dim=2).requires_grad_() for t in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*full)
+    at = slice(4 * group.rank(), 4 * group.rank() + 4)
+    torch.testing.assert_close(out, expected[:, :, at], rtol=1e-4, atol=1e-4)
+    out.sum().backward()
+    expected.sum().backward()
+    for mine, whole in zip(own, full, strict=True):
+        torch.testing.assert_close(mine.grad, whole.grad[:, :, at], rtol=1e-4, atol=1e-4)
+
+
+def background(group: dist.ProcessGroup) -> None:
+    rows, full = stacked(group, 3, 5), stacked(group, group.size() * 2, 3)
+    shard, whole = rows[group.rank()].clone(), full[group.rank()].clone()
+    gathered = device_kernels["_low_contention_all_gather"](shard, group.group_name)
+    summed = device_kernels["_low_contention_reduce_scatter"](whole, "sum", group.group_name)
+    assert torch.equal(wait(gathered), rows.flatten(0, 1))
+    expected = full.sum(0).chunk(group.size())[group.rank()]
+    torch.testing.assert_close(wait(summed), expected)
+
+
+OPS = (gather_rows, gather_columns, scatter, attention, background)
+
+
+@contextlib.contextmanager
+def no_memory(at: int) -> Iterator[list[int]]:
+    """The launch of that number fails, and all after it; yields a list of as many as there were."""
+    original, launches = SimulatedDevice.launch, []
+
+    def launch(device: SimulatedDevice, lane: str, channel: str, kernel: Any) -> None:
+        launches.append(len(launches))
+        if len(launches) > at:
+            raise MemoryError(f"launch {at}")
+        original(device, lane, channel, kernel)
+
+    with unittest.mock.patch.object(SimulatedDevice, "launch", launch):
+        yield launches
+
+
+def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apart: bool) -> int:
+    """All ranks fail in a call, each at its own step (`apart`), and go on after that."""
+    with simulation(delays_us=1000, poison=True, **mode) as made:
+        for _ in range(3):
+            op(group)
+        with no_memory(10**9) as launches:
+            op(group)
+        steps = len(launches)
+        for step in range(steps):
+            at = (step + group.rank()) % steps if apart else step
+            with no_memory(at), contextlib.suppress(MemoryError):
+                op(group)
+                raise AssertionError(f"launch {at} of {steps} did not fail")
+            gc.collect()
+            made.synchronize()
+            dist.barrier(group)
+            made.machine.errors.clear()
+            op(group)
+            dist.barrier(group)
+            assert not devices.workspaces._holding or made.capturing()
+    return steps
+
+
+BY_NAME = {op.__name__: op for op in OPS}
+
+
+@pytest.mark.parametrize("op", some("scatter", "background", of=list(BY_NAME)))
+@pytest.mark.parametrize("signals", some("stream", of=["stream", "kernel"]))
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3]))
+def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str, signals: str) -> None:
+    steps = ranks.run(world_size, fails_everywhere, BY_NAME[op], {"signals": signals}, False)
+    assert len(set(steps)) == 1
+    assert steps[0] > 0
+
+
+@pytest.mark.parametrize("op", some("gather_rows", of=["gather_rows", "gather_columns", "scatter"]))
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+def test_ranks_fail_at_different_steps(ranks: Ranks, world_size: int, op: str) -> None:
+    """Of one call: some waits are for signals that do not come."""
+    ranks.run(world_size, fails_everywhere, BY_NAME[op], {}, True)
+
+
+def one_dies_one_fails(group: dist.ProcessGroup) -> str:
+    """The last rank dies; rank 0 fails in a call and lives on; the others wait for both."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with simulation(patience_ms=20_000) as made:
+        scatter(group)
+        dist.barrier(group)
+        if group.rank() == group.size() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if group.rank() > 0:
+            scatter(group)
+            return "it did not wait"
+        with no_memory(group.size()), contextlib.suppress(MemoryError):
+            scatter(group)
+        made.synchronize()
+        kept = devices.workspaces_of(memory.resolve(group)).current.values()
+        assert all(space.ended() for space in kept)
+    return "ended"
+
+
+def test_streams_of_a_rank_that_failed_end_when_no_peer_is_left(ranks: Ranks) -> None:
+    with ranks.own(3, one_dies_one_fails) as running:
+        first, second, _ = running.outcomes()
+    assert first.result == "ended", first
+    assert second.signal == signal.SIGABRT, second
+    assert "rank 2 died" in second.output or "rank 0 aborted the call" in second.output, second
+
+
+def leaks(group: dist.ProcessGroup) -> None:
+    """Workspaces are freed when the streams have ended and the device is well, and not before."""
+    own = dist.new_group(list(range(group.size())))
+    retired = devices.workspaces._retired
+    with simulation() as made:
+        state = memory.resolve(own)
+        devices.workspace(state, made, "sync", 1 << 12)
+        with unittest.mock.patch.object(made, "failed", return_value=True):
+            devices.workspaces_of(state).clear()
+            devices.workspaces._free_retired()
+            assert len(retired) == 1
+        with unittest.mock.patch.object(made, "capturing", return_value=True):
+            devices.workspaces._free_retired()
+            assert len(retired) == 1
+        with unittest.mock.patch.object(devices.DeviceWorkspace, "ended", return_value=False):
+            devices.workspaces._free_retired()
+            assert len(retired) == 1
+        devices.workspaces._free_retired()
+        assert not retired
+        assert not made.failed()
+    dist.destroy_process_group(own)
+
+
+def test_workspaces_are_not_freed_while_that_would_wait_or_abort(ranks: Ranks) -> None:
+    ranks.run(2, leaks)

@@ -1,0 +1,50 @@
+"""Each captured graph has workspaces of its own: graphs are replayed at the same time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import devices, memory
+from tests.cuda.graphs import graphed
+from tests.cuda.simulated import simulation
+from tests.pool import Ranks
+
+
+def two_graphs(group: dist.ProcessGroup, replays: int) -> None:
+    own = dist.new_group(list(range(group.size())))
+    rank, weight = group.rank(), torch.randn(8, 5)
+    inputs = [torch.empty(3, 8) for _ in range(3)]
+
+    def step(index: int) -> Callable[[], torch.Tensor]:
+        return lambda: symm_cp.all_gather_matmul(inputs[index], weight, gather_dim=0, group=own)
+
+    with simulation(delays_us=300, deferred=True) as made:
+        devices.reserve_on(memory.resolve(own), made, 1 << 10, graphs=2)
+        captured = [graphed(made, step(index)) for index in range(2)]
+        with pytest.raises(RuntimeError, match=r"each of the 2 belongs to a graph.*graphs=n\)"):
+            graphed(made, step(2))
+        streams = [made.machine.stream(made.index) for _ in captured]
+        for _ in range(replays):
+            rows = [torch.randn(group.size(), 3, 8) for _ in captured]
+            for index, (graph, _) in enumerate(captured):
+                inputs[index].copy_(rows[index][rank])
+                with made.stream(streams[index]):
+                    graph.replay()
+            for index, (_, out) in enumerate(captured):
+                made.library.simulated_drain(streams[index])
+                torch.testing.assert_close(out, rows[index].flatten(0, 1) @ weight)
+        devices.reserve_on(memory.resolve(own), made, 1 << 10)
+        graphed(made, step(2))
+        kinds = devices.workspaces_of(memory.resolve(own)).graphs.values()
+        assert sorted(len(kind.by_capture) for kind in kinds) == [0, 3]
+    dist.destroy_process_group(own)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_two_graphs_are_replayed_on_two_streams(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, two_graphs, 20)

@@ -45,6 +45,7 @@ class Trial:
         self.device, self.signals, self.graph = device, signals, graph
         self.rank, self.world_size = group.rank, group.world_size
         self.peers = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
+        self.given_up = False
         # All memory is there before anything waits: allocating may wait for all streams.
         self.input = torch.empty(ROUNDS * SLOT_BYTES, dtype=torch.uint8, device=device.torch_device)
         places = ROUNDS * self.world_size * SLOT_BYTES
@@ -71,6 +72,7 @@ class Trial:
 
     def issue(self, commands: Sequence[wire.StreamCommand], epoch: int) -> None:
         """Puts commands on the streams, as calls do."""
+        self._check_given_up()
         self.space.issue(
             (wire.StreamCommand * len(commands))(*commands),
             (ctypes.c_void_p * 2)(self.input.data_ptr(), self.staging.data_ptr()),
@@ -165,7 +167,12 @@ class Trial:
         self.issue(self.join(), epoch)
 
     def _on(self, lane: int, kernel: Callable[[], object]) -> None:
+        self._check_given_up()
         self.device.launch_on(self.lanes[lane], kernel)
+
+    def _check_given_up(self) -> None:
+        if self.given_up:
+            raise RuntimeError("symm_cp: the self-test has given this step up")
 
     # What comes back.
 

@@ -189,7 +189,7 @@ def case(
         case("lost batches", ("stream", False, True), "one after", faults={"batch": "ignore"}),
         case("lost in graphs", ("stream", True, False), "a graph", kind=LosesSignalsInGraphs),
         case("short in graphs", ("stream", True, False), "a graph", kind=ShortensCopiesInGraphs),
-        case("slow driver", NO_STREAMS, "the driver did not return", kind=IsSlowToReturn),
+        case("slow driver", None, "the driver did not return", kind=IsSlowToReturn),
     ],
 )
 def test_what_does_not_work_is_replaced(

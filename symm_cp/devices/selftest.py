@@ -10,7 +10,6 @@ tried in turn, the best first, each in a workspace of its own, until one works.
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 import warnings
@@ -37,7 +36,7 @@ _DELAY = 0.003
 
 _VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices")
 
-# Peers or streams may still use them.
+# Of tests that have found something that does not work: peers or streams may still use them.
 _abandoned: list[Trial] = []
 
 #: What a step of the self-test returns: why it failed, or an empty text.
@@ -88,18 +87,21 @@ class SelfTest:
         began = time.monotonic()
         try:
             verdict = self._decide()
-        finally:
-            if self.reasons or sys.exc_info()[0] is not None:
-                # Streams may still wait, and peers may still read.
-                _abandoned.extend(self.trials)
+        except BaseException:
+            for trial in self.trials:
+                self._bounded(partial(_released, trial), 2 * LIMIT)
+            _abandoned.extend(self.trials)
+            raise
+        if self.reasons:
+            _abandoned.extend(self.trials)
+        else:
+            for trial in self.trials:
+                trial.close()
         if self.reasons and self.group.rank == 0:
             warnings.warn(
                 f"symm_cp: on {self.device} in group {self.group.name!r}: {verdict.reason}",
                 stacklevel=2,
             )
-        if not self.reasons:
-            for trial in self.trials:
-                trial.close()
         return replace(verdict, seconds=time.monotonic() - began)
 
     def _decide(self) -> Verdict:
@@ -173,7 +175,7 @@ class SelfTest:
         rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
         self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
         # Only now that every rank has ended its step: what is written lets peers' waits end, too.
-        stuck = self._bounded(lambda: "" if trial.release(LIMIT) else "stuck", 2 * LIMIT)
+        stuck = self._bounded(partial(_released, trial), 2 * LIMIT)
         stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
         if stuck_ranks:
             raise RuntimeError(
@@ -236,6 +238,10 @@ class SelfTest:
 # The steps: each returns why it failed, or an empty text.
 
 
+def _released(trial: Trial) -> str:
+    return "" if trial.release(LIMIT) else "stuck"
+
+
 def _late() -> str:
     return f"within {LIMIT:g} s"
 
@@ -269,7 +275,7 @@ def _pull(trial: Trial, *, single: bool) -> str:
 
 def _warm_up(trial: Trial) -> str:
     trial.warm_up()
-    return "" if trial.ended(STEP_LIMIT / 2) else "a rank's signal to itself did not arrive"
+    return "" if trial.ended(LIMIT) else f"a rank's signal to itself did not arrive {_late()}"
 
 
 def _calls(trial: Trial) -> str:

@@ -227,15 +227,16 @@ class Trial:
         """
         if self.ended(0):
             return True
-        deadline = time.monotonic() + limit
+        deadline, patience = time.monotonic() + limit, 10 * _PAUSE
         while time.monotonic() < deadline:
             for value in (1, 0, ROUNDS):
                 self.header.view(torch.int32).fill_(value)
                 self.device.launch_on(self.aside, self._write_own_flags)
                 if not self._ends([self.aside], limit / 2):
                     return False
-                if self._ends(self.lanes, 10 * _PAUSE):
+                if self._ends(self.lanes, patience):
                     return True
+            patience *= 2  # a wait may look at its flag less often than this rank writes to it
         return False
 
     def clear(self, limit: float) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from typing import Any
@@ -97,6 +98,13 @@ class TorchSignalsNobody(FaultyWorkspace):
 class HasNoWayToSignal(LosesAllSignals):
     def workspace(self, group: memory.Group, channel: str, slot_bytes: int, **options: Any) -> Any:
         return TorchSignalsNobody(group, self, channel, slot_bytes, **options)
+
+
+class Dies(Faulty):
+    def fault(self, commands: Commands, **options: bool) -> Commands:
+        if any(command.kind == SIGNAL for command in commands):
+            os._exit(3)
+        return commands
 
 
 class Judged:
@@ -199,9 +207,34 @@ def test_what_does_not_work_is_replaced(
         assert bool(reason) == bool(why)
 
 
+@exhaustive
+def test_a_rank_that_dies_in_the_self_test_is_named(ranks: Ranks) -> None:
+    with ranks.own(3, judge, Dies, {}) as running:
+        first, _, last = running.outcomes(timeout=60)
+    for survivor in (first, last):
+        assert survivor.result is not None, survivor
+        assert "rank 1 of group" in survivor.result[0]
+
+
+def test_the_self_test_is_not_captured(ranks: Ranks) -> None:
+    ranks.run(1, captured_at_first)
+
+
+def captured_at_first(group: dist.ProcessGroup) -> None:
+    with (
+        simulation(graph=True) as device,
+        pytest.raises(RuntimeError, match=r"symm_cp\.reserve\(group, nbytes, device='cpu'\)"),
+    ):
+        selftest.verdict(memory.resolve(group), device)
+
+
 def in_training(group: dist.ProcessGroup, kind: type[SimulatedDevice]) -> tuple[Any, list[str]]:
     """The verdict at first use, and what is wrong with the ops afterwards."""
-    with simulation(), mock.patch.multiple(selftest, LIMIT=0.5), warnings.catch_warnings():
+    with (
+        simulation(),
+        mock.patch.multiple(selftest, LIMIT=1.0, STEP_LIMIT=2.0),
+        warnings.catch_warnings(),
+    ):
         warnings.simplefilter("ignore")
         device = type("Device", (Judged, kind), {})()
         with devices.replaced(CPU, device):

@@ -47,7 +47,7 @@ def replays(group: dist.ProcessGroup, seed: int, signals: str) -> None:
     shard, full, weight = torch.zeros(3, 8), torch.zeros(2 * W, 8), torch.zeros(8, 5)
     q, k, v = torch.zeros(3, 1, 2, 8, 16)
     with simulation(signals=signals) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 16)
+        devices.reserve_on(memory.resolve(group), made, 1 << 16, graphs=3)
         ops = [
             lambda: symm_cp.all_gather_matmul(shard, weight, gather_dim=0, group=group),
             lambda: symm_cp.matmul_reduce_scatter(full, weight, scatter_dim=0, group=group),
@@ -87,7 +87,7 @@ def replays_at_once(group: dist.ProcessGroup) -> None:
     """Two graphs on two streams, which the host starts in the same order on all ranks."""
     rank, W = group.rank(), group.size()
     with simulation(delays_us=300, deferred=True) as made:
-        devices.reserve_on(memory.resolve(group), made, 1 << 16)
+        devices.reserve_on(memory.resolve(group), made, 1 << 16, graphs=2)
         shards, weight = torch.zeros(2, 3, 8), torch.randn(8, 5)
         captured = [
             graphed(made, partial(symm_cp.all_gather_matmul, shard, weight, group=group))
@@ -106,6 +106,5 @@ def replays_at_once(group: dist.ProcessGroup) -> None:
 
 
 @exhaustive
-@pytest.mark.xfail(strict=True, reason="graphs share a slot: one must follow the other")
 def test_graphs_are_replayed_at_once(ranks: Ranks) -> None:
     ranks.run(2, replays_at_once)

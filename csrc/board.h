@@ -31,9 +31,15 @@ class Board {
   // Of the last call that was begun or given up: an engine may be behind what was made.
   int64_t entered(int channel) const { return entered_[channel].load(); }
   void set_entered(int channel, int64_t number) { entered_[channel].store(number); }
-  // The call for which the memory of a channel was made; 0 without memory.
+  // The call for which the memory of a channel was made; 0 without memory. Negative: it is being
+  // made for that call.
   int64_t generation(int channel) const { return generation_[channel].load(); }
   void set_generation(int channel, int64_t number) { generation_[channel].store(number); }
+  // Sets it unless it was set already.
+  void begin_generation(int channel, int64_t number) {
+    int64_t none = 0;
+    generation_[channel].compare_exchange_strong(none, number);
+  }
   // Whether all calls were made by one thread: then a call in which it is blocked is the only one
   // that can go on.
   bool single_threaded() const { return threads_.load() == 1; }

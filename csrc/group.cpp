@@ -84,8 +84,28 @@ void Workspace::check_peer(const CallSite& site, const Call& call, int peer) {
   }
 }
 
+// Says on the board, for as long as it lives, that this rank makes the workspace of a call.
+class Workspace::Opening {
+ public:
+  Opening(Workspace& workspace, int64_t number)
+      : workspace_(workspace), at_the_end_(workspace.group_.generation(workspace.index_)) {
+    say(-number);
+  }
+  ~Opening() { say(at_the_end_); }
+  Opening(const Opening&) = delete;
+  Opening& operator=(const Opening&) = delete;
+  void made(int64_t number) { at_the_end_ = number; }
+
+ private:
+  void say(int64_t generation) { workspace_.group_.set_generation(workspace_.index_, generation); }
+
+  Workspace& workspace_;
+  int64_t at_the_end_;
+};
+
 void Workspace::open(Call& call, int64_t slot_bytes) {
   opening_ = call.number;
+  Opening opening(*this, call.number);
   const CallSite site{index_, call.number, call.call_name};
   const Blocked blocked(group_);
   Clock::time_point looked = Clock::now();
@@ -117,7 +137,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
   std::swap(memory_, memory);
   base_ = call.number - 1;
   opening_ = 0;
-  group_.set_generation(index_, call.number);
+  opening.made(call.number);
 }
 
 void Workspace::fail(int64_t number, const std::string& cause, const CallSite* other) {
@@ -198,6 +218,7 @@ std::shared_ptr<Peers> Group::peers(const Rendezvous& rendezvous) {
   for (int index = 0; index < kChannels; ++index) {
     shared.set_made(index, std::max(shared.made(index), own_board_.made(index)));
     shared.set_entered(index, std::max(shared.entered(index), own_board_.entered(index)));
+    shared.begin_generation(index, own_board_.generation(index));
   }
   shared.set_threads(several_threads_ ? 2 : 1);
   std::atomic_store(&peers_, found);
@@ -296,8 +317,9 @@ void Group::compare(const CallSite& call, int peer, const CallSite& theirs) {
 void Group::check_generation(const CallSite& call, int peer) {
   const Board& theirs = known_peers()->board(peer);
   Clock::time_point& since = mismatch_since_[call.channel];
-  const bool apart = theirs.entered(call.channel) == call.number &&
-                     theirs.generation(call.channel) != board().generation(call.channel);
+  const int64_t mine = board().generation(call.channel), its = theirs.generation(call.channel);
+  // A peer that still makes the workspace which this rank has may be slow, on a busy machine.
+  const bool apart = theirs.entered(call.channel) == call.number && its != mine && its != -mine;
   if (!apart) {
     since = {};
   } else if (since == Clock::time_point{}) {
@@ -320,6 +342,7 @@ void Group::unblock() {
   if (board().blocked()) board().clear_blocked();
 }
 
+int64_t Group::generation(int index) const { return board().generation(index); }
 void Group::set_generation(int index, int64_t number) { board().set_generation(index, number); }
 void Group::set_entered(int index, int64_t number) { board().set_entered(index, number); }
 

@@ -46,6 +46,7 @@ class Workspace {
   void drop();
 
  private:
+  class Opening;
   bool serves(int64_t number, int64_t slot_bytes) const;
   void open(Call& call, int64_t slot_bytes);
   void check_peer(const CallSite& site, const Call& call, int peer);
@@ -130,6 +131,7 @@ class Group {
   // Marks the calling thread as blocked in a call, until `unblock`.
   void block(const CallSite& call);
   void unblock();
+  int64_t generation(int index) const;
   void set_generation(int index, int64_t number);
   void set_entered(int index, int64_t number);
   // The call that is under way on the channel `sync`.

@@ -3,13 +3,14 @@
 #include <algorithm>
 
 #include "error.h"
+#include "probe.h"
 
 namespace symm_cp {
 
 namespace {
 
-// How long the boards may show different memory: a rank updates its board a moment after the
-// rendezvous for new memory.
+// How long the boards may show different memory: a rank begins a call a moment before it says that
+// it makes new memory for it.
 constexpr std::chrono::seconds kSettleTime{1};
 
 int64_t pages(int64_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
@@ -131,6 +132,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
   }();
   std::shared_ptr<Mapping> mapping =
       std::make_shared<Mapping>(peers, memory, memory.size(), 64, -1, rendezvous);
+  if (Probe& probe = Probe::instance(); probe.on()) probe.step();
   auto fresh = std::make_shared<Channel>(group_, index_, mapping, layout);
   close();
   channel_ = std::move(fresh);

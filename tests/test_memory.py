@@ -80,6 +80,33 @@ def test_10000_calls(ranks: Ranks) -> None:
     ranks.run(2, stays_flat, 10_000)
 
 
+def grows_late(group: dist.ProcessGroup) -> None:
+    """The last rank pauses when it knows its peers' new memory, and has not taken its own."""
+    own = dist.new_group(list(range(group.size())))
+    rows = 10
+    for _ in range(2):  # the first workspace, and a larger one
+        rows *= 10
+        x = torch.full((rows, 64), 1.0 + group.rank())
+        if group.rank() == group.size() - 1:
+            with probing(seed=_PAUSES_FIRST, delay_us=1_500_000):
+                gathered = symm_cp.all_gather_matmul(x, torch.ones(64, 1), group=own)
+        else:
+            gathered = symm_cp.all_gather_matmul(x, torch.ones(64, 1), group=own)
+        assert gathered[::rows, 0].tolist() == [64.0 * (1 + r) for r in range(group.size())]
+    dist.destroy_process_group(own)
+
+
+# A seed for which the probe delays the first step by 1.46 s, and the next three not at all. Peers
+# take it for a rank with other memory if that lasts for more than a second.
+_PAUSES_FIRST = 157
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_rank_may_be_slow_to_make_its_workspace(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, grows_late)
+
+
 def outlives_its_epochs(group: dist.ProcessGroup) -> None:
     own = dist.new_group(list(range(group.size())))
     expected = results(own, list(ALL), 0)

@@ -16,9 +16,8 @@ SOURCES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "sanitizer", ["", pytest.param("thread", marks=pytest.mark.exhaustive)], ids=["plain", "tsan"]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("sanitizer", ["", "thread"], ids=["plain", "tsan"])
 def test_waits_are_judged_without_the_driver(tmp_path: Path, sanitizer: str) -> None:
     command = [*shlex.split(native.find_compiler()), "-std=c++20", "-O1", "-g", "-pthread"]
     command += [f"-fsanitize={sanitizer}"] if sanitizer else []

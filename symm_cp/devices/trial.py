@@ -1,7 +1,7 @@
 """A workspace on trial: small, on streams of its own, with contents that are verified.
 
-Nothing here waits for the device without a limit. What a stream waits for in vain is written to
-this rank's own flags, from another stream.
+Nothing here waits for the device without a limit. Where a stream waits for a number that does not
+come, it is written to this rank's own flags, from another stream.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from symm_cp import wire
 from symm_cp.devices.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.memory import Group
+from symm_cp.schedule.patterns import peers
 
 #: What each rank puts into its slot: bytes, in this many copies.
 SLOT_BYTES, PARTS = 16384, 4
@@ -44,7 +45,7 @@ class Trial:
     ) -> None:
         self.device, self.signals, self.graph = device, signals, graph
         self.rank, self.world_size = group.rank, group.world_size
-        self.peers = [(group.rank + i) % group.world_size for i in range(1, group.world_size)]
+        self.peers = peers(group.rank, group.world_size)
         self.given_up = False
         # All memory is there before anything waits: allocating may wait for all streams.
         self.input = torch.empty(ROUNDS * SLOT_BYTES, dtype=torch.uint8, device=device.torch_device)

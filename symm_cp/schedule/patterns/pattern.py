@@ -44,9 +44,9 @@ Flags between ranks
 
     ``"ready"``    what the peer wants to read has been written. Signalled to each peer once per
                    call. Writer: copy; in direct form the only lane.
-    ``"ready in place"``  the same, where a staged variant reads in place. Ranks of which only some
-                   do that wait in vain instead of reading what is not meant for them. (In direct
-                   form they compare records.)
+    ``"ready in place"``  the same, where a staged variant reads in place. If only some ranks do
+                   that, their waits time out, and no rank reads what is not meant for it. (In
+                   direct form they compare records.)
     ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
                    call by the patterns that scatter partial sums. Writer: compute.
     ``"reduced"``  two-shot all-reduce only: this rank's chunk has been reduced, and what that

@@ -98,30 +98,19 @@ def gather_and_apply(
 
     A replicated input is not gathered: its gradients are summed once.
     """
-    group = group_name(linears[0].weight.device_mesh)
-    apply = _colwise_telling_peers if x.device.type == "cpu" else _colwise
-    return apply(x, linears, group)
-
-
-def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-def _colwise(
-    x: torch.Tensor, linears: Sequence[FusedColwiseLinear], group: str
-) -> list[torch.Tensor]:
-    first, style = linears[0], "FusedColwiseParallel"
+    first = linears[0]
     mesh = first.weight.device_mesh
+    group = group_name(mesh)
+    check = _check_colwise_telling_peers if x.device.type == "cpu" else _check_colwise
+    x = check(x, first, group)
     weights = [linear.weight.to_local() for linear in linears]
     biases = [_local(linear.bias) for linear in linears]
     if first.sequence_dim is None:
-        x = _local_input(style, x, mesh, Replicate(), first.in_features)
         x, weights, biases = _as_autocast_casts(x, weights, biases)
         outputs = replicated.columns(x, weights, biases, group)
     else:
-        dim = _sequence_dim(style, first.sequence_dim, x)
-        x = _local_input(style, x, mesh, Shard(dim), first.in_features)
-        products = all_gather_matmul(x, [w.t() for w in weights], gather_dim=dim, group=group)
+        transposed = [weight.t() for weight in weights]
+        products = all_gather_matmul(x, transposed, gather_dim=first.sequence_dim, group=group)
         outputs = [
             product if bias is None else product + bias.to(product.dtype)
             for product, bias in zip(products, biases, strict=True)
@@ -134,9 +123,24 @@ def _colwise(
     ]
 
 
-# Peers may already wait in the op for a rank that raises in a check before it. Only for CPU: calls
+def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placement:
+    return Replicate() if sequence_dim is None else Shard(_sequence_dim(style, sequence_dim, x))
+
+
+def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> torch.Tensor:
+    """Returns what this rank has of the input."""
+    style = "FusedColwiseParallel"
+    placement = _placement(style, linear.sequence_dim, x)
+    return _local_input(style, x, linear.weight.device_mesh, placement, linear.in_features)
+
+
+# Peers may already wait in an op for a rank that raises in a check before it. Only for CPU: calls
 # on other devices are not counted on the channel that reports such an error.
-_colwise_telling_peers = tells_peers(_colwise)
+_check_colwise_telling_peers = tells_peers(_check_colwise)
 
 
 class FusedRowwiseLinear(nn.Linear):
@@ -156,30 +160,31 @@ class FusedRowwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
-        group = group_name(self.weight.device_mesh)
-        apply = _rowwise_telling_peers if input.device.type == "cpu" else _rowwise
-        return apply(input, self, group)
+        mesh, weight, bias = self.weight.device_mesh, self.weight.to_local(), _local(self.bias)
+        group = group_name(mesh)
+        check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
+        x_part, placement = check(input, self, weight.shape[1], group)
+        if self.sequence_dim is None:
+            x_part, weight, bias = _as_autocast_casts(x_part, weight, bias)
+            output = replicated.sum_products([x_part], [weight.t()], bias, group)
+        else:
+            dim = self.sequence_dim
+            output = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
+            if bias is not None:
+                # Each rank adds it to its own part of the sequence: its gradient is a part too.
+                output = output + replicated.copy(bias, group).to(output.dtype)
+        if self.local_output:
+            return output
+        return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
-def _rowwise(x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str) -> torch.Tensor:
-    mesh, weight, bias = linear.weight.device_mesh, linear.weight.to_local(), _local(linear.bias)
-    style, placement = "FusedRowwiseParallel", Shard(x_part.dim() - 1)
-    if linear.sequence_dim is None:
-        x_part = _local_input(style, x_part, mesh, placement, weight.shape[1])
-        x_part, weight, bias = _as_autocast_casts(x_part, weight, bias)
-        output = replicated.sum_products([x_part], [weight.t()], bias, group)
-        placed: Placement = Replicate()
-    else:
-        dim = _sequence_dim(style, linear.sequence_dim, x_part)
-        x_part = _local_input(style, x_part, mesh, placement, weight.shape[1])
-        output = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
-        if bias is not None:
-            # Each rank adds the bias to its own part of the sequence: its gradient is a part too.
-            output = output + replicated.copy(bias, group).to(output.dtype)
-        placed = Shard(dim)
-    if linear.local_output:
-        return output
-    return DTensor.from_local(output, mesh, [placed], run_check=False)
+def _check_rowwise(
+    x_part: torch.Tensor, linear: FusedRowwiseLinear, features: int, group: str
+) -> tuple[torch.Tensor, Placement]:
+    """Returns what this rank has of the input, and how the output is placed."""
+    style, mesh = "FusedRowwiseParallel", linear.weight.device_mesh
+    placement = _placement(style, linear.sequence_dim, x_part)
+    return _local_input(style, x_part, mesh, Shard(x_part.dim() - 1), features), placement
 
 
-_rowwise_telling_peers = tells_peers(_rowwise)
+_check_rowwise_telling_peers = tells_peers(_check_rowwise)

@@ -76,8 +76,10 @@ class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        total: torch.Tensor = _ops.one_shot_all_reduce(part.contiguous(), "sum", group)
-        return total
+        # Unlike torch's all-reduces, this op takes plain tensors on any device, and several hosts.
+        rows = part.reshape(-1, part.shape[-1])
+        total: torch.Tensor = _ops._fused_matmuls_all_reduce([], [], rows, None, "sum", group)
+        return total.view(part.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -123,19 +125,6 @@ class _Columns(torch.autograd.Function):
         return None, None, grad_x, *of_weights, *of_biases
 
 
-def _all_reduced_products(
-    lefts: Sequence[torch.Tensor],
-    rights: Sequence[torch.Tensor],
-    bias: torch.Tensor | None,
-    group: str,
-) -> torch.Tensor:
-    # Stands in for the fused op.
-    product = sum(left @ right for left, right in zip(lefts, rights, strict=True))
-    assert isinstance(product, torch.Tensor)
-    total: torch.Tensor = _ops.one_shot_all_reduce(product, "sum", group)
-    return total if bias is None else total + bias
-
-
 class _SumProducts(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -143,11 +132,17 @@ class _SumProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(*factors)
-        return _all_reduced_products(factors[:count], factors[count:], bias, group)
+        if count == 1:
+            total: torch.Tensor = _ops.fused_matmul_all_reduce(*factors, bias, "sum", group)
+            return total
+        lefts, rights = list(factors[:count]), list(factors[count:])
+        total = _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
+        return total
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        lefts, rights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        factors = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+        lefts, rights = factors[: ctx.count], factors[ctx.count :]
         need_bias, *need = ctx.needs_input_grad[2:]
         with torch.autocast(grad.device.type, enabled=False):
             part = copy(grad, ctx.group) if torch.is_grad_enabled() else grad

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-VOCABULARY = 67  # no world size but 1 divides it
+VOCABULARY = 64
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -21,7 +21,12 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# "eager" computes in float64, too.
+_EXPERTS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
 
 #: By name: the prefix of the classes of transformers, and options of the config.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -33,7 +38,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2", {"tie_word_embeddings": True, "sliding_window": 5}),
     "gemma3": ("Gemma3Text", {"tie_word_embeddings": True, "sliding_window": 5}),
     "mixtral": ("Mixtral", _EXPERTS),
-    "gpt_oss": ("GptOss", {**_EXPERTS, "sliding_window": 5}),
+    # Its eager experts have no index for those of other ranks.
+    "gpt_oss": (
+        "GptOss",
+        {**_EXPERTS, "experts_implementation": "grouped_mm", "sliding_window": 5},
+    ),
     "phi3": ("Phi3", {}),
 }
 
@@ -46,12 +55,13 @@ def config_of(family: str, **changes: Any) -> Any:
 
 
 def model_of(family: str, **changes: Any) -> nn.Module:
-    """A model with random weights, the same on all ranks, in float64."""
+    """A model with random weights, the same on all ranks, in float64 if it can be."""
     import transformers
 
     kind = FAMILIES[family][0].removesuffix("Text")
     with torch.random.fork_rng(), torch.no_grad():  # one rank may be alone in making a model
-        model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes)).double()
+        model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes))
+        model = model.to(torch.float32 if family == "gpt_oss" else torch.float64)
         for parameter in model.parameters():  # norms and biases, too, are not as they begin
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model

@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from symm_cp.tensor_parallel import wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
+from symm_cp.tensor_parallel.checkpoint import load
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
 from symm_cp.tensor_parallel.style import (
@@ -65,8 +65,6 @@ def apply(
     work.check()
     work.run()
     if checkpoint is not None:
-        from symm_cp.tensor_parallel.checkpoint import load
-
         load(model, checkpoint)
     return model
 
@@ -174,14 +172,12 @@ class _Application:
                 "a parameter can be split only if the plan gives its module the kind "
                 "'moe_tp_experts', 'ep_dispatch_experts' or 'local_params'",
             )
-        placement = _placement(rule.kind, parameter.dim())
-        length = parameter.shape[placement.dim]
-        if isinstance(placement, _StridedShard):
-            length //= 2
-        if length % self.seat.world_size:
+        dim, halves = _split_dim(rule.kind, parameter.dim()), 1 + _is_packed(rule.kind)
+        if parameter.shape[dim] % (halves * self.seat.world_size):
+            unit = f"{halves} times " if halves > 1 else ""
             raise ValueError(
                 f"apply: {rule.name} of shape {list(parameter.shape)}, kind {rule.kind!r}: "
-                f"dimension {placement.dim} is not divisible by world size {self.seat.world_size}"
+                f"dimension {dim} is not divisible by {unit}world size {self.seat.world_size}"
             )
 
     def _check_embedding(self, rule: Rule) -> None:
@@ -212,8 +208,10 @@ class _Application:
     def _planned(self, name: str) -> Placement:
         owner, _, parameter = name.rpartition(".")
         if name in self.kinds:
-            return _placement(self.kinds[name], self.model.get_parameter(name).dim())
-        kind = self.kinds.get(owner)
+            kind = self.kinds[name]
+            dim = _split_dim(kind, self.model.get_parameter(name).dim())
+            return Shard(dim + 1 if _is_packed(kind) else dim)
+        kind = self.kinds.get(owner, "")
         if kind in COLWISE or kind == "embedding_rowwise":
             return Shard(0)
         return Shard(1) if kind in ROWWISE and parameter == "weight" else Replicate()
@@ -238,7 +236,10 @@ class _Application:
 
     def _distribute(self, name: str, placement: Placement) -> None:
         old = self.model.get_parameter(name)
-        new = distribute_tensor(old.detach(), self.mesh, [placement], src_data_rank=self.source)
+        value = old.detach()
+        if isinstance(placement, Shard) and _is_packed(self.kinds.get(name, "")):
+            value = value.unflatten(placement.dim - 1, (2, -1))
+        new = distribute_tensor(value, self.mesh, [placement], src_data_rank=self.source)
         self._set(name, nn.Parameter(new, requires_grad=old.requires_grad))
 
     def _set(self, name: str, parameter: nn.Parameter) -> None:
@@ -252,9 +253,13 @@ class _Application:
                 key = rule.owner.rpartition(".")[0], self.module(rule.owner).in_features
                 groups.setdefault(key, []).append(rule)
             elif rule.kind in COLWISE:
-                self._apply_style(rule.owner, FusedColwiseParallel(input_layouts=self._layout(rule)))
+                self._apply_style(
+                    rule.owner, FusedColwiseParallel(input_layouts=self._layout(rule))
+                )
             else:
-                self._apply_style(rule.owner, FusedRowwiseParallel(output_layouts=self._layout(rule)))
+                self._apply_style(
+                    rule.owner, FusedRowwiseParallel(output_layouts=self._layout(rule))
+                )
         for (parent, _), rules in groups.items():
             layout = self._layout(rules[0])
             names = [rule.owner.rpartition(".")[2] for rule in rules]
@@ -273,8 +278,17 @@ class _Application:
         for name, module in list(self.model.named_modules()):
             own = {p for p, _ in module.named_parameters("", False)}
             if own and not isinstance(module, _FUSED):
-                names = frozenset(p for p in own if _name_in(name, p) in summed)
-                wrappers.wrap(module, wrappers.LocalParameters, summed=names, seat=self.seat)
+                wrappers.wrap(
+                    module,
+                    wrappers.LocalParameters,
+                    seat=self.seat,
+                    summed=frozenset(p for p in own if _name_in(name, p) in summed),
+                    packed={
+                        p: module.get_parameter(p).placements[0].dim - 1
+                        for p in own
+                        if _is_packed(self.kinds.get(_name_in(name, p), ""))
+                    },
+                )
 
     def _summed(self) -> Iterator[str]:
         """Names of replicated parameters whose gradients are parts of a sum."""
@@ -339,14 +353,13 @@ class _Application:
             wrappers.wrap(self.module(name), wrappers.JoinSequence, seat=seat)
 
 
-def _placement(kind: str, dims: int) -> Shard | _StridedShard:
-    """Where a parameter is split: an expert's last two dimensions are (output, input) features."""
+def _is_packed(kind: str) -> bool:
+    """Tells whether a parameter holds two matrices, of each of which a rank has a part."""
+    return kind.startswith("packed")
+
+
+def _split_dim(kind: str, dims: int) -> int:
+    """The dimension of a parameter that is split; the last two of experts are (output, input)."""
     if kind == "grouped_gemm":
-        return Shard(0)
-    if kind in {"rowwise", "packed_rowwise"}:
-        dim = dims - 1
-    else:
-        dim = max(dims - 2, 0)
-    if kind.startswith("packed"):
-        return _StridedShard(dim, split_factor=2)
-    return Shard(dim)
+        return 0
+    return dims - 1 if kind in {"rowwise", "packed_rowwise"} else max(dims - 2, 0)

@@ -77,7 +77,9 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 def plan_keys(plan: Mapping[str, str]) -> list[str]:
     """The patterns that came from a tensor-parallel plan, not from an expert-parallel one."""
-    return [key for key, kind in plan.items() if kind not in {"ep_dispatch_experts", "grouped_gemm"}]
+    return [
+        key for key, kind in plan.items() if kind not in {"ep_dispatch_experts", "grouped_gemm"}
+    ]
 
 
 def _pattern(key: str) -> re.Pattern[str]:
@@ -96,7 +98,7 @@ def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
     kind that cannot be mapped, with what to do instead.
     """
     if isinstance(plan, str) and plan != "auto":
-        raise ValueError(f'apply: plan must be "auto" or a dict of patterns and kinds, not {plan!r}')
+        raise ValueError(f'apply: plan must be "auto" or a dict of patterns, not {plan!r}')
     given = own_plan(model) if isinstance(plan, str) else dict(plan)
     for key, kind in given.items():
         if not isinstance(key, str) or not isinstance(kind, str):
@@ -108,7 +110,9 @@ def rules_of(model: nn.Module, plan: str | Mapping[str, str]) -> list[Rule]:
     rules, used = [], set()
     for owner, module in model.named_modules():
         names = [(owner, "")]
-        names += [(f"{owner}.{p}" if owner else p, p) for p, _ in module.named_parameters("", False)]
+        names += [
+            (f"{owner}.{p}" if owner else p, p) for p, _ in module.named_parameters("", False)
+        ]
         for name, parameter in names:
             if found := _kind_of(patterns, name):
                 kind, key = found

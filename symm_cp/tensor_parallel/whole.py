@@ -1,8 +1,8 @@
 """Between a whole tensor, equal on all ranks with its gradient, and this rank's part of it.
 
-    function   forward                       gradient
-    gather     the ranks' parts, joined      this rank's part: all ranks have the whole gradient
-    own_part   this rank's part              the ranks' parts, joined
+function   forward                       gradient
+gather     the ranks' parts, joined      this rank's part: all ranks have the whole gradient
+own_part   this rank's part              the ranks' parts, joined
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What `apply` puts around the forward of a model's own modules.
 
-`wrap` changes a module's class in place to one that derives from the wrapper and from the old class:
-names, hooks, references and `isinstance` stay valid, and copies of the module are wrapped, too. All
-parameters are DTensors by then; a forward sees this rank's part of them as plain tensors.
+`wrap` changes a module's class in place to one that derives from the wrapper and from the old
+class: names, hooks, references and `isinstance` stay valid, and copies of the module are wrapped,
+too. All parameters are DTensors by then; a forward sees this rank's part of them, plain tensors.
 """
 
 from __future__ import annotations
@@ -19,15 +19,16 @@ from symm_cp.tensor_parallel.replicated import copy, sum_ranks
 from symm_cp.tensor_parallel.whole import Seat, gather, own_part
 
 
-def wrap(module: nn.Module, wrapper: type, **attributes: Any) -> None:
+def wrap(module: nn.Module, wrapper: Any, **attributes: Any) -> None:
     """Has `wrapper.forward` run around the module's; attributes are set on the module."""
-    module.__class__ = _wrapped_class(wrapper, type(module))
+    kind: Any = type(module)
+    module.__class__ = _wrapped_class(wrapper, kind)
     for name, value in attributes.items():
         setattr(module, name, value)
 
 
 @functools.cache
-def _wrapped_class(wrapper: type, kind: type) -> type:
+def _wrapped_class(wrapper: Any, kind: Any) -> Any:
     return type(kind.__name__, (wrapper, kind), {"__doc__": kind.__doc__})
 
 
@@ -35,10 +36,13 @@ class LocalParameters(nn.Module):
     """The module's forward sees its DTensor parameters as this rank's plain tensors.
 
     Gradients of the parameters named in `summed` are summed over the ranks: of those that each rank
-    applies to a part of the tokens, or of the heads.
+    applies to a part of the tokens, or of the heads. Those in `packed` hold two matrices in one
+    dimension (gate and up projections), of which each rank has a part: as parameters they have a
+    dimension of 2 there, so that a part is a slice.
     """
 
     summed: frozenset[str]
+    packed: dict[str, int]
     seat: Seat
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,6 +50,8 @@ class LocalParameters(nn.Module):
         for name, parameter in self._parameters.items():
             if isinstance(parameter, DTensor):
                 local = parameter.to_local()
+                if (dim := self.packed.get(name)) is not None:
+                    local = local.flatten(dim, dim + 1)
                 # Found before the parameter, which only `nn.Module.__getattr__` knows.
                 self.__dict__[name] = copy(local, self.seat.group) if name in self.summed else local
         try:
@@ -160,8 +166,8 @@ def _sequence_part(x: torch.Tensor, seat: Seat) -> torch.Tensor:
         raise ValueError(
             f"sequence_parallel=True: activations between blocks have shape {list(x.shape)}, must "
             f"be (batch, sequence, features) with a sequence that is divisible by world size "
-            f"{seat.world_size}: pad it, or apply the plan with sequence_parallel=False (as generate() "
-            "needs, which continues by one token)"
+            f"{seat.world_size}: pad it, or apply the plan with sequence_parallel=False (as "
+            "generate() needs, which continues by one token)"
         )
     return own_part(x, 1, seat, seat.equal_parts(x.shape[1] // seat.world_size))
 

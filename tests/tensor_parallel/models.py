@@ -54,14 +54,19 @@ def config_of(family: str, **changes: Any) -> Any:
     return getattr(transformers, f"{prefix}Config")(**{**_SIZES, **options, **changes})
 
 
-def model_of(family: str, **changes: Any) -> nn.Module:
-    """A model with random weights, the same on all ranks, in float64 if it can be."""
+def built(family: str, **changes: Any) -> nn.Module:
+    """A model as transformers builds it, in float64 if it can be."""
     import transformers
 
     kind = FAMILIES[family][0].removesuffix("Text")
+    model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes))
+    return model.to(torch.float32 if family == "gpt_oss" else torch.float64)
+
+
+def model_of(family: str, **changes: Any) -> nn.Module:
+    """A model with random weights."""
     with torch.random.fork_rng(), torch.no_grad():  # one rank may be alone in making a model
-        model = getattr(transformers, f"{kind}ForCausalLM")(config_of(family, **changes))
-        model = model.to(torch.float32 if family == "gpt_oss" else torch.float64)
+        model = built(family, **changes)
         for parameter in model.parameters():  # norms and biases, too, are not as they begin
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return model

@@ -55,9 +55,7 @@ def runs_as_in_one_process(group: dist.ProcessGroup, family: str, folder: str) -
         for m, out in ((model, ours), (alone, dense)):
             m.zero_grad()
             out.loss.backward()
-        for (name, mine), other in zip(
-            model.named_parameters(), alone.parameters(), strict=True
-        ):
+        for (name, mine), other in zip(model.named_parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(
                 whole(mine.grad), whole(other.grad), rtol=1e-5, atol=1e-6,
                 msg=lambda m, name=name: f"{name}: {m}",

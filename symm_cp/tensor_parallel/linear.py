@@ -91,9 +91,7 @@ class FusedColwiseLinear(nn.Linear):
         return self.shared.take(self, input)
 
 
-def gather_and_apply(
-    x: torch.Tensor, linears: Sequence[FusedColwiseLinear]
-) -> list[torch.Tensor]:
+def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> list[torch.Tensor]:
     """Returns the output of each linear, with one gather of the input for all of them.
 
     A replicated input is not gathered: its gradients are summed once.

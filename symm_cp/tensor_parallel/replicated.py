@@ -132,11 +132,12 @@ class _SumProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(*factors)
-        if count == 1:
-            total: torch.Tensor = _ops.fused_matmul_all_reduce(*factors, bias, "sum", group)
-            return total
         lefts, rights = list(factors[:count]), list(factors[count:])
-        total = _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
+        total: torch.Tensor = (
+            _ops.fused_matmul_all_reduce(*lefts, *rights, bias, "sum", group)
+            if count == 1
+            else _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
+        )
         return total
 
     @staticmethod

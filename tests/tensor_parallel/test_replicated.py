@@ -378,9 +378,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     """On one rank only; the peers hear of it and go on with the next call."""
     own = dist.new_group(list(range(group.size())))
     mesh, bad = mesh_of(own), own.rank() == 0
-    col = parallelize_module(
-        nn.Linear(K, N), mesh, FusedColwiseParallel(input_layouts=Replicate())
-    )
+    col = parallelize_module(nn.Linear(K, N), mesh, FusedColwiseParallel(input_layouts=Replicate()))
     row = parallelize_module(
         nn.Linear(N, K), mesh, FusedRowwiseParallel(output_layouts=Replicate())
     )

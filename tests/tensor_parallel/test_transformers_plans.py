@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 
 from tests.backend.world import world
 from tests.exhaustive import some
 from tests.pool import Ranks
-from tests.tensor_parallel.models import FAMILIES, save, tokens_of
+from tests.tensor_parallel.models import FAMILIES, config_of, save, tokens_of
 
 
-def load_in_parallel(folder: str, group: dist.ProcessGroup) -> nn.Module:
+def load_in_parallel(folder: str, group: dist.ProcessGroup, **options: Any) -> nn.Module:
     """`from_pretrained(tp_plan="auto")`, as a program that a launcher started calls it."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -28,9 +31,8 @@ def load_in_parallel(folder: str, group: dist.ProcessGroup) -> nn.Module:
     # It asks whether accelerate is installed, which is used only where a rank has several devices.
     installed = mock.patch("transformers.integrations.accelerate.is_accelerate_available")
     with mock.patch.dict(os.environ, ids), installed:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, distributed_config=DistributedConfig(tp_plan="auto"), dtype=torch.float64
-        )
+        config = DistributedConfig(tp_plan="auto")
+        return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, **options)
 
 
 def whole(tensor: torch.Tensor | None) -> torch.Tensor:
@@ -38,16 +40,28 @@ def whole(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+@contextlib.contextmanager
+def own_meshes() -> Iterator[None]:
+    """DTensor remembers meshes, and would take one of another world for an equal one of this."""
+    debug._clear_sharding_prop_cache()
+    yield
+    debug._clear_sharding_prop_cache()
+
+
 def runs_as_in_one_process(group: dist.ProcessGroup, family: str, folder: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    with world(group, "symm_cp") as inner:
+    with world(group, "symm_cp") as inner, own_meshes():
         if inner.rank() == 0:
             save(family, folder)
         dist.barrier()
-        model = load_in_parallel(folder, inner)
+        options = {
+            "dtype": "auto",
+            "experts_implementation": config_of(family)._experts_implementation,
+        }
+        model = load_in_parallel(folder, inner, **options)
         assert any(isinstance(p, DTensor) for p in model.parameters())
-        alone = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        alone = AutoModelForCausalLM.from_pretrained(folder, **options)
         tokens = tokens_of(alone)
         ours, dense = (m(tokens, labels=tokens, use_cache=False) for m in (model, alone))
         # The rotary embedding and the norms of transformers are computed in float32.

@@ -152,7 +152,7 @@ class Parts:
 
 def _part(tensor: torch.Tensor, dim: int, rank: int, world_size: int) -> nn.Parameter:
     part = tensor.detach().chunk(world_size, dim)[rank].contiguous().clone()
-    return nn.Parameter(part, requires_grad=False)
+    return nn.Parameter(part, requires_grad=tensor.requires_grad)
 
 
 class _Part(nn.Module):

@@ -65,12 +65,20 @@ def config_of(options: DecodeOptions) -> Any:
             f"--config {options.config}: transformers has no tensor-parallel plan for "
             f"{config.model_type!r}"
         )
+    _check_styles(set(config.base_model_tp_plan.values()))
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
         if getattr(config, name) % options.ranks != 0:
             raise ValueError(
                 f"{name}={getattr(config, name)} is not divisible by --ranks {options.ranks}"
             )
     return config
+
+
+def _check_styles(styles: set[str]) -> None:
+    if unknown := styles - _STYLES.keys() - _WHOLE:
+        raise ValueError(
+            f"--decode does not know the style {min(unknown)!r} of the model's tensor-parallel plan"
+        )
 
 
 def _llama(transformers: Any, options: DecodeOptions) -> Any:
@@ -132,13 +140,12 @@ class Parts:
 
     def __init__(self, model: nn.Module, rank: int, world_size: int) -> None:
         self.model = model
-        self._plan = plan_of(model)
         self._modules: dict[str, nn.Module] = {}
-        for name, style in self._plan.items():
-            make = _STYLES.get(style)
-            if make is None:
-                raise ValueError(f"{name}: the plan's style {style!r} must be one of {[*_STYLES]}")
-            self._modules[name] = make(model.get_submodule(name), rank, world_size)
+        for name, style in plan_of(model).items():
+            _check_styles({style})
+            if style not in _WHOLE:
+                make = _STYLES[style]
+                self._modules[name] = make(model.get_submodule(name), rank, world_size)
 
     def with_exchanges(self, exchanges: Exchanges) -> nn.Module:
         """Returns the model of this rank's parts, whose ranks exchange activations this way."""
@@ -195,6 +202,8 @@ class _Embedding(_Part):
         return self.exchanges.all_reduce(vectors.masked_fill(elsewhere[..., None], 0))
 
 
+#: Styles of modules that each rank has whole.
+_WHOLE = {"replicate", "replicated_with_grad_allreduce"}
 _STYLES: Mapping[str, Callable[[Any, int, int], nn.Module]] = {
     "colwise": lambda *args: _Colwise(0, *args),
     "rowwise": lambda *args: _Summed(1, *args),

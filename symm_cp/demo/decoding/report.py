@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED
 from symm_cp.demo.decoding.options import DecodeOptions
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED
 from symm_cp.demo.paired import Ratio, ratio
 from symm_cp.trusted import write_output
 

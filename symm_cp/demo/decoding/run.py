@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import inductor
-from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, unfused_over
 from symm_cp.demo.decoding import llama, variants
 from symm_cp.demo.decoding.generation import Generator
 from symm_cp.demo.decoding.options import DecodeOptions
 from symm_cp.demo.decoding.report import Agreement, DecodeResult, compare, show, tolerance_of
 from symm_cp.demo.decoding.variants import DecodeVariant
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED, unfused_over
 from symm_cp.demo.progress import Progress
 from symm_cp.ranks import quick_barrier
 
@@ -130,7 +130,7 @@ def _spread(
 ) -> list[DecodeVariant]:
     parts = llama.Parts(model, group.rank(), group.size())
     backends = {
-        name: dist.new_group(backend=name)
+        name: dist.new_group(dist.get_process_group_ranks(group), backend=name)
         for name in ("symm_cp", "gloo")
         if name in dist.Backend.backend_list
     }

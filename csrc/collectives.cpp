@@ -210,8 +210,8 @@ void reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
-  m.impl("one_shot_all_reduce", torch::CppFunction::makeFromBoxedFunction<&one_shot>());
-  m.impl("_one_shot_all_reduce", torch::CppFunction::makeFromBoxedFunction<&one_shot>());
+  for (const char* name : {"one_shot_all_reduce", "_one_shot_all_reduce", "_all_reduce"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot>());
   m.impl("one_shot_all_reduce_out", torch::CppFunction::makeFromBoxedFunction<&one_shot_out>());
   m.impl("one_shot_all_reduce_copy", torch::CppFunction::makeFromBoxedFunction<&one_shot_copy>());
   m.impl("one_shot_all_reduce_copy_out",

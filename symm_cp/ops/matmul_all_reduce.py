@@ -88,7 +88,12 @@ def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) ->
 def all_reduced(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
     """The all-reduce of a tensor; may overwrite it."""
     if tensor.device.type == "cpu" and hosts_of(group, tensor.device) is None:
-        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(tensor, reduce_op, group.name)
+        try:
+            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+                tensor, reduce_op, group.name
+            )
+        except RuntimeError as error:
+            raise memory.reported(error) from None  # by the native op
         return total
     return unfused_all_reduce(tensor, reduce_op, group.name)
 

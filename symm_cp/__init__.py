@@ -32,7 +32,9 @@ from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
+from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
 from symm_cp.ops.override import override_cuda_ops
+from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
 from symm_cp.results import empty_cache
 from symm_cp.runtime import known_groups as _known_groups
@@ -59,12 +61,14 @@ __all__ = [
     "inductor",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nvshmem",
     "override_cuda_ops",
     "read_in_place",
     "reserve",
     "scaled_all_gather_matmul",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "set_rotate_method",
     "shard_batch",

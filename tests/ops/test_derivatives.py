@@ -76,6 +76,27 @@ def matmuls(group: dist.ProcessGroup) -> None:
             return [OPS.fused_matmul_reduce_scatter(a, b, op, dim, name)]
 
         compare(group, scattered, scatter, [shape, [4, columns]])
+    for op in ("sum", "avg"):
+        share = W if op == "avg" else 1
+        compare(
+            group,
+            lambda all_inputs, share=share: [
+                [sum(x @ w for x, w, _ in all_inputs) / share + bias] for _, _, bias in all_inputs
+            ],
+            lambda x, w, bias, op=op: [OPS.fused_matmul_all_reduce(x, w, bias, op, name)],
+            [[2, 3, 4], [4, 5], [5]],
+        )
+        compare(
+            group,
+            lambda all_inputs, share=share: [
+                [sum(x @ w + y @ v + z for x, w, y, v, z, _ in all_inputs) / share + bias]
+                for *_, bias in all_inputs
+            ],
+            lambda x, w, y, v, z, bias, op=op: [
+                OPS._fused_matmuls_all_reduce([x, y], [w, v], z, bias, op, name)
+            ],
+            [[2, 3, 4], [4, 5], [2, 3, 6], [6, 5], [2, 3, 5], [5]],
+        )
 
 
 @WORLD_SIZES

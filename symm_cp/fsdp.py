@@ -9,14 +9,15 @@ when, in which dtype, what the sums are divided by, the all-reduce of HSDP, stat
 
 *Memory.* FSDP2 copies a group of parameters, or of gradients, into a buffer that the communication
 object allocates. Here that is symmetric memory, where peers read the data in place: there is no
-further copy. A buffer is given to one collective at a time, and is free again when neither FSDP2 nor
-the transfer refers to it. That is right because a transfer refers to its buffer until it has been
-waited for, and the wait ends when the peers have read, too (the last step of the patterns
-BACKGROUND_ALL_GATHER and BACKGROUND_REDUCE_SCATTER in place). The buffers are kept for the next
-collective as long as the model lives: one of the size of the largest group for each all-gather
-that is under way at a time (one, and one for each module that is prefetched), and as many for
-reduce-scatters as `set_reduce_scatter_max_input_buffers` says, one by default. The peak is about
-that of FSDP2 alone, which allocates the same buffers when it needs them; between the steps they stay.
+further copy. A buffer belongs to one collective at a time, and is free again when neither FSDP2
+nor the transfer refers to it. That is safe because a transfer refers to its buffer until it has
+been waited for, and the wait ends only when the peers have read their part (the last step of the
+patterns BACKGROUND_ALL_GATHER and BACKGROUND_REDUCE_SCATTER in place). Buffers are kept for later
+collectives as long as the model lives: as many as there are all-gathers under way at a time (one,
+or the number of modules that are prefetched), and as many for reduce-scatters as
+`set_reduce_scatter_max_input_buffers` says (one by default), each as large as the largest group of
+parameters, unsharded. The peak is about that of FSDP2 alone, which allocates the same buffers
+whenever it needs them; but these stay allocated between steps.
 
 *Order.* Ranks agree on which collectives they make, not on which buffer they use: a peer is told
 where the data is by the call. A new buffer is made known to the peers after its first collective,
@@ -202,14 +203,14 @@ class _Scatter(ReduceScatter):
     """
 
     def __init__(self, buffers: _Buffers, in_flight: _InFlight, param_group: _ParamGroup) -> None:
-        self.buffers, self._in_flight = buffers, in_flight
+        self.buffers, self.in_flight = buffers, in_flight
         self._param_group = weakref.ref(param_group)
         self._input_length = 0  # of the input that was allocated, until its output is
 
     def allocate(
         self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Returns memory for the gradients, which peers read; then for this rank's part of the sum."""
+        """Returns memory for the gradients, which peers read; then for this rank's sum."""
         param_group: _ParamGroup = self._param_group()
         length, on_cpu = math.prod(int(each) for each in size), not has_streams(device)
         is_output = length * param_group.mesh_info.shard_mesh_size == self._input_length
@@ -217,7 +218,7 @@ class _Scatter(ReduceScatter):
         if not is_output:
             if on_cpu:
                 most = getattr(param_group.comm_ctx, "reduce_scatter_max_input_buffers", 1)
-                self._in_flight.wait(at_most=most - 1)
+                self.in_flight.wait(at_most=most - 1)
             return self.buffers.take([length], dtype, device)
         output = torch.empty(length, dtype=dtype, device=device)
         return funcol.AsyncCollectiveTensor(output) if on_cpu else output
@@ -240,13 +241,13 @@ class _Scatter(ReduceScatter):
         if output is output_tensor or torch._C._current_graph_task_id() == -1:
             funcol.wait_tensor(output)
             return None
-        self._in_flight.outputs.append(output)
+        self.in_flight.outputs.append(output)
         Variable._execution_engine.queue_callback(self._end_backward)
         return None
 
     def _end_backward(self) -> None:
         """Waits for what is under way, and leaves ordinary gradients."""
-        self._in_flight.wait()
+        self.in_flight.wait()
         param_group = self._param_group()
         for fsdp_param in () if param_group is None else param_group.fsdp_params:
             grad = fsdp_param.sharded_param.grad
@@ -265,7 +266,9 @@ def _reduce_op(op: Any, gradients: torch.Tensor) -> str:
     if op == dist.ReduceOp.PREMUL_SUM:
         gradients.mul_(op.__getstate__()[1])
         return "sum"
-    raise NotImplementedError(f"symm_cp.fsdp: reduce-scatter with {op=}; use SUM, AVG or PREMUL_SUM")
+    raise NotImplementedError(
+        f"symm_cp.fsdp: reduce-scatter with {op=}; use SUM, AVG or PREMUL_SUM"
+    )
 
 
 def _param_groups(module: nn.Module) -> list[_ParamGroup]:
@@ -285,7 +288,7 @@ def _sharded(op: str, model: nn.Module) -> dict[int, tuple[str, nn.Module, _Para
             f"{op}: {type(model).__name__} has no FSDP module: call "
             "torch.distributed.fsdp.fully_shard on it first"
         )
-    found = {}
+    found: dict[int, tuple[str, nn.Module, _ParamGroup]] = {}
     for name, module in modules.items():
         for group in _param_groups(module):
             # Neither a mesh for replicas only, nor one rank, gathers anything.
@@ -347,29 +350,32 @@ def use(model: nn.Module) -> None:
 
     Args:
         model: a module that `torch.distributed.fsdp.fully_shard` was called on, or that contains
-            such modules, on CPU or CUDA. Call it after all `fully_shard` calls, on all ranks, before
-            or between training steps. Modules that use it already stay as they are.
+            such modules, on CPU or CUDA. Call it on all ranks after all `fully_shard` calls, before
+            or between training steps. Modules that it has changed already stay as they are.
 
     Works with everything FSDP2 has: mixed precision, HSDP, `reshard_after_forward`, gradient
     accumulation, divide factors (also where the process group's backend has no PREMUL_SUM), other
     mesh dimensions for tensor parallelism, activation checkpointing, torch.compile, CPU offload,
-    state dicts. Modules whose ranks share no memory keep torch's collectives, and one line on stderr
-    says so. See the module's docstring for memory; `stop` undoes it.
+    state dicts. Modules whose ranks share no memory keep torch's collectives, and a line on stderr
+    says so. For memory see the docstring of this module. `stop` undoes it.
 
     Raises `TypeError` for something else than a module, `ValueError` for a model without FSDP
     modules or with other custom collectives. A collective raises `RuntimeError`, which names the
     rank, when a peer dies or disagrees. Source: the hooks of torch's FSDP2.
     """
-    sharded = [each for each in _sharded("symm_cp.fsdp.use", model).values()]
-    gathers = [group._all_gather_comm for _, _, group in sharded]
-    ours = next((comm for comm in gathers if isinstance(comm, _Gather)), None)
-    gathered = _Buffers() if ours is None else ours.buffers
-    scattered, in_flight = _Buffers(), _InFlight()
-    told: dict[str, list[str]] = {}
-    for name, module, param_group in sharded:
-        if isinstance(param_group._all_gather_comm, _Gather):
-            continue
+    sharded = list(_sharded("symm_cp.fsdp.use", model).values())
+    served = [group for _, _, group in sharded if isinstance(group._all_gather_comm, _Gather)]
+    others = [each for each in sharded if not isinstance(each[2]._all_gather_comm, _Gather)]
+    for name, _, param_group in others:
         _check_replaceable(name, param_group)
+    if served:
+        gathered = served[0]._all_gather_comm.buffers
+        scattered = served[0]._reduce_scatter_comm.buffers
+        in_flight = served[0]._reduce_scatter_comm.in_flight
+    else:
+        gathered, scattered, in_flight = _Buffers(), _Buffers(), _InFlight()
+    told: dict[str, list[str]] = {}
+    for name, module, param_group in others:
         for process_group in _shard_groups(param_group):
             if why := _why_not(process_group, param_group.device):
                 about = f"group {process_group.group_name!r}: {why}"

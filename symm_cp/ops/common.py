@@ -242,7 +242,7 @@ def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
 
 
 def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: torch.dtype) -> None:
-    """Raises `ValueError` unless a tensor can be written to, which has to be of a shape and dtype."""
+    """Raises `ValueError` unless a result of a shape and dtype can be written to a tensor."""
     if list(out.shape) != shape or out.dtype != dtype:
         raise ValueError(f"{op}: {name} is {out.dtype} {list(out.shape)}, needs {dtype} {shape}")
     check_dense(op, name, out)

@@ -202,10 +202,10 @@ void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
     const auto* place =
         static_cast<const char*>(output.const_data_ptr()) + group->rank() * shard.nbytes();
     // A strided shard is copied first.
-    TORCH_CHECK_VALUE(!shard.is_contiguous() || shard.const_data_ptr() == place ||
-                          !overlap(shard, output),
-                      kGatherOut, ": tensor must not share memory with out, unless it is part ",
-                      group->rank(), " of it");
+    TORCH_CHECK_VALUE(
+        !shard.is_contiguous() || shard.const_data_ptr() == place || !overlap(shard, output),
+        kGatherOut, ": tensor must not share memory with out, unless it is part ", group->rank(),
+        " of it");
     start_transfer(group, *call, shard, output);
   };
   if (in_test_mode() || !guarded(kGatherOut, arguments.text(1), kAsync, body))

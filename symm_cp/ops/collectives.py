@@ -25,6 +25,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
+from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
 from symm_cp.ops.override import fake_kernel
 from symm_cp.ops.transforms import register_no_gradient
 from symm_cp.shards import Split
@@ -36,6 +37,7 @@ _TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
 
 # For the compiler.
+lib.define("_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
 lib.define("_one_shot_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
 lib.define("_reduce_scatter(Tensor input, str group_name, bool split_last_dim) -> Tensor")
 
@@ -189,6 +191,7 @@ _FAKES = {
     _TWO_SHOT: _two_shot_all_reduce_fake,
     _TWO_SHOT_OUT: _all_reduce_out_fake(_TWO_SHOT_OUT),
     _SCATTER_OUT: _reduce_scatter_out_fake,
+    "_all_reduce": _one_shot_all_reduce_fake,
     "_one_shot_all_reduce": _one_shot_all_reduce_fake,
     "_reduce_scatter": _reduce_scatter_fake,
 }
@@ -268,6 +271,8 @@ def register() -> None:
     """
     for name in _NATIVE:
         register_in_python(name, _elsewhere(name))
+    # A compiled graph may come from a cache: where its ranks are is known only when it runs.
+    register_in_python("_all_reduce", unfused_all_reduce)
     lib.impl("get_remote_tensors", _get_remote_tensors_cpu, "CPU")
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta", allow_override=True)

@@ -24,6 +24,8 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
+    register_device_kernel,
+    register_in_python,
     register_kernel,
     what_is,
     world_size_of,
@@ -91,7 +93,12 @@ def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) ->
 def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
     """The all-reduce of a tensor that is there already."""
     if not has_streams(tensor.device) and hosts_of(group, tensor.device) is None:
-        total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(tensor, reduce_op, group.name)
+        try:
+            total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
+                tensor, reduce_op, group.name
+            )
+        except RuntimeError as error:
+            raise memory.reported(error) from None  # by the native op
         return total
     total = new_result(tensor, tensor.shape)
     runtime.of(total, group).produce_and_all_reduce(
@@ -245,8 +252,10 @@ _FAKES: dict[str, Op] = {ALL_REDUCE: _matmul_all_reduce_fake, SUM: _matmuls_all_
 
 def register() -> None:
     """Adds the kernels and fake kernels."""
-    for name, kernel in _KERNELS.items():
-        register_kernel(name, kernel)
+    # csrc/matmul_all_reduce.cpp calls the kernel for all but few rows.
+    register_device_kernel(ALL_REDUCE, _KERNELS[ALL_REDUCE])
+    register_in_python(ALL_REDUCE, _KERNELS[ALL_REDUCE])
+    register_kernel(SUM, _KERNELS[SUM])
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta")
     autocast.register(autocast.cast, ALL_REDUCE)

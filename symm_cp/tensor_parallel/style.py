@@ -27,6 +27,29 @@ def _check_sequence_dim(style: str, sequence_dim: int) -> None:
         )
 
 
+def _sequence_dim_of(
+    style: str, argument: str, layout: Placement | None, sequence_dim: int
+) -> int | None:
+    """Returns the dimension that activations are sharded along, None where they are replicated."""
+    _check_sequence_dim(style, sequence_dim)
+    if layout is None:
+        return sequence_dim
+    if isinstance(layout, Replicate):
+        return None
+    if type(layout) is not Shard:
+        raise TypeError(
+            f"{style}: {argument}={layout!r} must be Shard(sequence_dim) or Replicate()"
+        )
+    _check_sequence_dim(style, layout.dim)
+    return layout.dim
+
+
+def _check_local_output(style: str, use_local_output: bool) -> bool:
+    if not isinstance(use_local_output, bool):
+        raise TypeError(f"{style}: use_local_output must be a bool, not {use_local_output!r}")
+    return use_local_output
+
+
 def _check_linear(style: str, module: nn.Module) -> nn.Linear:
     if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
         raise ValueError(
@@ -60,37 +83,48 @@ def _distribute(
 
 
 class FusedColwiseParallel(ParallelStyle):
-    """Splits an `nn.Linear` by output features, and fuses the all-gather of its input.
+    """Splits an `nn.Linear` by output features, and fuses the communication of its input.
 
-    Same result as torch's `ColwiseParallel(input_layouts=Shard(sequence_dim))`, with the all-gather
-    of the forward and the reduce-scatter of the backward fused into the matmuls.
+    Same result as torch's `ColwiseParallel(input_layouts=...)`. For an input that is sharded by
+    sequence (the default), the all-gather of the forward and the reduce-scatter of the backward are
+    fused into the matmuls; for a replicated one, the all-reduce of the backward is.
 
     Args:
+        input_layouts: `Shard(sequence_dim)` or `Replicate()`; by default the former.
+        use_local_output: returns plain tensors; otherwise DTensors with `Shard(-1)`.
         sequence_dim: the dimension of the input that is split over the ranks; negative counts from
             the end. The last one holds the features and is refused.
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
             so that no head is split.
 
-    The input is this rank's shard, a plain tensor or a DTensor with `Shard(sequence_dim)`; shards
-    are equal on all ranks. The output has the whole sequence and this rank's features, a plain
-    tensor. Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype
-    of autocast, as `nn.Linear` does.
+    The input is what this rank has, a plain tensor or a DTensor placed as `input_layouts` says;
+    shards are equal on all ranks. The output has the whole sequence and this rank's features.
+    Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype of
+    autocast, as `nn.Linear` does.
 
     Raises `ValueError` for features that cannot be split evenly, `NotImplementedError` for a module
     that is not an `nn.Linear`.
     """
 
-    def __init__(self, *, sequence_dim: int = 1, multiple_of: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        sequence_dim: int = 1,
+        multiple_of: int = 1,
+    ) -> None:
         super().__init__()
-        _check_sequence_dim(type(self).__name__, sequence_dim)
+        style = type(self).__name__
+        self.sequence_dim = _sequence_dim_of(style, "input_layouts", input_layouts, sequence_dim)
+        self.use_local_output = _check_local_output(style, use_local_output)
         if multiple_of < 1:
-            raise ValueError(f"{type(self).__name__}: {multiple_of=} must be at least 1")
-        self.sequence_dim = sequence_dim
+            raise ValueError(f"{style}: {multiple_of=} must be at least 1")
         self.multiple_of = multiple_of
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__
-        group_name(device_mesh)  # raises for meshes of several dimensions
+        group = group_name(device_mesh)
         linear = _check_linear(style, module)
         _check_split(
             style, "out_features", linear.out_features, device_mesh.size(), self.multiple_of
@@ -98,19 +132,23 @@ class FusedColwiseParallel(ParallelStyle):
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
         # Changing the class in place keeps hooks, names and references valid.
         linear.__class__ = FusedColwiseLinear
+        linear.group = group
         linear.sequence_dim = self.sequence_dim
+        linear.local_output = self.use_local_output
         linear.shared = None
         return linear
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}(sequence_dim={self.sequence_dim}, "
+            f"{type(self).__name__}({_layout('input_layouts', self.sequence_dim)}, "
             f"multiple_of={self.multiple_of})"
         )
 
 
 class FusedColwiseGroup(ParallelStyle):
-    """Applies `FusedColwiseParallel` to several linears of a module, which share one gather.
+    """Applies `FusedColwiseParallel` to several linears of a module, which share an input.
+
+    They share its gather, and the sum of its gradients.
 
     For query, key and value, or gate and up. Apply it to their parent module, whose forward must
     call each of them with the same tensor::
@@ -124,14 +162,20 @@ class FusedColwiseGroup(ParallelStyle):
 
     Args:
         linears: the names of the linears, relative to the module; dots reach into submodules.
-        sequence_dim, multiple_of: as for `FusedColwiseParallel`.
+        input_layouts, use_local_output, sequence_dim, multiple_of: as for `FusedColwiseParallel`.
 
     Errors as for `FusedColwiseParallel`; and `ValueError` for a name that is missing or given
     twice, and for linears of different numbers of input features.
     """
 
     def __init__(
-        self, linears: Sequence[str], *, sequence_dim: int = 1, multiple_of: int = 1
+        self,
+        linears: Sequence[str],
+        *,
+        input_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        sequence_dim: int = 1,
+        multiple_of: int = 1,
     ) -> None:
         super().__init__()
         if isinstance(linears, str) or not all(isinstance(name, str) for name in linears):
@@ -141,7 +185,12 @@ class FusedColwiseGroup(ParallelStyle):
         if not linears or len(set(linears)) != len(linears):
             raise ValueError(f"FusedColwiseGroup: {linears=} must be different names, at least one")
         self.linears = tuple(linears)
-        self.member_style = FusedColwiseParallel(sequence_dim=sequence_dim, multiple_of=multiple_of)
+        self.member_style = FusedColwiseParallel(
+            input_layouts=input_layouts,
+            use_local_output=use_local_output,
+            sequence_dim=sequence_dim,
+            multiple_of=multiple_of,
+        )
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = f"FusedColwiseGroup of {type(module).__name__}"
@@ -182,36 +231,52 @@ class FusedColwiseGroup(ParallelStyle):
 
 
 class FusedRowwiseParallel(ParallelStyle):
-    """Splits an `nn.Linear` by input features, and fuses the reduce-scatter of its output.
+    """Splits an `nn.Linear` by input features, and fuses the communication of its output.
 
-    Same result as torch's `RowwiseParallel(output_layouts=Shard(sequence_dim))`, with the
-    reduce-scatter of the forward and the all-gather of the backward fused into the matmuls.
+    Same result as torch's `RowwiseParallel(output_layouts=...)`. For an output that is sharded by
+    sequence (the default), the reduce-scatter of the forward and the all-gather of the backward are
+    fused into the matmuls; for a replicated one, the all-reduce of the forward is.
 
     Args:
+        output_layouts: `Shard(sequence_dim)` or `Replicate()`; by default the former.
+        use_local_output: returns a plain tensor; otherwise a DTensor placed as `output_layouts`.
         sequence_dim: the dimension of the output that is split over the ranks; negative counts
             from the end. The last one holds the features and is refused.
 
     The input has the whole sequence and this rank's features, a plain tensor or a DTensor with
-    `Shard(-1)`. The output is this rank's shard of the sequence, a plain tensor. The weight becomes
-    a DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum, and
-    its gradient is summed over the ranks. Autocast and errors as for `FusedColwiseParallel`; the
-    length of the sequence must be divisible by the world size.
+    `Shard(-1)`. The output is this rank's shard of the sequence, or all of it. The weight becomes a
+    DTensor with `Shard(1)`, the bias one with `Replicate()`: it is added once, after the sum, and
+    its gradient is that of the whole sequence. Autocast and errors as for `FusedColwiseParallel`;
+    the length of a sequence to shard must be divisible by the world size.
     """
 
-    def __init__(self, *, sequence_dim: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+        sequence_dim: int = 1,
+    ) -> None:
         super().__init__()
-        _check_sequence_dim("FusedRowwiseParallel", sequence_dim)
-        self.sequence_dim = sequence_dim
+        style = type(self).__name__
+        self.sequence_dim = _sequence_dim_of(style, "output_layouts", output_layouts, sequence_dim)
+        self.use_local_output = _check_local_output(style, use_local_output)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = "FusedRowwiseParallel"
-        group_name(device_mesh)  # raises for meshes of several dimensions
+        group = group_name(device_mesh)
         linear = _check_linear(style, module)
         _check_split(style, "in_features", linear.in_features, device_mesh.size())
         _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
         linear.__class__ = FusedRowwiseLinear
+        linear.group = group
         linear.sequence_dim = self.sequence_dim
+        linear.local_output = self.use_local_output
         return linear
 
     def __repr__(self) -> str:
-        return f"FusedRowwiseParallel(sequence_dim={self.sequence_dim})"
+        return f"{type(self).__name__}({_layout('output_layouts', self.sequence_dim)})"
+
+
+def _layout(argument: str, sequence_dim: int | None) -> str:
+    return f"{argument}={Replicate() if sequence_dim is None else Shard(sequence_dim)!r}"

@@ -230,6 +230,7 @@ def compiled(group: dist.ProcessGroup, backend: str) -> None:
     def recomputed(*args: torch.Tensor) -> Any:
         return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
 
+    torch._dynamo.reset()
     fast = torch.compile(block, backend=backend, fullgraph=True)
     for cast in (False, True):
         results = []

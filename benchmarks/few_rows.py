@@ -3,7 +3,7 @@
     python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 
 Those with an all-reduce are served natively up to 512 KiB of result (csrc/matmul_all_reduce.cpp):
-"op" is the call, "ways" that are forced are carried out by the kernel in Python.
+"chosen" is the bare call; the ways that are forced are carried out by the kernel in Python.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.rivals import groups_over, unfused_groups
+from benchmarks.rivals import unfused_groups
 from symm_cp import tuning
 from symm_cp.bench.measure import Row
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -47,21 +47,19 @@ def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) ->
     run = partial(fused, x, weight, None, "sum", name)
     variants: dict[str, Callable[[], object]] = {
         "matmul alone": lambda: x @ weight,
-        "op": run,
+        "chosen": run,
         "matmul, one_shot_all_reduce": lambda: one_shot(x @ weight, "sum", name),
     }
     if rows > 1:
         forced = ways(run)
         variants |= {label: forced[label] for label in ("shards", "whole")}
-    for backend, over in groups_over(group, "symm_cp").items():
-        variants[f"matmul, all_reduce ({backend})"] = lambda over=over: dist.all_reduce(
-            x @ weight, group=over
-        )
+    for label, over in unfused_groups(group).items():
+        variants[label] = lambda over=over: dist.all_reduce(x @ weight, group=over)
 
     def check() -> None:
         want = x @ weight
         dist.all_reduce(want, group=group)
-        for label in ("op", "matmul, one_shot_all_reduce"):
+        for label in ("chosen", "matmul, one_shot_all_reduce"):
             torch.testing.assert_close(variants[label](), want, rtol=2e-2, atol=5e-2)
 
     kind = str(dtype)[6:]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply
+from symm_cp.tensor_parallel.features import chunks
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 from tests.tensor_parallel.common import Recorder, mesh_of
@@ -43,9 +44,12 @@ def as_in_one_process(
     dense = model_of(family, **changes)
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    split = [p for p in model.parameters() if not p.placements[0].is_replicate()]
-    assert split
-    assert all(p.to_local().numel() * group.size() == p.numel() for p in split)
+    split = {n: p for n, p in model.named_parameters() if not p.placements[0].is_replicate()}
+    assert sum("layers" in name for name in split) >= 2 * 2  # of two layers
+    for parameter in split.values():
+        sizes = chunks(parameter.shape[parameter.placements[0].dim], group.size()).sizes
+        rows = parameter.numel() // sum(sizes)
+        assert parameter.to_local().numel() == sizes[group.rank()] * rows
     # Norms and rotary embeddings of transformers compute in float32, routers choose by them.
     single = next(dense.parameters()).dtype == torch.float32
     limits = {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-6, "atol": 1e-7}
@@ -69,6 +73,28 @@ def as_in_one_process(
 )
 def test_models(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
     ranks.run(world_size, as_in_one_process, family, sequence_parallel)
+
+
+#: Heads, features and vocabularies that no world size divides.
+UNEVEN = {
+    "hidden_size": 40,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "intermediate_size": 37,
+    "vocab_size": 61,
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(
+        ("qwen3", 3),
+        of=[(f, w) for f in ("llama", "tied llama", "qwen3", "gemma3", "phi3") for w in (2, 3, 4)],
+    ),
+)
+def test_uneven(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
+    ranks.run(world_size, as_in_one_process, family, sequence_parallel, **UNEVEN)
 
 
 # --- what else people do with models ---------------------------------------------------------

@@ -243,6 +243,7 @@ def one_rank_refuses(group: dist.ProcessGroup) -> None:
     row = FusedRowwiseParallel(output_layouts=Replicate(), multiple_of=D)
     linear = parallelize_module(nn.Linear(5 * D, 6), mesh, row)
     good = torch.ones(2, 3, [8, 8, 4][own.rank()])
+    linear(good)
     with pytest.raises(ValueError if bad else RuntimeError, match="has 7 features on this rank"):
         linear(torch.ones(2, 3, 7) if bad else good)
     assert linear(good).shape == (2, 3, 6)

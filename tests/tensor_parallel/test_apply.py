@@ -173,12 +173,10 @@ def test_autocast(ranks: Ranks, sequence_parallel: bool) -> None:
 
 
 def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    dense = model_of("qwen3")
+    dense = model_of("qwen3", num_hidden_layers=1)  # the first and the last block
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
-    # Masks are what breaks graphs in transformers, so the blocks are compiled.
-    blocks = model.model.layers
-    for block in blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+    # Masks are what breaks graphs in transformers, so the block is compiled.
+    model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
     tokens = tokens_of(dense)
     for m in (model, dense):
         m(tokens, labels=tokens, use_cache=False).loss.backward()

@@ -42,6 +42,7 @@ TORCH_UNITS = (
         "groups.cpp",
         "kernels.cpp",
         "low_contention.cpp",
+        "matmul_all_reduce.cpp",
         "pool.cpp",
         "symmetric_memory.cpp",
     ),

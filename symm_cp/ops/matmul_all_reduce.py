@@ -21,6 +21,8 @@ from symm_cp.ops.common import (
     group_of,
     in_test_mode,
     lib,
+    register_device_kernel,
+    register_in_python,
     register_kernel,
     world_size_of,
 )
@@ -183,8 +185,10 @@ _FAKES: dict[str, Op] = {ALL_REDUCE: _matmul_all_reduce_fake, SUM: _matmuls_all_
 
 def register() -> None:
     """Adds the kernels and fake kernels."""
-    for name, kernel in _KERNELS.items():
-        register_kernel(name, kernel)
+    # csrc/matmul_all_reduce.cpp calls the kernel for all but few rows.
+    register_device_kernel(ALL_REDUCE, _KERNELS[ALL_REDUCE])
+    register_in_python(ALL_REDUCE, _KERNELS[ALL_REDUCE])
+    register_kernel(SUM, _KERNELS[SUM])
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta")
     autocast.register(autocast.cast, ALL_REDUCE)

@@ -214,7 +214,7 @@ def _scatter_backward_backward(
     return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
 
 
-# --- fused_matmul_all_reduce, _fused_matmuls_all_reduce --------------------------------------
+# --- _fused_matmuls_all_reduce; that of fused_matmul_all_reduce is in csrc/gradients.cpp ------
 
 
 def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
@@ -226,20 +226,6 @@ def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
 
 def _bias_gradient(grad: torch.Tensor) -> torch.Tensor:
     return grad.flatten(0, -2).sum(0)
-
-
-def _all_reduce_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    a, weight, _, ctx.reduce_op, ctx.group_name = inputs
-    ctx.save_for_backward(a, weight)
-
-
-def _all_reduce_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    a, weight = ctx.saved_tensors
-    need_a, need_weight, need_bias = ctx.needs_input_grad[:3]
-    total = _all_reduced(ctx, grad) if need_a or need_weight else grad
-    grad_a = total @ weight.mH if need_a else None
-    grad_weight = _left_transposed(a, total) if need_weight else None
-    return grad_a, grad_weight, _bias_gradient(grad) if need_bias else None, None, None
 
 
 def _all_reduced_sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -266,7 +252,6 @@ def _all_reduced_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def register() -> None:
     """Registers the gradients."""
-    register_gradient("fused_matmul_all_reduce", _all_reduce_backward, _all_reduce_setup)
     register_gradient(
         "_fused_matmuls_all_reduce", _all_reduced_sum_backward, _all_reduced_sum_setup
     )

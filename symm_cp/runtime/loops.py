@@ -17,8 +17,9 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait, accesses
 
 _Kind: TypeAlias = wire.ExchangeKind
 
-#: The patterns of each kind of exchange: in the calling thread, in the background.
-PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
+#: The patterns of each kind of exchange: in the calling thread, and (where there is one) in the
+#: background.
+PATTERNS: dict[_Kind, tuple[Pattern, ...]] = {
     _Kind.ALL_GATHER: (patterns.ALL_GATHER, patterns.BACKGROUND_ALL_GATHER),
     _Kind.ALL_REDUCE: (patterns.ALL_REDUCE, patterns.BACKGROUND_ALL_REDUCE),
     _Kind.TWO_SHOT_ALL_REDUCE: (
@@ -27,6 +28,8 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     ),
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
+    _Kind.PRODUCED_ALL_REDUCE: (patterns.PRODUCED_ALL_REDUCE,),
+    _Kind.PRODUCED_TWO_SHOT_ALL_REDUCE: (patterns.PRODUCED_TWO_SHOT_ALL_REDUCE,),
 }
 
 
@@ -71,6 +74,9 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
         elif isinstance(step, Copy):
             to, source = _area(step.dst, writes=True), _area(step.src, writes=False)
             steps.append(wire.LoopStep(kind=wire.Kind.COPY, to=to, source=source))
+        elif isinstance(step, Compute) and step.kernel == "produce":
+            to = _area(step.writes[0], writes=True)
+            steps.append(wire.LoopStep(kind=wire.Kind.PRODUCE, to=to))
         else:
             assert isinstance(step, Compute)
             areas = [_area(region, writes=False) for region in step.reads]

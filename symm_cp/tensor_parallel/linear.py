@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from symm_cp.memory import group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import tells_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -79,6 +78,7 @@ class FusedColwiseLinear(nn.Linear):
     Made by the styles, not by its constructor.
     """
 
+    group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
     local_output: bool
     shared: SharedGather | None
@@ -97,8 +97,7 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
     A replicated input is not gathered: its gradients are summed once.
     """
     first = linears[0]
-    mesh = first.weight.device_mesh
-    group = group_name(mesh)
+    mesh, group = first.weight.device_mesh, first.group
     check = _check_colwise_telling_peers if x.device.type == "cpu" else _check_colwise
     x = check(x, first, group)
     weights = [linear.weight.to_local() for linear in linears]
@@ -153,13 +152,14 @@ class FusedRowwiseLinear(nn.Linear):
     Made by the style, not by its constructor.
     """
 
+    group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
     local_output: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
         mesh, weight, bias = self.weight.device_mesh, self.weight.to_local(), _local(self.bias)
-        group = group_name(mesh)
+        group = self.group
         check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
         x_part, placement = check(input, self, weight.shape[1], group)
         if self.sequence_dim is None:

@@ -124,7 +124,7 @@ class FusedColwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__
-        group_name(device_mesh)  # raises for meshes of several dimensions
+        group = group_name(device_mesh)
         linear = _check_linear(style, module)
         _check_split(
             style, "out_features", linear.out_features, device_mesh.size(), self.multiple_of
@@ -132,6 +132,7 @@ class FusedColwiseParallel(ParallelStyle):
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
         # Changing the class in place keeps hooks, names and references valid.
         linear.__class__ = FusedColwiseLinear
+        linear.group = group
         linear.sequence_dim = self.sequence_dim
         linear.local_output = self.use_local_output
         linear.shared = None
@@ -263,11 +264,12 @@ class FusedRowwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = "FusedRowwiseParallel"
-        group_name(device_mesh)  # raises for meshes of several dimensions
+        group = group_name(device_mesh)
         linear = _check_linear(style, module)
         _check_split(style, "in_features", linear.in_features, device_mesh.size())
         _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
         linear.__class__ = FusedRowwiseLinear
+        linear.group = group
         linear.sequence_dim = self.sequence_dim
         linear.local_output = self.use_local_output
         return linear

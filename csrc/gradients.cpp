@@ -359,6 +359,8 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot_autograd>());
   m.impl("all_gather_kv", torch::CppFunction::makeFromBoxedFunction<&gather_kv_autograd>());
+  for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
   m.impl("fused_matmul_all_reduce",
          torch::CppFunction::makeFromBoxedFunction<&matmul_all_reduce_autograd>());
 }
@@ -375,7 +377,8 @@ TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
 TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
   for (const char* name :
        {"two_shot_all_reduce_", "two_shot_all_reduce_out", "one_shot_all_reduce_out",
-        "one_shot_all_reduce_copy_out", "reduce_scatter_out"})
+        "one_shot_all_reduce_copy_out", "reduce_scatter_out", "_low_contention_all_gather_out",
+        "_low_contention_reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
 }
 

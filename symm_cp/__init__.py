@@ -57,6 +57,7 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "empty_cache",
+    "fsdp",
     "get_workspace",
     "inductor",
     "low_contention_all_gather",
@@ -76,15 +77,15 @@ __all__ = [
 ]
 
 if _TYPE_CHECKING:
-    from symm_cp import inductor
+    from symm_cp import fsdp, inductor
     from symm_cp.context_parallel import ContextParallel
     from symm_cp.devices import nvshmem
 
 
 def __getattr__(name: str) -> object:
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
-    if name == "inductor":
-        return _import_module("symm_cp.inductor")
+    if name in ("fsdp", "inductor"):
+        return _import_module(f"symm_cp.{name}")
     if name == "nvshmem":
         return _import_module("symm_cp.devices.nvshmem")
     if name == "ContextParallel":

@@ -232,6 +232,22 @@ def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raises `ValueError` for a tensor that is not contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be contiguous, has shape {list(tensor.shape)} and strides "
+            f"{list(tensor.stride())}"
+        )
+
+
+def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: torch.dtype) -> None:
+    """Raises `ValueError` unless a result of a shape and dtype can be written to a tensor."""
+    if list(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {out.dtype} {list(out.shape)}, needs {dtype} {shape}")
+    check_dense(op, name, out)
+
+
 def in_test_mode() -> bool:
     """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
     return torch_symm_mem._is_test_mode

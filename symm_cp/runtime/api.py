@@ -49,10 +49,13 @@ REDUCIBLE: dict[torch.dtype, wire.DType] = {
 class Collective(Protocol):
     """A background collective on tensors of one shape and dtype, prepared once for a group."""
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Starts the collective and returns its result, which `wait_tensor` completes.
 
-        Waits for no peer, not in the first call either.
+        Writes it to `out`, if given: contiguous, and of the result's shape and dtype. Waits for no
+        peer, not in the first call either.
         """
 
 

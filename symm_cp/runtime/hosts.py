@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.alignment import scratch
@@ -334,6 +335,9 @@ class _OfProcessGroup:
     def __init__(self, start: Callable[[Group, torch.Tensor], torch.Tensor]) -> None:
         self._start = start
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Collective`."""
-        return self._start(group, tensor)
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Collective`. With `out` it is complete when this returns."""
+        result = self._start(group, tensor)
+        return result if out is None else out.copy_(funcol.wait_tensor(result))

@@ -386,9 +386,11 @@ class _BackgroundGather:
         self._output_shape, self._name = split.whole_shape(tensor.shape), call_name
         self._chunks = Extent.split(1, split, self._output_shape, tensor.element_size())
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Collective`."""
-        output = tensor.new_empty(self._output_shape)
+        output = tensor.new_empty(self._output_shape) if out is None else out
         pattern = patterns.BACKGROUND_ALL_GATHER
         _start(group, tensor, self._name, pattern, self._chunks, output, output, {})
         return output
@@ -402,15 +404,19 @@ class _BackgroundScatter:
         self._chunks = Extent.split(0, split, tensor.shape, tensor.element_size())
         self._mean = mean
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Collective`."""
         numbers = real(tensor)
         more = numbers.shape[tensor.dim() :]
-        output = numbers.new_empty((*self._output_shape, *more))
+        output = numbers.new_empty((*self._output_shape, *more)) if out is None else real(out)
         partials = numbers.new_empty((group.world_size, *output.shape))
         kernels: dict[str, Kernel] = {
             "reduce": lambda _: add_rows(partials, output, mean=self._mean)
         }
         pattern = patterns.BACKGROUND_REDUCE_SCATTER
         _start(group, numbers, self._name, pattern, self._chunks, partials, output, kernels)
+        if out is not None:
+            return out
         return torch.view_as_complex(output) if tensor.is_complex() else output

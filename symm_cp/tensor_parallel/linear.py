@@ -109,7 +109,7 @@ class FusedColwiseLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
         if _is_plain(self, input, self.in_features):
-            return replicated.linear(input, _local(self.weight), _local(self.bias))
+            return replicated.linear(input, _constant(self.weight), _constant(self.bias))
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
             return gather_and_apply(input, [self])[0]
@@ -157,6 +157,13 @@ def _own_bias(linear: FusedColwiseLinear) -> torch.Tensor | None:
     return None if bias is None else linear.features.own(bias, 0, linear.group)
 
 
+def _constant(parameter: Any) -> Any:
+    """As `_local`, for use without gradients: `to_local` makes a view each time."""
+    if torch.compiler.is_compiling() or not isinstance(parameter, DTensor):
+        return _local(parameter)
+    return parameter._local_tensor
+
+
 def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
@@ -196,11 +203,11 @@ class FusedRowwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
-        group, bias = self.group, _local(self.bias)
+        group = self.group
         if _is_plain(self, input, self.features.count):
-            weight = _local(self.weight)
+            weight, bias = _constant(self.weight), _constant(self.bias)
             return replicated.sum_products([input], [weight.t()], bias, group)
-        mesh = self.weight.device_mesh
+        mesh, bias = self.weight.device_mesh, _local(self.bias)
         check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
         x_part, placement = check(input, self, group)
         weight = self.features.own(self.weight.to_local(), 1, group)

@@ -370,7 +370,8 @@ def against_plain(group: dist.ProcessGroup, variant: str, step: str) -> None:
             *product([name for name in VARIANTS if name not in FOUR_RANKS], STEP_KINDS, (2,)),
             *product([name for name in VARIANTS if name not in FOUR_RANKS], ["accumulating"], (3,)),
             *product(VARIANTS, ["accumulating"], (4,)),
-            *product(FOUR_RANKS, ["clipped", "evaluating"], (4,)),
+            *product(FOUR_RANKS, ["evaluating"], (4,)),
+            ("hsdp", "clipped", 4),
             ("hsdp", "hsdp", 4),
         ],
     ),
@@ -475,7 +476,7 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     assert after[2] - before[2] < steps * largest // 8
 
 
-@pytest.mark.parametrize(("world_size", "steps"), some((2, 20), of=[(2, 20), (2, 200), (4, 200)]))
+@pytest.mark.parametrize(("world_size", "steps"), some((2, 20), of=[(2, 20), (2, 200), (3, 50)]))
 def test_memory_does_not_grow(ranks: Ranks, world_size: int, steps: int) -> None:
     ranks.run(world_size, many_steps, steps)
 

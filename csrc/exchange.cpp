@@ -261,7 +261,7 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
       return 0;
     case Kind::kWait:
       channel.wait(step.peer, step.flag, 0, call, static_cast<uint32_t>(piece));
-      if (piece == 0 && step.flag == kReadyFlag) {
+      if (piece == 0 && (step.flag == kReadyFlag || step.flag == kPartialFlag)) {
         compare_sizes(channel, step.peer, call);
         pieces_ = std::max<int64_t>(pieces_, channel.pieces_of(step.peer, call));
       }

@@ -134,6 +134,7 @@ inline constexpr const char* kFlagNames[] = {
 inline constexpr int kFlags = 5;
 inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;
+inline constexpr int kPartialFlag = 1;
 inline constexpr int kGaveUpFlag = 6;
 inline constexpr int kSentFlag = 7;
 inline constexpr int kReadyInPlaceFlag = 8;

@@ -7,10 +7,13 @@ has. The gradients are in matmul_derivatives.py.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from symm_cp import memory
+from symm_cp import memory, runtime
+from symm_cp.devices import has_streams
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group, GroupLike
 from symm_cp.ops import autocast
@@ -24,11 +27,13 @@ from symm_cp.ops.common import (
     register_device_kernel,
     register_in_python,
     register_kernel,
+    what_is,
     world_size_of,
 )
 from symm_cp.ops.products import Terms
 from symm_cp.results import new_result
 from symm_cp.shards import Split
+from symm_cp.tuning import Question, choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"
 SUM = "_fused_matmuls_all_reduce"
@@ -51,10 +56,8 @@ def _check(
     reduce_op: str,
 ) -> list[int]:
     """Returns the shape of the sum."""
-    if len(lefts) != len(rights) or not (lefts or addend is not None):
-        raise ValueError(
-            f"{op}: {len(lefts)} As and {len(rights)} Bs: needs as many of both, or an addend"
-        )
+    if len(lefts) != len(rights):
+        raise ValueError(f"{op}: {len(lefts)} As and {len(rights)} Bs: needs as many of both")
     for left, right in zip(lefts, rights, strict=True):
         check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
     first = addend if addend is not None else lefts[0]
@@ -87,9 +90,9 @@ def unfused_all_reduce(tensor: torch.Tensor, reduce_op: str, group_name: str) ->
     return funcol.wait_tensor(funcol.all_reduce(tensor, reduce_op, group_name))
 
 
-def all_reduced(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Tensor:
-    """The all-reduce of a tensor; may overwrite it."""
-    if tensor.device.type == "cpu" and hosts_of(group, tensor.device) is None:
+def _reduced(op: str, group: Group, tensor: torch.Tensor, reduce_op: str) -> torch.Tensor:
+    """The all-reduce of a tensor that is there already."""
+    if not has_streams(tensor.device) and hosts_of(group, tensor.device) is None:
         try:
             total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(
                 tensor, reduce_op, group.name
@@ -97,16 +100,74 @@ def all_reduced(tensor: torch.Tensor, reduce_op: str, group: Group) -> torch.Ten
         except RuntimeError as error:
             raise memory.reported(error) from None  # by the native op
         return total
-    return unfused_all_reduce(tensor, reduce_op, group.name)
+    total = new_result(tensor, tensor.shape)
+    runtime.of(total, group).produce_and_all_reduce(
+        group,
+        lambda _, partial: partial.copy_(tensor),
+        total,
+        what_is(op, total, detail=reduce_op),
+        mean=reduce_op == "avg",
+    )
+    return total
+
+
+def _by_rows(group: Group, matrix: torch.Tensor) -> Split:
+    return Split.nearly_equal(matrix.shape[0], group.world_size)
+
+
+def produce_and_all_reduce(
+    op: str,
+    group: Group,
+    produce: Callable[[int | None, torch.Tensor], None],
+    out: torch.Tensor,
+    reduce_op: str,
+    detail: str = "",
+) -> None:
+    """Writes the sum over ranks to `out`, a matrix.
+
+    `produce(rank, partial)` writes this rank's contribution to the rows that are rank `rank`'s by
+    `Split.nearly_equal`; None: to all rows.
+    """
+    split = _by_rows(group, out)
+    rows, columns = split.sizes[0], out.shape[1]
+    # The inner dimension may differ from rank to rank, and all must choose alike: a nominal one.
+    question = Question(
+        "matmul_all_reduce",
+        out.dtype,
+        ((rows, columns, columns),),
+        partial=rows * columns * out.element_size(),
+        everywhere=True,
+    )
+    whole = choose(group, out.device, question) == "whole"
+    runtime.of(out, group).produce_and_all_reduce(
+        group,
+        lambda rank, partial: produce(None if whole else rank, partial),
+        out,
+        what_is(op, out, detail=f"{reduce_op}{detail}{' whole' * whole}"),
+        split=None if whole else split,
+        mean=reduce_op == "avg",
+    )
 
 
 def _multiply_and_all_reduce(
-    op: str, group: Group, terms: Terms, bias: torch.Tensor | None, reduce_op: str
+    op: str,
+    group: Group,
+    terms: Terms,
+    bias: torch.Tensor | None,
+    reduce_op: str,
+    shape: list[int],
 ) -> torch.Tensor:
-    total = new_result(terms.like, terms.shape)
-    terms.add_up(total)
-    total = all_reduced(total, reduce_op, group)
-    return total if bias is None else total.add_(bias)
+    out = new_result(terms.like, shape)
+    # One rank adds the bias to what it contributes: that costs no pass over the result.
+    added = bias if reduce_op == "sum" else None
+
+    def produce(rank: int | None, partial: torch.Tensor) -> None:
+        adds = group.rank == (0 if rank is None else rank)
+        terms.add_up(partial, rank, added if adds else None)
+
+    detail = " bias" * (bias is not None)
+    produce_and_all_reduce(op, group, produce, out.flatten(0, -2), reduce_op, detail)
+    return out if bias is added else out.add_(bias)
 
 
 def _matmul_all_reduce_kernel(
@@ -117,12 +178,12 @@ def _matmul_all_reduce_kernel(
     group_name: str,
 ) -> torch.Tensor:
     group = group_of(group_name)
-    _check(ALL_REDUCE, [a], [weight], None, bias, reduce_op)
+    shape = _check(ALL_REDUCE, [a], [weight], None, bias, reduce_op)
     if in_test_mode():
         total = unfused_all_reduce(a @ weight, reduce_op, group_name)
         return total if bias is None else total + bias
     terms = _terms([a], [weight], None, group)
-    return _multiply_and_all_reduce(ALL_REDUCE, group, terms, bias, reduce_op)
+    return _multiply_and_all_reduce(ALL_REDUCE, group, terms, bias, reduce_op, shape)
 
 
 def _matmuls_all_reduce_kernel(
@@ -134,9 +195,11 @@ def _matmuls_all_reduce_kernel(
     group_name: str,
 ) -> torch.Tensor:
     group = group_of(group_name)
-    _check(SUM, lefts, rights, addend, bias, reduce_op)
+    shape = _check(SUM, lefts, rights, addend, bias, reduce_op)
+    if not lefts and bias is None and addend is not None:
+        return _reduced(SUM, group, addend, reduce_op)
     terms = _terms(lefts, rights, addend, group)
-    return _multiply_and_all_reduce(SUM, group, terms, bias, reduce_op)
+    return _multiply_and_all_reduce(SUM, group, terms, bias, reduce_op, shape)
 
 
 def _terms(
@@ -145,8 +208,12 @@ def _terms(
     addend: torch.Tensor | None,
     group: Group,
 ) -> Terms:
+    """The terms as matrices, of which the ranks take rows."""
     return Terms.of(
-        lefts, rights, addend, lambda shape: Split.nearly_equal(shape[0], group.world_size)
+        [left.flatten(0, -2) for left in lefts],
+        rights,
+        None if addend is None else addend.flatten(0, -2),
+        lambda shape: Split.nearly_equal(shape[0], group.world_size),
     )
 
 

@@ -17,7 +17,7 @@ from symm_cp.ops.common import (
     register_kernel,
     world_size_of,
 )
-from symm_cp.ops.matmul_all_reduce import all_reduced, unfused_all_reduce
+from symm_cp.ops.matmul_all_reduce import produce_and_all_reduce, unfused_all_reduce
 from symm_cp.ops.scaled_mm import finish, scaled_mm_out
 from symm_cp.ops.scaled_operands import (
     check_bias,
@@ -32,6 +32,7 @@ from symm_cp.ops.scaled_operands import (
 )
 from symm_cp.ops.transforms import register_no_gradient
 from symm_cp.results import contiguous, new_result
+from symm_cp.shards import Split
 
 SCALED = "fused_scaled_matmul_all_reduce"
 
@@ -81,14 +82,22 @@ def _scaled_matmul_all_reduce_kernel(
     group = group_of(group_name)
     shape, dtype, _ = _check(a, weight, a_scale, weight_scale, reduce_op, bias, out_dtype)
     total = new_result(a, shape, partial_dtype_of(dtype))
-    rows, scale = a.flatten(0, -2), a_scale
+    out, rows = total.flatten(0, -2), a.flatten(0, -2)
     # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
-    scale = scale.reshape((1, 1) if scale.numel() == 1 else (rows.shape[0], 1))
-    scaled_mm_out(rows, weight, scale, weight_scale, total.flatten(0, -2), fast=use_fast_accum)
+    one_scale = a_scale.numel() == 1
+    scale = a_scale.reshape(1, 1) if one_scale else a_scale.reshape(rows.shape[0], 1)
+    split = Split.nearly_equal(rows.shape[0], group.world_size)
+
+    def produce(rank: int | None, partial: torch.Tensor) -> None:
+        left = rows if rank is None else split.of(rank, rows)
+        left_scale = scale if rank is None or one_scale else split.of(rank, scale)
+        scaled_mm_out(left, weight, left_scale, weight_scale, partial, fast=use_fast_accum)
+
     if in_test_mode():
+        produce(None, out)
         total = unfused_all_reduce(total, reduce_op, group_name)
     else:
-        total = all_reduced(total, reduce_op, group)
+        produce_and_all_reduce(SCALED, group, produce, out, reduce_op)
     # The bias is added to the sum: once, not once a rank.
     return contiguous(finish(total, bias, result_scale, dtype))
 

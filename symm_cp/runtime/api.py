@@ -122,6 +122,24 @@ class Runtime(Protocol):
         float32 for the 16-bit types.
         """
 
+    def produce_and_all_reduce(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        split: Split | None = None,
+        mean: bool = False,
+    ) -> None:
+        """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+        `produce` writes this rank's contribution to part r of `out`, which is contiguous and whose
+        dimension 0 `split` divides, into the contiguous `partial`. Without `split` it is called
+        once, with this rank and memory for all of `out`. Contributions are added in rank order, in
+        float32 for the 16-bit types. All ranks get the same bits.
+        """
+
     def consume_and_reduce_scatter(
         self,
         group: Group,

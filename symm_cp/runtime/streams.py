@@ -34,6 +34,7 @@ from symm_cp.devices import (
 )
 from symm_cp.memory import Group
 from symm_cp.runtime.agreement import agree
+from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (
     Collective,
     Combine,
@@ -45,6 +46,7 @@ from symm_cp.runtime.api import (
 from symm_cp.runtime.stream_launches import (
     CallMode,
     Exchange,
+    all_reduce_launch,
     background_launch,
     combine_launch,
     exchange_launch,
@@ -276,6 +278,56 @@ class StreamRuntime:
                 "reduce": lambda _: add_rows(sums, out, mean=mean),
             }
             call.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
+
+    def produce_and_all_reduce(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        split: Split | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`.
+
+        Contributions to this rank's part are pulled while it still produces, one kernel adds them,
+        and the peers' sums are pulled as they come.
+        """
+        agree(group, call_name)
+        rank, ranks = group.rank, group.world_size
+        call = _Call(group, out.device, call_name)
+        way, chunks = all_reduce_way(out, split, ranks)
+        launch = all_reduce_launch(rank, chunks, way, call.mode)
+        offsets, one_shot = way.offsets(chunks), way is AllReduceWay.ONE_SHOT
+        if split is not None:
+            own = split.of(rank, out)
+        else:
+            own = out.view(-1)[: None if one_shot else chunks[rank] // out.element_size()]
+        sums = scratch_rows(own, ranks)
+        with call.workspace(offsets[-1]) as (space, epoch):
+            in_slot = _viewing_slot(space, epoch)
+
+            def run_produce(target: int) -> None:
+                if ranks == 1:
+                    produce(target, out)
+                elif split is None:
+                    produce(target, in_slot(0, tuple(out.shape), out.dtype))
+                elif target == rank:
+                    produce(target, sums[rank])
+                else:
+                    shape = tuple(split.shape_of(target, out.shape))
+                    produce(target, in_slot(offsets[target], shape, out.dtype))
+
+            def run_reduce(_: int) -> None:
+                total = own
+                if not one_shot:  # where the peers read it
+                    total = in_slot(offsets[rank], tuple(own.shape), out.dtype)
+                add_rows(sums, total, mean=mean)
+
+            kernels: dict[str, Kernel] = {"produce": run_produce, "reduce": run_reduce}
+            operands = [sums.data_ptr(), out.data_ptr()]
+            call.run(launch, space, epoch, operands, kernels, sums, out)
 
     def consume_and_reduce_scatter(
         self,

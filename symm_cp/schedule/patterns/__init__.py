@@ -8,11 +8,7 @@ from symm_cp.schedule.patterns.all_gather import ALL_GATHER, BACKGROUND_ALL_GATH
 from symm_cp.schedule.patterns.all_gather_and_combine import ALL_GATHER_AND_COMBINE
 from symm_cp.schedule.patterns.all_gather_and_consume import ALL_GATHER_AND_CONSUME
 from symm_cp.schedule.patterns.all_gather_and_poll import ALL_GATHER_AND_POLL
-from symm_cp.schedule.patterns.all_reduce import (
-    ALL_REDUCE,
-    BACKGROUND_ALL_REDUCE,
-    PRODUCED_ALL_REDUCE,
-)
+from symm_cp.schedule.patterns.all_reduce import ALL_REDUCE, BACKGROUND_ALL_REDUCE
 from symm_cp.schedule.patterns.all_to_all import ALL_TO_ALL, BACKGROUND_ALL_TO_ALL
 from symm_cp.schedule.patterns.consume_and_reduce_scatter import CONSUME_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.pattern import (
@@ -23,11 +19,11 @@ from symm_cp.schedule.patterns.pattern import (
     Variant,
     peers,
 )
+from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
 from symm_cp.schedule.patterns.two_shot_all_reduce import (
     BACKGROUND_TWO_SHOT_ALL_REDUCE,
-    PRODUCED_TWO_SHOT_ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
 )
 
@@ -37,12 +33,11 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_COMBINE,
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
+    PRODUCE_AND_ALL_REDUCE,
     CONSUME_AND_REDUCE_SCATTER,
     ALL_GATHER,
     ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
-    PRODUCED_ALL_REDUCE,
-    PRODUCED_TWO_SHOT_ALL_REDUCE,
     REDUCE_SCATTER,
     ALL_TO_ALL,
     BACKGROUND_ALL_GATHER,
@@ -78,8 +73,7 @@ __all__ = [
     "BACKGROUND_REDUCE_SCATTER",
     "CONSUME_AND_REDUCE_SCATTER",
     "PATTERNS",
-    "PRODUCED_ALL_REDUCE",
-    "PRODUCED_TWO_SHOT_ALL_REDUCE",
+    "PRODUCE_AND_ALL_REDUCE",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "TWO_SHOT_ALL_REDUCE",

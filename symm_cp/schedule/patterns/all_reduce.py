@@ -2,8 +2,7 @@
 
 For sums of small tensors, where an exchange costs more than reading W times as much, and for two
 ranks, where TWO_SHOT_ALL_REDUCE reads no less. ALL_REDUCE runs in the calling thread,
-BACKGROUND_ALL_REDUCE in lane ``"copy"``. PRODUCED_ALL_REDUCE has no input: ``Compute("produce",
-rank, (), ...)`` writes what the rank gives to its slot.
+BACKGROUND_ALL_REDUCE in lane ``"copy"``.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which peers read where they lie
@@ -27,8 +26,6 @@ from symm_cp.schedule.steps import Compute
 # all ranks.
 #
 #   copy>slot | signal 1, 2 | wait 1, 2 | reduce
-#
-# Produced: "produce>slot" instead of the copy.
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
@@ -42,16 +39,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
         draft.add(lane, reduce)
 
 
-def _produced(draft: Draft, options: Options, lane: str) -> None:
-    parts = tuple(draft.of(owner, "slot") for owner in range(draft.world_size))
-    draft.add(lane, Compute("produce", draft.rank, (), (draft.own("slot"),)))
-    # Publishes what was produced.
-    draft.add(lane, *draft.signals("ready"), *draft.waits("ready"))
-    draft.add(lane, Compute("reduce", draft.rank, parts, (draft.own("output"),)))
-
-
 ALL_REDUCE = Pattern("ALL_REDUCE", "sync", direct=loop_in_caller(_direct, subsets("in_place")))
 BACKGROUND_ALL_REDUCE = Pattern(
     "BACKGROUND_ALL_REDUCE", "async", direct=loop_in_background(_direct, subsets("in_place"))
 )
-PRODUCED_ALL_REDUCE = Pattern("PRODUCED_ALL_REDUCE", "sync", direct=loop_in_caller(_produced))

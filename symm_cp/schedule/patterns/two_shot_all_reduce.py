@@ -2,8 +2,7 @@
 
 ``Compute("reduce", rank, ...)`` sums chunk ``rank`` of what all ranks give, in rank order, into the
 slot, from where all ranks copy it. TWO_SHOT_ALL_REDUCE runs in the calling thread,
-BACKGROUND_TWO_SHOT_ALL_REDUCE in lane ``"copy"``. PRODUCED_TWO_SHOT_ALL_REDUCE has no input:
-``Compute("produce", rank, (), ...)`` writes all chunks of what the rank gives to its slot.
+BACKGROUND_TWO_SHOT_ALL_REDUCE in lane ``"copy"``.
 
 Options
     ``in_place``  the inputs are symmetric tensors, which are also the outputs; no third exchange
@@ -23,14 +22,12 @@ from symm_cp.schedule.patterns.pattern import (
     loop_in_caller,
     subsets,
 )
-from symm_cp.schedule.steps import Compute, Copy, Region
+from symm_cp.schedule.steps import Compute, Copy
 
 # Rank 0 of 3, direct (lane "compute", or "copy" in the background).
 #
 #   copy 1, 2>slot | signal 1, 2 | wait 1, 2 | reduce 0>slot | signal 1, 2 "reduced" | copy 0 |
 #   wait 1 | copy 1 | wait 2 | copy 2
-#
-# Produced: "produce>slot" instead of the first copies.
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
@@ -42,22 +39,9 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
     if not draft.peers:
         draft.add(lane, Compute("reduce", rank, parts, (draft.own(taken, rank),)))
         return
+    slot = draft.own("slot", rank)
     # Publishes the chunks that peers reduce.
     draft.add(lane, *draft.publish(draft.own(given), draft.peers), *draft.waits("ready"))
-    _reduce_and_collect(draft, lane, parts, taken)
-
-
-def _produced(draft: Draft, options: Options, lane: str) -> None:
-    chunks = tuple(draft.own("slot", chunk) for chunk in range(draft.world_size))
-    parts = tuple(draft.of(owner, "slot", draft.rank) for owner in range(draft.world_size))
-    draft.add(lane, Compute("produce", draft.rank, (), chunks))
-    # Publishes the chunks that peers reduce.
-    draft.add(lane, *draft.signals("ready"), *draft.waits("ready"))
-    _reduce_and_collect(draft, lane, parts, "output")
-
-
-def _reduce_and_collect(draft: Draft, lane: str, parts: tuple[Region, ...], taken: str) -> None:
-    rank, slot = draft.rank, draft.own("slot", draft.rank)
     draft.add(lane, Compute("reduce", rank, parts, (slot,)))
     # Publishes the reduced chunk and says that chunk ``rank`` of the peers has been read.
     draft.add(lane, *draft.signals("reduced"))
@@ -76,7 +60,4 @@ BACKGROUND_TWO_SHOT_ALL_REDUCE = Pattern(
     "BACKGROUND_TWO_SHOT_ALL_REDUCE",
     "async",
     direct=loop_in_background(_direct, subsets("in_place")),
-)
-PRODUCED_TWO_SHOT_ALL_REDUCE = Pattern(
-    "PRODUCED_TWO_SHOT_ALL_REDUCE", "sync", direct=loop_in_caller(_produced)
 )

@@ -18,16 +18,21 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
+from benchmarks.llama import ALONE, llama, variants
 from benchmarks.rivals import Rival, groups_over
+from symm_cp.demo.decoding.llama import static_cache
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 DIM, HEADS, HIDDEN, LAYERS = 1024, 16, 2816, 4
 CACHED = 256  # tokens that decoding attends to
+
+Step = Callable[[], torch.Tensor]
 
 Rivals = Mapping[str, Rival]
 #: Maps the activations to this rank's features, or back; takes the activations and the weight.
@@ -189,6 +194,67 @@ def _prefill_case(
     return Case(f"prefill {tokens} tokens {str(dtype)[6:]}", variants, check)
 
 
+def _decode_step(model: nn.Module, tokens: torch.Tensor) -> Step:
+    """Returns the step that processes the last token, with the others in a cache."""
+    cached = tokens.shape[1] - 1
+    cache = static_cache(model, cached + 1)
+
+    def run(ids: torch.Tensor, position: int) -> torch.Tensor:
+        positions = torch.arange(position, position + ids.shape[1])[None]
+        return model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    # Without gradients as in `generate`: transformers has a shorter way for this.
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(cached)
+        return run(tokens[:, -1:], cached)
+
+    with torch.no_grad():
+        run(tokens[:, :-1], 0)
+    return step
+
+
+def _prefill_step(model: nn.Module, tokens: torch.Tensor) -> Step:
+    """Returns the step that processes a prompt, for the logits of its last token."""
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        return model(input_ids=tokens, logits_to_keep=1).logits[:, -1]
+
+    return step
+
+
+def _llama_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case]:
+    whole = llama(dtype).eval()
+    models = dict(variants(whole, group, {"apply": {"sequence_parallel": False}}))
+    tokens = torch.randint(whole.config.vocab_size, (1, 512))
+    dist.broadcast(tokens, 0, group)
+    for name, make, count in (
+        ("decode", _decode_step, CACHED + 1),
+        ("prefill", _prefill_step, 128),
+        ("prefill", _prefill_step, 512),
+    ):
+        steps = {variant: make(model, tokens[:, :count]) for variant, model in models.items()}
+        want = make(whole, tokens[:, :count])()
+
+        def check(steps: Mapping[str, Step] = steps, want: torch.Tensor = want) -> None:
+            # 50 units in the last place of the largest logits, which are about 3.
+            atol = 200 * torch.finfo(dtype).eps
+            for variant, step in steps.items():
+                if variant not in ALONE:
+                    torch.testing.assert_close(step(), want, rtol=0.0, atol=atol)
+
+        size = f"{count} tokens" if name == "prefill" else f"after {CACHED} tokens"
+        yield Case(f"Llama, {name} {size}, {str(dtype)[6:]}", steps, check, most=100)
+
+
 def cases(group: dist.ProcessGroup, rivals: Rivals) -> Iterator[Case]:
     """Yields all cases."""
     for batch in (1, 4):
@@ -196,6 +262,8 @@ def cases(group: dist.ProcessGroup, rivals: Rivals) -> Iterator[Case]:
     for dtype in (torch.bfloat16, torch.float32):
         for tokens in (128, 512, 2048):
             yield _prefill_case(group, rivals, dtype, tokens)
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from _llama_cases(group, dtype)
 
 
 if __name__ == "__main__":

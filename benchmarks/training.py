@@ -1,16 +1,18 @@
 """Training steps of a model of 10 M parameters with torch's DDP and FSDP2, over both backends.
 
+FSDP2 also with `symm_cp.fsdp.use`, over gloo, which then all-reduces nothing but losses.
+
     python benchmarks/training.py --json benchmarks/results/training.json
 
-The programs are the same but for the backend of the process group. The limit is the step without
-any communication.
+The programs are the same but for that and the backend of the process group. The limit is the step
+without any communication.
 """
 
 from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import symm_cp.fsdp
 from benchmarks.harness import Case, main
 from benchmarks.rivals import groups_over
 from symm_cp.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
@@ -45,6 +48,12 @@ def _fsdp(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def _fsdp_used(model: Transformer, over: dist.ProcessGroup) -> nn.Module:
+    sharded = _fsdp(model, over)
+    symm_cp.fsdp.use(sharded)
+    return sharded
+
+
 def _step(model: nn.Module, rank: int) -> Step:
     """Returns a training step, which returns the loss of this rank's part of the batch."""
     generator = torch.Generator().manual_seed(rank)
@@ -63,13 +72,18 @@ def _step(model: nn.Module, rank: int) -> Step:
     return step
 
 
-def _case(group: dist.ProcessGroup, name: str, wrap: Wrap) -> Case:
+def _case(
+    group: dist.ProcessGroup, name: str, wrap: Wrap, more: Mapping[str, Wrap] | None = None
+) -> Case:
+    """`more`: other ways to wrap the model, over gloo."""
     torch.manual_seed(0)
     model = Transformer(CONFIG)
     over = {**groups_over(group, "symm_cp"), "gloo": group}
     steps = {
         backend: _step(wrap(copy.deepcopy(model), of), group.rank()) for backend, of in over.items()
     }
+    for way, other in (more or {}).items():
+        steps[way] = _step(other(copy.deepcopy(model), group), group.rank())
 
     def check() -> None:
         """Three steps: the third loss depends on sums of gradients of all ranks."""
@@ -84,8 +98,9 @@ def _case(group: dist.ProcessGroup, name: str, wrap: Wrap) -> Case:
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields all cases."""
-    for name, wrap in (("DDP", _ddp), ("FSDP2", _fsdp)):
-        case = _case(group, f"{name}, training step of 10 M parameters", wrap)
+    ways = (("DDP", _ddp, None), ("FSDP2", _fsdp, {"fsdp.use": _fsdp_used}))
+    for name, wrap, more in ways:
+        case = _case(group, f"{name}, training step of 10 M parameters", wrap, more)
         case.most = 30
         yield case
 

@@ -18,17 +18,6 @@ constexpr const char* kTwoShot = "two_shot_all_reduce_";
 constexpr const char* kTwoShotOut = "two_shot_all_reduce_out";
 constexpr const char* kReduceScatter = "reduce_scatter_out";
 
-// Divides the bytes of a tensor into the parts that the ranks reduce; those at the end may be
-// shorter.
-void add_parts(CheckedCall& call, int64_t bytes, int ranks) {
-  const int64_t part = whole_parts((bytes + ranks - 1) / ranks);
-  for (int rank = 0; rank < ranks; ++rank) {
-    const int64_t begin = std::min(rank * part, bytes), end = std::min(begin + part, bytes);
-    call.add_input(begin, end - begin);
-    call.add_output(begin, end - begin);
-  }
-}
-
 // `output` is contiguous and of the input's shape and dtype. It may be the input.
 void all_reduce(const char* op, Group& group, const at::Tensor& given, std::string_view reduce_by,
                 const at::Tensor& output) {
@@ -52,7 +41,7 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
     set_reduction(call.exchange, dtype, reduce_op);
     if ((in_place && onto_itself) || two_shot(ranks, bytes)) {
       call.exchange.kind = ExchangeKind::kTwoShotAllReduce;
-      add_parts(call, bytes, ranks);
+      call.add_parts(bytes, ranks);
     } else {
       call.exchange.kind = ExchangeKind::kAllReduce;
       call.add_input(0, bytes);
@@ -210,8 +199,8 @@ void reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
-  m.impl("one_shot_all_reduce", torch::CppFunction::makeFromBoxedFunction<&one_shot>());
-  m.impl("_one_shot_all_reduce", torch::CppFunction::makeFromBoxedFunction<&one_shot>());
+  for (const char* name : {"one_shot_all_reduce", "_one_shot_all_reduce", "_all_reduce"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot>());
   m.impl("one_shot_all_reduce_out", torch::CppFunction::makeFromBoxedFunction<&one_shot_out>());
   m.impl("one_shot_all_reduce_copy", torch::CppFunction::makeFromBoxedFunction<&one_shot_copy>());
   m.impl("one_shot_all_reduce_copy_out",

@@ -23,8 +23,8 @@ constexpr int64_t kStreamed = int64_t{4} << 20;
 // What the first piece of any rank may take up, for `Workspace::begin`.
 int64_t slot_bytes_of(const Exchange& exchange, const Loop& loop) {
   if (!loop.slotted) return 0;
-  // Only calls with the usual size have a second piece.
-  return exchange.piece_bytes == kPieceBytes ? 2 * kPieceBytes : exchange.piece_bytes;
+  // Only calls with the usual size have a second piece. Smaller slots would soon be replaced.
+  return std::max(2 * kPieceBytes, exchange.piece_bytes);
 }
 
 int64_t all_bytes(const std::vector<Extent>& extents) {
@@ -109,7 +109,8 @@ ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
   for (const Extent& extent : exchange_.input) most = std::max(most, extent.bytes);
   for (const Extent& extent : exchange_.output) most = std::max(most, extent.bytes);
   pieces_ = most <= room_ ? 1 : (most + room_ - 1) / room_;
-  if (pieces_ > kMaxPieces || (pieces_ > 1 && exchange_.piece_bytes != kPieceBytes))
+  const bool one_piece = exchange_.piece_bytes != kPieceBytes || exchange_.produce != nullptr;
+  if (pieces_ > kMaxPieces || (pieces_ > 1 && one_piece))
     throw std::invalid_argument(exchange_.call_name + ": " + std::to_string(most) +
                                 " bytes for one rank; there must be at most " +
                                 std::to_string(kMaxPieces * room_) + " in one call");
@@ -183,13 +184,43 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
   for (int i = 0; i < step.source_count; ++i)
     sources_.push_back(
         address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
-  reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
-         exchange_.dtype, exchange_.reduce_op, streamed_ && step.to.buffer == Buffer::kOutput);
+  const bool streamed = streamed_ && step.to.buffer == Buffer::kOutput;
+  if (exchange_.addend.bytes > 0)
+    reduce_rows(to, step.to.chunk < 0 ? 0 : step.to.chunk * room_, bytes);
+  else
+    reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
+           exchange_.dtype, exchange_.reduce_op, streamed);
+  return bytes;
+}
+
+void ExchangeRun::reduce_rows(char* to, int64_t offset, int64_t bytes) {
+  const int64_t row = exchange_.addend.bytes, size = element_bytes(exchange_.dtype);
+  std::vector<const void*> sources(sources_);
+  sources.push_back(nullptr);
+  for (int64_t done = 0; done < bytes;) {
+    const int64_t column = (offset + done) % row;
+    const int64_t run = std::min(row - column, bytes - done);
+    for (size_t i = 0; i < sources_.size(); ++i)
+      sources[i] = static_cast<const char*>(sources_[i]) + done;
+    sources.back() = static_cast<const char*>(exchange_.addend.data) + column;
+    reduce(to + done, sources.data(), static_cast<int>(sources.size()), run / size, exchange_.dtype,
+           exchange_.reduce_op, false);
+    done += run;
+  }
+}
+
+int64_t ExchangeRun::produce(Channel& channel, const Call& call, const LoopStep& step,
+                             int64_t piece) {
+  int64_t unused = 0;
+  const int64_t bytes = all_bytes(exchange_.input);
+  if (bytes > 0) exchange_.produce(address(channel, call, step.to, piece, &unused));
   return bytes;
 }
 
 bool ExchangeRun::gives_alike() const {
-  return exchange_.kind == ExchangeKind::kAllGather || exchange_.kind == ExchangeKind::kAllReduce;
+  const ExchangeKind kind = exchange_.kind;
+  return kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllReduce ||
+         kind == ExchangeKind::kProducedAllReduce;
 }
 
 void ExchangeRun::announce(Channel& channel, Call& call) {
@@ -208,7 +239,9 @@ void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
   const ExchangeKind kind = exchange_.kind;
   const bool by_source = kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllToAll;
   if (kind != ExchangeKind::kAllToAll && all_bytes(exchange_.output) == 0) return;
-  const size_t own = by_source ? peer : kind == ExchangeKind::kTwoShotAllReduce ? rank_ : 0;
+  const bool by_owner =
+      kind == ExchangeKind::kTwoShotAllReduce || kind == ExchangeKind::kProducedTwoShotAllReduce;
+  const size_t own = by_source ? peer : by_owner ? rank_ : 0;
   const int64_t wanted = exchange_.output[own].bytes;
   const int64_t given =
       gives_alike() ? channel.bytes_of(peer, call) : channel.sizes_of(peer, call)[rank_];
@@ -228,13 +261,14 @@ int64_t ExchangeRun::step(Channel& channel, Call& call, const LoopStep& step, in
       return 0;
     case Kind::kWait:
       channel.wait(step.peer, step.flag, 0, call, static_cast<uint32_t>(piece));
-      if (piece == 0 && step.flag == kReadyFlag) {
+      if (piece == 0 && (step.flag == kReadyFlag || step.flag == kPartialFlag)) {
         compare_sizes(channel, step.peer, call);
         pieces_ = std::max<int64_t>(pieces_, channel.pieces_of(step.peer, call));
       }
       return 0;
     case Kind::kCopy: return copy(channel, call, step, piece);
     case Kind::kReduce: return reduce_all(channel, call, step, piece);
+    case Kind::kProduce: return produce(channel, call, step, piece);
     case Kind::kVerify: return 0;
   }
   return 0;

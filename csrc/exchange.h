@@ -63,6 +63,13 @@ struct Exchange {
   // The input lies in symmetric memory that was rendezvoused with the group, on all ranks: peers
   // read it where it is. Not for kAllToAll.
   bool in_place = false;
+  // Of what is produced, which is one piece: writes this rank's data, of all parts in order and
+  // without gaps, to the slot. The inputs have sizes only. Its exceptions end the call on all
+  // ranks.
+  std::function<void(void* slot)> produce;
+  // Of what is produced: added to the sum, again and again, as a row to the rows of a matrix. Not
+  // of averages.
+  Extent addend;
   // Of all parts together; the same on all ranks. With another size than the usual one there is one
   // piece: a caller that wants all its data to have left its input when `start` returns gives what
   // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.

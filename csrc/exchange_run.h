@@ -35,6 +35,9 @@ class ExchangeRun {
   int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
   int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
+  void reduce_rows(char* to, int64_t offset, int64_t bytes);
+  int64_t produce(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Where a piece of an area begins; sets `left` to its bytes, if this rank gives or takes them.
   char* address(Channel& channel, const Call& call, const Area& area, int64_t piece, int64_t* left);
   // What this rank gives or takes there; null for other memory.

@@ -190,6 +190,49 @@ struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   }
 };
 
+// Of `fused_matmul_all_reduce`. The gradient of the sum is all-reduced, as torch's functional
+// all-reduce has it; the bias is added after the sum.
+struct MatmulAllReduce : torch::autograd::Function<MatmulAllReduce> {
+  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& a, const at::Tensor& weight,
+                            const std::optional<at::Tensor>& bias, const c10::IValue& reduce_op,
+                            const c10::IValue& group) {
+    static const auto op = handle_of("symm_mem::fused_matmul_all_reduce");
+    ctx->save_for_backward({a, weight});
+    ctx->saved_data["has_bias"] = bias.has_value();
+    ctx->saved_data["reduce_op"] = reduce_op;
+    ctx->saved_data["group"] = group;
+    at::AutoDispatchBelowADInplaceOrView below;
+    Stack stack{a, weight, bias, reduce_op, group};
+    op.callBoxed(stack);
+    return stack.back().toTensor();
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    // In the dtypes of the forward pass.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    const auto saved = ctx->get_saved_variables();
+    const at::Tensor &a = saved[0], &weight = saved[1], &grad = grads[0];
+    const bool of_a = ctx->needs_input_grad(0), of_weight = ctx->needs_input_grad(1);
+    at::Tensor grad_a, grad_weight, grad_bias;
+    const at::Tensor total = of_a || of_weight ? all_reduced(ctx, grad) : grad;
+    if (of_a) grad_a = at::matmul(total, weight.t());
+    if (of_weight) grad_weight = at::matmul(a.flatten(0, -2).t(), total.flatten(0, -2));
+    if (ctx->saved_data["has_bias"].toBool() && ctx->needs_input_grad(2))
+      grad_bias = grad.flatten(0, -2).sum(0);
+    return {grad_a, grad_weight, grad_bias, at::Tensor(), at::Tensor()};
+  }
+
+ private:
+  static at::Tensor all_reduced(AutogradContext* ctx, const at::Tensor& grad) {
+    static const auto op = handle_of("symm_mem::_fused_matmuls_all_reduce");
+    const c10::List<at::Tensor> none;
+    Stack stack{
+        none, none, grad, c10::IValue(), ctx->saved_data["reduce_op"], ctx->saved_data["group"]};
+    op.callBoxed(stack);
+    return stack.back().toTensor();
+  }
+};
+
 // Raises where a transform of torch would lose the derivative by a tensor; the words are those of
 // symm_cp/ops/transforms.py.
 bool needs_gradient(const char* op, const at::Tensor& tensor) {
@@ -240,6 +283,21 @@ void one_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, 
   const c10::IValue reduce_op = arguments[1], group = arguments[2];
   redispatch(op, keys, stack);
   with_gradient(stack->back().toTensor(), reduced, reduce_op, group);
+}
+
+void matmul_all_reduce_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                                Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, 5);
+  const at::Tensor &a = arguments[0].toTensor(), &weight = arguments[1].toTensor();
+  const auto bias = arguments[2].toOptional<at::Tensor>();
+  constexpr const char* name = "fused_matmul_all_reduce";
+  bool needed = needs_gradient(name, a);
+  needed = needs_gradient(name, weight) || needed;
+  if (bias) needed = needs_gradient(name, *bias) || needed;
+  if (!needed) return redispatch(op, keys, stack);
+  at::Tensor total = MatmulAllReduce::apply(a, weight, bias, arguments[3], arguments[4]);
+  torch::jit::drop(*stack, 5);
+  stack->emplace_back(std::move(total));
 }
 
 void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -301,6 +359,10 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot_autograd>());
   m.impl("all_gather_kv", torch::CppFunction::makeFromBoxedFunction<&gather_kv_autograd>());
+  for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
+  m.impl("fused_matmul_all_reduce",
+         torch::CppFunction::makeFromBoxedFunction<&matmul_all_reduce_autograd>());
 }
 
 // Not for torch's kernels on other devices: they write to parameters, and to what requires grad,
@@ -315,7 +377,8 @@ TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
 TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {
   for (const char* name :
        {"two_shot_all_reduce_", "two_shot_all_reduce_out", "one_shot_all_reduce_out",
-        "one_shot_all_reduce_copy_out", "reduce_scatter_out"})
+        "one_shot_all_reduce_copy_out", "reduce_scatter_out", "_low_contention_all_gather_out",
+        "_low_contention_reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&count_modification>());
 }
 

@@ -47,7 +47,8 @@ at::ScalarType real(at::ScalarType dtype) {
 }
 
 // The name of the exception that Python raises for an error.
-const char* name_error(const c10::Error& error) {
+const char* name_error(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return "MemoryError";
   if (dynamic_cast<const c10::ValueError*>(&error) != nullptr) return "ValueError";
   if (dynamic_cast<const c10::TypeError*>(&error) != nullptr) return "TypeError";
   if (dynamic_cast<const c10::IndexError*>(&error) != nullptr) return "IndexError";
@@ -56,10 +57,16 @@ const char* name_error(const c10::Error& error) {
   return "RuntimeError";
 }
 
-void tell_peers(Group& group, int channel, const char* error, const char* text) {
+const char* text_of(const std::exception& error) {
+  const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+  return torchs != nullptr ? torchs->what_without_backtrace() : error.what();
+}
+
+void tell_peers(Group& group, int channel, const std::exception& error) {
   if (group.world_size() == 1) return;
   refuse(group, channel,
-         std::string(error) + " on rank " + std::to_string(group.rank()) + ": " + text);
+         std::string(name_error(error)) + " on rank " + std::to_string(group.rank()) + ": " +
+             text_of(error));
 }
 
 std::string joined(const std::vector<int64_t>& sizes, const char* between) {
@@ -98,8 +105,18 @@ void CheckedCall::add_output(int64_t offset, int64_t bytes, int64_t row, int64_t
   output_offsets.push_back(offset);
 }
 
+int64_t CheckedCall::add_parts(int64_t bytes, int ranks) {
+  const int64_t part = whole_parts((bytes + ranks - 1) / ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    const int64_t begin = std::min(rank * part, bytes), end = std::min(begin + part, bytes);
+    add_input(begin, end - begin);
+    add_output(begin, end - begin);
+  }
+  return part;
+}
+
 void CheckedCall::bind(const void* input, void* output) {
-  for (size_t i = 0; i < input_offsets.size(); ++i)
+  for (size_t i = 0; input != nullptr && i < input_offsets.size(); ++i)
     exchange.input[i].data = static_cast<char*>(const_cast<void*>(input)) + input_offsets[i];
   for (size_t i = 0; i < output_offsets.size(); ++i)
     exchange.output[i].data = static_cast<char*>(output) + output_offsets[i];
@@ -243,6 +260,10 @@ bool overlap(const at::Tensor& one, const at::Tensor& other) {
   return begin(one) < begin(other) + other.nbytes() && begin(other) < begin(one) + one.nbytes();
 }
 
+std::string describe(const std::exception& error) {
+  return std::string(name_error(error)) + ": " + text_of(error);
+}
+
 bool guarded(const char* op, const std::string& group_name, int channel,
              c10::function_ref<void(const std::shared_ptr<Group>&)> body) {
   if (!serving.load(std::memory_order_relaxed)) return false;
@@ -250,11 +271,13 @@ bool guarded(const char* op, const std::string& group_name, int channel,
   if (!group->on_one_host()) return false;
   try {
     body(group);
+  } catch (const Failed& error) {
+    std::rethrow_exception(error.cause);
   } catch (const c10::Error& error) {
-    tell_peers(*group, channel, name_error(error), error.what_without_backtrace());
+    tell_peers(*group, channel, error);
     throw;
   } catch (const std::bad_alloc& error) {
-    tell_peers(*group, channel, "MemoryError", error.what());
+    tell_peers(*group, channel, error);
     throw;
   } catch (const std::exception& error) {  // of the exchange: the peers were told
     TORCH_CHECK(false, error.what());

@@ -8,6 +8,8 @@
 #include <c10/util/FunctionRef.h>
 #include <c10/util/SmallVector.h>
 
+#include <array>
+#include <exception>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -35,12 +37,17 @@ struct CheckedCall {
   std::vector<int64_t> input_offsets;
   std::vector<int64_t> output_offsets;
   std::vector<int64_t> output_shape;
-  bool in_place_possible = true;  // an input in symmetric memory is read where it lies
-  bool background = false;        // large enough to wake the copy engine for it
+  std::array<at::Tensor, kSlots> products;  // views of slots; see matmul_all_reduce.cpp
+  bool in_place_possible = true;            // an input in symmetric memory is read where it lies
+  bool background = false;                  // large enough to wake the copy engine for it
 
   // `row` and `pitch`: see Extent.
   void add_input(int64_t offset, int64_t bytes);
   void add_output(int64_t offset, int64_t bytes, int64_t row = 0, int64_t pitch = 0);
+  // Divides the bytes of input and output into the parts that the ranks reduce; those at the end
+  // may be shorter. Returns the length of the others.
+  int64_t add_parts(int64_t bytes, int ranks);
+  // `input` is null where it is produced.
   void bind(const void* input, void* output);
 };
 
@@ -77,6 +84,10 @@ class Arguments {
       : stack_(stack), count_(op.schema().arguments().size()) {}
 
   const at::Tensor& tensor(size_t index) const { return at(index).toTensor(); }
+  // Undefined where it is None.
+  at::Tensor optional_tensor(size_t index) const {
+    return at(index).isNone() ? at::Tensor() : at(index).toTensor();
+  }
   const std::string& text(size_t index) const { return at(index).toStringRef(); }
   bool flag(size_t index) const { return at(index).toBool(); }
   int64_t number(size_t index) const { return at(index).toInt(); }
@@ -140,6 +151,15 @@ void set_reduction(Exchange& exchange, at::ScalarType dtype, ReduceOp reduce_op)
 bool is_symmetric(const Group& group, const at::Tensor& tensor);
 // Whether two contiguous tensors share bytes.
 bool overlap(const at::Tensor& one, const at::Tensor& other);
+
+// An op failed after it had begun, and the peers were told.
+struct Failed : std::exception {
+  explicit Failed(std::exception_ptr error) : cause(std::move(error)) {}
+  std::exception_ptr cause;
+};
+
+// The error as Python names it, and its text: "ValueError: ...".
+std::string describe(const std::exception& error);
 
 // Carries out `body(group)`, an op's kernel. Tells the peers when it refuses its arguments, since
 // they may be making the same call on `channel`. Returns false, and calls nothing, where the kernel

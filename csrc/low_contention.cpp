@@ -15,6 +15,8 @@ using torch::jit::Stack;
 
 constexpr const char* kGather = "_low_contention_all_gather";
 constexpr const char* kScatter = "_low_contention_reduce_scatter";
+constexpr const char* kGatherOut = "_low_contention_all_gather_out";
+constexpr const char* kScatterOut = "_low_contention_reduce_scatter_out";
 
 // Below this many bytes waking the engine costs more than the transfer, which then waits for
 // `wait_tensor`, or for the next transfer that wakes the engine. No peer may depend on it: it is
@@ -114,11 +116,12 @@ void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::stri
   call.in_place_possible = call.background;
 }
 
-// A plain input may be overwritten once this has returned.
+// A plain input may be overwritten once this has returned. `output`: to be written to; none for a
+// new tensor, which is returned.
 at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call,
-                          const at::Tensor& given) {
+                          const at::Tensor& given, at::Tensor output = {}) {
   at::Tensor input = given.contiguous();
-  at::Tensor output = new_output(given, call.output_shape);
+  if (!output.defined()) output = new_output(given, call.output_shape);
   const bool in_place =
       call.in_place_possible && input.is_same(given) && is_symmetric(*group, input);
   call.exchange.in_place = in_place;
@@ -145,16 +148,28 @@ CallKey key_of(const char* op, const Group& group, const at::Tensor& tensor, int
   return key;
 }
 
+std::shared_ptr<CheckedCall> gather_call(const Group& group, const at::Tensor& shard,
+                                         const Sizes& sizes) {
+  return CheckedCalls::of_this_thread().take(
+      key_of(kGather, group, shard, 0, sizes),
+      [&](CheckedCall& call) { prepare_gather(call, shard, sizes, group); });
+}
+
+std::shared_ptr<CheckedCall> scatter_call(const Group& group, const at::Tensor& whole,
+                                          const std::string& reduce_by, const Sizes& sizes) {
+  const ReduceOp reduce_op = check_reduce_op(kScatter, "tensor", whole.scalar_type(), reduce_by);
+  return CheckedCalls::of_this_thread().take(
+      key_of(kScatter, group, whole, static_cast<int64_t>(reduce_op), sizes),
+      [&](CheckedCall& call) { prepare_scatter(call, whole, reduce_by, reduce_op, sizes, group); });
+}
+
 // Arguments: tensor, group name; sizes and rank.
 void background_all_gather(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output;
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& shard = arguments.tensor(0);
-    const Sizes sizes = arguments.sizes(2, *group);
-    const auto call = CheckedCalls::of_this_thread().take(
-        key_of(kGather, *group, shard, 0, sizes),
-        [&](CheckedCall& call) { prepare_gather(call, shard, sizes, *group); });
+    const auto call = gather_call(*group, shard, arguments.sizes(2, *group));
     output = start_transfer(group, *call, shard);
   };
   if (in_test_mode() || !guarded(kGather, arguments.text(1), kAsync, body))
@@ -168,14 +183,7 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
   at::Tensor output;
   const auto body = [&](const std::shared_ptr<Group>& group) {
     const at::Tensor& whole = arguments.tensor(0);
-    const Sizes sizes = arguments.sizes(3, *group);
-    const ReduceOp reduce_op =
-        check_reduce_op(kScatter, "tensor", whole.scalar_type(), arguments.text(1));
-    const auto call = CheckedCalls::of_this_thread().take(
-        key_of(kScatter, *group, whole, static_cast<int64_t>(reduce_op), sizes),
-        [&](CheckedCall& call) {
-          prepare_scatter(call, whole, arguments.text(1), reduce_op, sizes, *group);
-        });
+    const auto call = scatter_call(*group, whole, arguments.text(1), arguments.sizes(3, *group));
     output = start_transfer(group, *call, whole);
   };
   if (in_test_mode() || !guarded(kScatter, arguments.text(2), kAsync, body))
@@ -183,9 +191,50 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
   arguments.end(std::move(output));
 }
 
+// Arguments: tensor, group name, out. The shard may lie at its place in `out`.
+void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor output = arguments.tensor(2);
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& shard = arguments.tensor(0);
+    const auto call = gather_call(*group, shard, {});
+    check_out(kGatherOut, "out", output, call->output_shape, shard.scalar_type());
+    const auto* place =
+        static_cast<const char*>(output.const_data_ptr()) + group->rank() * shard.nbytes();
+    // A strided shard is copied first.
+    TORCH_CHECK_VALUE(
+        !shard.is_contiguous() || shard.const_data_ptr() == place || !overlap(shard, output),
+        kGatherOut, ": tensor must not share memory with out, unless it is part ", group->rank(),
+        " of it");
+    start_transfer(group, *call, shard, output);
+  };
+  if (in_test_mode() || !guarded(kGatherOut, arguments.text(1), kAsync, body))
+    return call_python(op, stack);
+  arguments.end(output);
+}
+
+// Arguments: tensor, reduce op, group name, out.
+void background_reduce_scatter_out(const c10::OperatorHandle& op, Stack* stack) {
+  Arguments arguments(op, stack);
+  const at::Tensor output = arguments.tensor(3);
+  const auto body = [&](const std::shared_ptr<Group>& group) {
+    const at::Tensor& whole = arguments.tensor(0);
+    const auto call = scatter_call(*group, whole, arguments.text(1), {});
+    check_out(kScatterOut, "out", output, call->output_shape, whole.scalar_type());
+    TORCH_CHECK_VALUE(!whole.is_contiguous() || !overlap(whole, output), kScatterOut,
+                      ": tensor must not share memory with out");
+    start_transfer(group, *call, whole, output);
+  };
+  if (in_test_mode() || !guarded(kScatterOut, arguments.text(2), kAsync, body))
+    return call_python(op, stack);
+  arguments.end(output);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, CPU, m) {
+  m.impl(kGatherOut, torch::CppFunction::makeFromBoxedFunction<&background_all_gather_out>());
+  m.impl(kScatterOut, torch::CppFunction::makeFromBoxedFunction<&background_reduce_scatter_out>());
   for (const char* name : {"_low_contention_all_gather", "_low_contention_all_gather_split"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&background_all_gather>());
   for (const char* name :

@@ -161,7 +161,8 @@ void Streams::add_copy(const StreamCommand& command, void* const* operands, driv
   bool dense = command.rows == 1 ||
                (command.to_pitch == command.bytes && command.from_pitch == command.bytes);
   if (gathered_ != Gathered::kCopies || command.alone != 0) flush(lane);
-  if (command.bytes * command.rows == 0) return;
+  // A rank's own shard may lie where it is gathered.
+  if (command.bytes * command.rows == 0 || to == from) return;
   if (!dense) {
     driver::Copy2D copy{};
     copy.from_type = copy.to_type = driver::kDeviceMemory;

@@ -31,8 +31,9 @@ struct Reference {
 };
 
 // The steps of native programs. kPublish writes the record of this rank's call; kVerify is the last
-// step of a call and throws if a peer has failed it meanwhile.
-SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify);
+// step of a call and throws if a peer has failed it meanwhile. kProduce has the caller write what
+// this rank gives; only loops have it.
+SYMM_CP_WIRE_ENUM(Kind, kCopy, kSignal, kWait, kReduce, kPublish, kVerify, kProduce);
 
 // `bytes` is per row; rows are `pitch` bytes apart.
 struct Command {
@@ -94,9 +95,10 @@ SYMM_CP_WIRE_ENUM(DType, kUint8, kInt8, kInt16, kInt32, kInt64, kFloat16, kFloat
 SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor);
 
 // What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
-// inputs and outputs are given by the parts that the ranks reduce.
+// inputs and outputs are given by the parts that the ranks reduce. What is "produced" has no input:
+// the caller writes it to the slot.
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
-                  kAllToAll);
+                  kAllToAll, kProducedAllReduce, kProducedTwoShotAllReduce);
 
 // The buffers of a loop: what this rank gives and takes, and the slot of a rank, or what it gives
 // in symmetric memory.
@@ -114,7 +116,7 @@ struct LoopStep {
   Kind kind;
   int32_t peer;          // signal: to; wait: from
   int32_t flag;          // signal, wait: index in kFlagNames
-  Area to;               // copy, reduce
+  Area to;               // copy, reduce, produce
   Area source;           // copy
   int32_t first_source;  // reduce: its sources are sources[first_source ...]
   int32_t source_count;
@@ -132,6 +134,7 @@ inline constexpr const char* kFlagNames[] = {
 inline constexpr int kFlags = 5;
 inline constexpr int kDeviceFlags = 9;
 inline constexpr int kReadyFlag = 0;
+inline constexpr int kPartialFlag = 1;
 inline constexpr int kGaveUpFlag = 6;
 inline constexpr int kSentFlag = 7;
 inline constexpr int kReadyInPlaceFlag = 8;

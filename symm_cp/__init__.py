@@ -32,7 +32,9 @@ from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.gather_kv import all_gather_kv
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
+from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
 from symm_cp.ops.override import override_cuda_ops
+from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
 from symm_cp.results import empty_cache
 from symm_cp.runtime import known_groups as _known_groups
@@ -55,32 +57,36 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "empty_cache",
+    "fsdp",
     "get_workspace",
     "inductor",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "nvshmem",
     "override_cuda_ops",
     "read_in_place",
     "reserve",
     "scaled_all_gather_matmul",
+    "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "set_rotate_method",
     "shard_batch",
+    "tensor_parallel",
     "trace",
 ]
 
 if _TYPE_CHECKING:
-    from symm_cp import inductor
+    from symm_cp import fsdp, inductor, tensor_parallel
     from symm_cp.context_parallel import ContextParallel
     from symm_cp.devices import nvshmem
 
 
 def __getattr__(name: str) -> object:
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
-    if name == "inductor":
-        return _import_module("symm_cp.inductor")
+    if name in ("fsdp", "inductor", "tensor_parallel"):
+        return _import_module(f"symm_cp.{name}")
     if name == "nvshmem":
         return _import_module("symm_cp.devices.nvshmem")
     if name == "ContextParallel":

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
@@ -100,6 +101,15 @@ def _default_backend(world_size: int) -> str:
     # NCCL requires a GPU for each rank.
     one_each = torch.cuda.device_count() >= world_size
     return "cpu:gloo,cuda:nccl" if one_each else "cpu:gloo,cuda:gloo"
+
+
+def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
+    """Returns a barrier in shared memory, which ranks leave within microseconds. Collective.
+
+    They leave a barrier of gloo half a millisecond apart, which is longer than many ops take.
+    """
+    word = symm_mem.empty(1, dtype=torch.int32, device="cpu")
+    return symm_mem.rendezvous(word, group).barrier
 
 
 def run_ranks(command: str, world_size: int, arguments: Sequence[str]) -> int:

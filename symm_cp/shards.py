@@ -174,6 +174,11 @@ class Extent:
         return cls(operand, tuple(i * nbytes for i in range(chunks)), (nbytes,) * chunks)
 
     @classmethod
+    def consecutive(cls, operand: int | None, sizes: Sequence[int]) -> Extent:
+        """A buffer whose chunks follow one another without gaps."""
+        return cls(operand, tuple(itertools.accumulate((0, *sizes[:-1]))), tuple(sizes))
+
+    @classmethod
     def aligned(cls, operand: int | None, sizes: Sequence[int]) -> Extent:
         """A buffer whose chunks kernels write or read, each of them aligned."""
         return cls(operand, part_offsets(sizes)[:-1], tuple(sizes))

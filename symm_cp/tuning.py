@@ -18,21 +18,26 @@ All ranks of a group choose identically, from the files that the group's first r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from symm_cp import accelerators, env, trusted
+from symm_cp import accelerators, env, native, trusted
 from symm_cp.liveness import read, share
 from symm_cp.memory import Group, StateKey, on_first_use
+from symm_cp.runtime.all_reduce_ways import in_one_shot
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
-from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, PRODUCE_AND_REDUCE_SCATTER
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_CONSUME,
+    PRODUCE_AND_ALL_REDUCE,
+    PRODUCE_AND_REDUCE_SCATTER,
+)
 from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
@@ -66,7 +71,8 @@ class Question:
     """The work of a call: `products` for one rank's shard, in `dtype`.
 
     Each peer reads `shard` bytes of a rank, or a rank computes partial sums of `partial` bytes for
-    each peer; `accumulated` is the size of the results to which each shard's product is added.
+    each peer, and with `everywhere` all get their sum; `accumulated` is the size of the results to
+    which each shard's product is added.
     """
 
     op: str
@@ -75,6 +81,7 @@ class Question:
     shard: int = 0
     partial: int = 0
     accumulated: int = 0
+    everywhere: bool = False
 
     @property
     def key(self) -> str:
@@ -85,6 +92,8 @@ class Question:
     def seconds(self, machine: Machine, ranks: int, *, device: str = "cpu") -> dict[str, float]:
         """Returns the predicted seconds of each way."""
         one, all_at_once = (self._kernels(machine, times) for times in (1, ranks))
+        if self.everywhere:
+            return self._seconds_of_all_reduce(machine, ranks, one, all_at_once, device)
         if self.partial:
             produce = PRODUCE_AND_REDUCE_SCATTER
             scatter = produce.direct() if device == "cpu" else produce.staged()
@@ -99,6 +108,21 @@ class Question:
         return {
             "shards": by_shards.predict(machine, ranks).total,
             "whole": whole.predict(machine, ranks).total + all_at_once,
+        }
+
+    def _seconds_of_all_reduce(
+        self, machine: Machine, ranks: int, one: float, all_at_once: float, device: str
+    ) -> dict[str, float]:
+        reduce, nbytes = PRODUCE_AND_ALL_REDUCE, self.partial * ranks
+        form = reduce.direct if device == "cpu" else reduce.staged
+        one_shot = in_one_shot(nbytes, ranks)
+        way = {"one_shot" if one_shot else "whole": True}
+        summed = nbytes if one_shot else self.partial
+        by_shards = Work(self.op, form(), lambda _: one, self.partial, self.partial)
+        whole = Work(self.op, form(**way), lambda _: all_at_once, summed, summed)
+        return {
+            "shards": by_shards.predict(machine, ranks).total,
+            "whole": whole.predict(machine, ranks).total,
         }
 
     def _kernels(self, machine: Machine, shards: int) -> float:
@@ -138,22 +162,29 @@ _forced: dict[tuple[str, ...], str] = {}
 _listening: dict[str, Choice] | None = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def forced(way: str | None) -> Iterator[None]:
     """Forces one way for all ops in the `with` block that have it; None: no way is forced.
 
     Use it on all ranks. Raises `ValueError` for an unknown way.
     """
-    global _forced
     kinds = [ways for ways in (WAYS, ATTENTION_WAYS) if way in ways]
     if way is not None and not kinds:
         raise ValueError(f"forced: unknown {way=}; must be one of {WAYS + ATTENTION_WAYS}")
     before = _forced
-    _forced = {} if way is None else {**_forced, kinds[0]: way}
+    _force({} if way is None else {**_forced, kinds[0]: way})
     try:
         yield
     finally:
-        _forced = before
+        _force(before)
+
+
+def _force(ways: dict[tuple[str, ...], str]) -> None:
+    global _forced
+    _forced = ways
+    with contextlib.suppress(native.BuildError):  # then there is no native kernel either
+        # It would take few rows before this module is asked for a way.
+        native.load().symm_cp_serve_few_rows(WAYS not in ways)
 
 
 def forced_ways() -> dict[tuple[str, ...], str]:
@@ -304,7 +335,7 @@ def _on(device: torch.device, key: str) -> str:
     return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def listening() -> Iterator[dict[str, Choice]]:
     """Yields the choices made in the `with` block, by `Question.key`, in all threads."""
     global _listening

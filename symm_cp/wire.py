@@ -30,6 +30,7 @@ class Kind(IntEnum):
     REDUCE = 3
     PUBLISH = 4
     VERIFY = 5
+    PRODUCE = 6
 
 
 class StreamKind(IntEnum):
@@ -81,6 +82,8 @@ class ExchangeKind(IntEnum):
     TWO_SHOT_ALL_REDUCE = 2
     REDUCE_SCATTER = 3
     ALL_TO_ALL = 4
+    PRODUCED_ALL_REDUCE = 5
+    PRODUCED_TWO_SHOT_ALL_REDUCE = 6
 
 
 class Buffer(IntEnum):

@@ -134,14 +134,13 @@ def all_gather_matmul(
     return a, outputs
 
 
-def matmul_reduce_scatter(
+def matmul_all_reduce(
     a_parts: Sequence[torch.Tensor],
     b_parts: Sequence[torch.Tensor],
-    scatter_dim: int,
     op: str = "sum",
     bias: torch.Tensor | None = None,
-) -> list[Expected]:
-    """Rank r keeps part r along `scatter_dim` of the reduced ``A_rank @ B_rank`` (+ bias once)."""
+) -> Expected:
+    """The reduced ``A_rank @ B_rank`` (+ bias once)."""
     products = [matmul(a, b) for a, b in zip(a_parts, b_parts, strict=True)]
     world_size = len(products)
     factor = {"sum": 1.0, "avg": 1.0 / world_size}[op]
@@ -149,10 +148,22 @@ def matmul_reduce_scatter(
     magnitude = torch.stack([p.magnitude for p in products]).sum(0) * factor
     value, partials = values.sum(0) * factor, values.abs().sum(0) * factor
     if bias is not None:
-        partials = partials + value.abs()  # the sum may be rounded before the bias is added
+        # The sum may be rounded before the bias is added, or a partial sum with the bias in it.
+        partials = partials + torch.maximum(value.abs(), bias.double().abs())
         value, magnitude = value + bias.double(), magnitude + bias.double().abs()
     terms = sum(p.terms for p in products) + 2
-    return _split(Expected(value, magnitude, terms, partials), world_size, scatter_dim)
+    return Expected(value, magnitude, terms, partials)
+
+
+def matmul_reduce_scatter(
+    a_parts: Sequence[torch.Tensor],
+    b_parts: Sequence[torch.Tensor],
+    scatter_dim: int,
+    op: str = "sum",
+    bias: torch.Tensor | None = None,
+) -> list[Expected]:
+    """As `matmul_all_reduce`; rank r keeps part r along `scatter_dim`."""
+    return _split(matmul_all_reduce(a_parts, b_parts, op, bias), len(a_parts), scatter_dim)
 
 
 def dequantise(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
@@ -198,10 +209,23 @@ def scaled_matmul_reduce_scatter(
     result_scale: torch.Tensor | None = None,
 ) -> list[Expected]:
     """As `matmul_reduce_scatter`, from 8-bit parts and their scales (tensor-wise or row-wise)."""
+    total = scaled_matmul_all_reduce(a_parts, a_scales, b_parts, b_scales, op, bias, result_scale)
+    return _split(total, len(a_parts), scatter_dim)
+
+
+def scaled_matmul_all_reduce(
+    a_parts: Sequence[torch.Tensor],
+    a_scales: Sequence[torch.Tensor],
+    b_parts: Sequence[torch.Tensor],
+    b_scales: Sequence[torch.Tensor],
+    op: str = "sum",
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+) -> Expected:
+    """As `matmul_all_reduce`, from 8-bit parts and their scales (tensor-wise or row-wise)."""
     wide_a = [dequantise(a, s) for a, s in zip(a_parts, a_scales, strict=True)]
     wide_b = [dequantise(b, s) for b, s in zip(b_parts, b_scales, strict=True)]
-    kept = matmul_reduce_scatter(wide_a, wide_b, scatter_dim, op, bias)
-    return [_rescale(part, result_scale) for part in kept]
+    return _rescale(matmul_all_reduce(wide_a, wide_b, op, bias), result_scale)
 
 
 def _rescale(expected: Expected, scale: torch.Tensor | None) -> Expected:

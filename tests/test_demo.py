@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from symm_cp.cli import main
 from symm_cp.demo import arguments as demo_arguments
-from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, Result, unfused_over
+from symm_cp.demo.comparison import Result
 from symm_cp.demo.data import batches
+from symm_cp.demo.decoding import options as decoding_options
+from symm_cp.demo.decoding.report import compare
+from symm_cp.demo.decoding.run import DecodeRun
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED, unfused_over
 from symm_cp.demo.paired import ratio
 from tests.exhaustive import exhaustive, some
+from tests.pool import Ranks
 
 TINY = ["--steps", "3", "--dim", "64", "--layers", "2", "--seq", "48", "--batch", "2"]
 BRIEF = [*TINY, "--most-steps", "3"]
@@ -58,6 +66,128 @@ def test_compiled(capfd: pytest.CaptureFixture[str]) -> None:
     split = ["--ranks", "2", "--cp", "2", "--layers", "1"]
     assert main(["demo", *BRIEF, "--compile", *split]) == 0
     assert "losses agree" in capfd.readouterr().out
+
+
+DECODE = ["--decode", "--dim", "64", "--layers", "2", "--prompt", "5", "--tokens", "6"]
+SPREAD = (unfused_over("symm_cp"), GLOO, FUSED)
+
+
+def generated(group: dist.ProcessGroup, dtype: str) -> None:
+    options = decoding_options.check(
+        parsed(*DECODE, "--dtype", dtype), {"WORLD_SIZE": str(group.size())}
+    )
+    result = DecodeRun(options, group, quiet=True).result()
+    assert result.agree()
+    assert set(result.agreements) == set(SPREAD)
+    for found in result.agreements.values():
+        assert found.equal == 6 or dtype == "bfloat16"
+        assert found.equal + found.tied == 6
+    assert {len(seconds) for seconds in result.seconds.values()} == {6}
+    assert set(result.seconds) == {DENSE, *SPREAD, COMPUTE}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        (2, "float32"), of=[*((n, "float32") for n in (1, 2, 4)), (2, "bfloat16"), (4, "float64")]
+    ),
+)
+def test_generated_tokens_are_those_of_one_process(
+    ranks: Ranks, world_size: int, dtype: str
+) -> None:
+    ranks.run(world_size, generated, dtype)
+
+
+def wrong_sum(group: dist.ProcessGroup) -> None:
+    """Sums that are wrong by one percent, in one of the variants."""
+    options = decoding_options.check(parsed(*DECODE, "--ranks", str(group.size())), {})
+    run = DecodeRun(options, group, quiet=True)
+    over_backend = run.spread[0].model
+    for part in over_backend.modules():
+        exchanges = getattr(part, "exchanges", None)
+        if exchanges is not None:
+            part.exchanges = replace(
+                exchanges, all_reduce=lambda partial, of=exchanges: of.all_reduce(partial) * 1.01
+            )
+    result = run.result()
+    assert not result.agree()
+    assert result.agreements[run.spread[0].name].largest > result.tolerance
+    assert result.agreements[GLOO].largest <= result.tolerance
+
+
+@exhaustive
+def test_a_sum_that_is_wrong_fails_the_generation(ranks: Ranks) -> None:
+    ranks.run(2, wrong_sum)
+
+
+@exhaustive
+def test_generation_as_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.json"
+    assert main(["demo", *DECODE, "--json", str(out)]) == 0
+    assert "tokens agree" in capfd.readouterr().out
+    report = json.loads(out.read_text())
+    assert report["agree"]
+    assert set(report["agreements"]) == set(report["communication"]) == set(SPREAD)
+
+
+@exhaustive
+def test_generation_compiled(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *DECODE, "--compile"]) == 0
+    printed = capfd.readouterr().out
+    assert "tokens agree" in printed
+    assert "first step" in printed
+
+
+@exhaustive
+def test_generation_with_another_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    sizes = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    config.write_text(json.dumps({"model_type": "qwen3", **sizes}))
+    options = ["--decode", "--tokens", "4", "--config", str(config)]
+    assert main(["demo", *options]) == 0
+    assert "qwen3: 0." in capfd.readouterr().out
+    assert main(["demo", *options, "--ranks", "3"]) == 2
+    assert "num_attention_heads=4 is not divisible by --ranks 3" in capfd.readouterr().err
+
+
+def test_without_transformers_the_demo_says_how_to_get_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "transformers" else find(name)
+    )
+    assert main(["demo", "--decode"]) == 2
+    assert "pip install 'symm_cp[transformers]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("token", "logits", "expected"),
+    [
+        (1, [0.0, 1.0, 0.99], (1, 0, 0)),
+        (2, [0.0, 0.995, 1.0], (0, 1, 0)),  # tied in the reference
+        (0, [0.0, 1.0, 0.99], (0, 0, 1)),
+    ],
+)
+def test_tokens_that_differ_are_noticed(
+    token: int, logits: list[float], expected: tuple[int, int, int]
+) -> None:
+    wanted = [torch.tensor([0.0, 1.0, 0.99])]
+    *counts, largest = compare([token], [torch.tensor(logits)], wanted, tolerance=0.01)
+    assert tuple(counts) == expected
+    assert largest == pytest.approx(
+        max(abs(wanted[0][1] - logits[1]), abs(wanted[0][2] - logits[2]))
+    )
+
+
+def test_logits_that_are_not_numbers_are_noticed() -> None:
+    wanted = [torch.zeros(3), torch.zeros(3)]
+    logits = [torch.tensor([0.0, float("nan"), 0.0]), torch.ones(3)]
+    *_, largest = compare([0, 0], logits, wanted, tolerance=2.0)
+    assert not largest <= 2.0
 
 
 @exhaustive
@@ -129,6 +259,16 @@ def test_a_fused_op_that_is_wrong_fails_the_demo(tmp_path: Path) -> None:
         (["--text", "/nowhere/at/all"], "--text /nowhere/at/all: cannot be read"),
         (["--json", "/nowhere/at/all"], "folder /nowhere/at does not exist"),
         (["--steps", "0"], "must be a whole number of at least 1"),
+        (["--tokens", "4"], "--tokens requires --decode"),
+        (["--decode", "--most-steps", "4"], "--most-steps cannot be combined with --decode"),
+        (["--decode", "--cp", "2"], "--cp cannot be combined with --decode"),
+        (["--decode", "--config", "x", "--dim", "8"], "--dim cannot be combined with --config"),
+        (["--decode", "--config", "/nowhere"], "--config /nowhere: no such file"),
+        (["--decode", "--json", "/nowhere/at/all"], "folder /nowhere/at does not exist"),
+        (
+            ["--decode", "--ranks", "3"],
+            "--dim 1024 cannot be split into heads over 3 ranks: must be a multiple of 24",
+        ),
     ],
 )
 def test_wrong_arguments(

@@ -24,10 +24,16 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp import native, trusted
-from symm_cp.bench.measure import quick_barrier
 from symm_cp.bench.report import keep, processor
 from symm_cp.demo.progress import Progress
-from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_ranks
+from symm_cp.ranks import (
+    add_rendezvous,
+    exit_as_rank,
+    is_rank,
+    positive,
+    quick_barrier,
+    run_ranks,
+)
 from symm_cp.results import new_result
 from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tuning import machine_path

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
+
+from symm_cp.ranks import quick_barrier
 
 #: The names that `overlap` looks for.
 LIMIT, COMMUNICATION, UNFUSED, FUSED = "limit", "communication", "unfused", "fused"
@@ -151,15 +152,6 @@ def _time(case: Case, run: Callable[[], object], barrier: Callable[[], None], in
     if not case.host:
         case.synchronize()
     return (time.perf_counter() - start) / inner
-
-
-def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
-    """Returns a barrier in shared memory, which ranks leave within microseconds. Collective.
-
-    They leave a barrier of gloo half a millisecond apart, which is longer than many ops take.
-    """
-    word = symm_mem.empty(1, dtype=torch.int32, device="cpu")
-    return symm_mem.rendezvous(word, group).barrier
 
 
 def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:

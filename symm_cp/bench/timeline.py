@@ -17,7 +17,14 @@ from symm_cp.bench import calibrate, measure, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Job, Setting
 from symm_cp.bench.measure import FUSED, Case, duration
-from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_ranks
+from symm_cp.ranks import (
+    add_rendezvous,
+    exit_as_rank,
+    is_rank,
+    positive,
+    quick_barrier,
+    run_ranks,
+)
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -122,7 +129,7 @@ def _record(
     machine = calibrate.find_or_measure(args.machine, group)
     # By `measure`, because all ranks must agree on the number of repetitions.
     untraced = measure.measure(Case("op", {FUSED: run}), group, _WARM_UP_SECONDS)
-    measure.quick_barrier(group)()
+    quick_barrier(group)()
     with trace() as recording:
         for _ in range(args.calls):
             run()

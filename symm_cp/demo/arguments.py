@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +10,20 @@ from pathlib import Path
 import torch
 
 from symm_cp.demo.data import read_text
+from symm_cp.demo.decoding import options as decoding_options
+from symm_cp.demo.decoding.options import DTYPES, check_json, with_defaults, world_size
 from symm_cp.demo.model import ModelConfig
 from symm_cp.ranks import add_rendezvous, positive
 
-_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+_DEFAULTS = {
+    "cp": 1,
+    "steps": 12,
+    "most_steps": 24,
+    "dim": 512,
+    "layers": 4,
+    "seq": 512,
+    "batch": 4,
+}
 _HEAD_DIMS = (64, 32, 16, 8)
 _MIN_HEADS = 4
 _HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
@@ -24,30 +33,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the demo's arguments to a parser."""
     add = parser.add_argument
     add("--ranks", type=positive, help="processes that share the model (default: 2)")
-    add("--cp", type=positive, default=1, help="ranks that share a sequence (%(default)s)")
     add(
         "--compile",
         action="store_true",
         help="use torch's collectives, and let torch.compile fuse them",
     )
-    add("--steps", type=positive, default=12, help="training steps of each variant (%(default)s)")
+    # Sizes have no default here: it depends on what is asked for, and some are for one thing only.
+    add("--dim", type=positive, help="features of the model (512; with --decode 1024)")
+    add("--layers", type=positive, help="layers (4; with --decode 8)")
+    training = parser.add_argument_group("training")
+    add = training.add_argument
+    add("--cp", type=positive, help="ranks that share a sequence (1)")
+    add("--steps", type=positive, help="training steps of each variant (12)")
     add(
         "--most-steps",
         type=positive,
-        default=24,
-        help="go on without the one process up to this step, until the times are certain "
-        "(%(default)s)",
+        help="go on without the one process up to this step, until the times are certain (24)",
     )
     add(
         "--text",
         type=Path,
         help="file to train on (default: the source of Python's standard library)",
     )
-    add("--dim", type=positive, default=512, help="features of the model (%(default)s)")
-    add("--layers", type=positive, default=4, help="layers (%(default)s)")
-    add("--seq", type=positive, default=512, help="bytes in a sequence (%(default)s)")
-    add("--batch", type=positive, default=4, help="sequences in a batch (%(default)s)")
-    add("--dtype", choices=sorted(_DTYPES), default="float32", help="(%(default)s)")
+    add("--seq", type=positive, help="bytes in a sequence (512)")
+    add("--batch", type=positive, help="sequences in a batch (4)")
+    decoding_options.add_arguments(parser)
+    add = parser.add_argument
+    add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write all losses and times to this file")
     add_rendezvous(parser)
@@ -90,21 +102,16 @@ def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
     return ModelConfig(dim, layers, heads, kv_heads, hidden)
 
 
-def _world_size(ranks: int | None, cp: int, environment: Mapping[str, str]) -> int:
-    if "WORLD_SIZE" not in environment:
-        return ranks or max(2, cp)
-    started = int(environment["WORLD_SIZE"])
-    if ranks not in (None, started):
-        raise ValueError(f"--ranks {ranks} must be WORLD_SIZE={started}, as the ranks are running")
-    return started
-
-
 def check(
     arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> DemoOptions:
     """Returns checked options; raises `ValueError` for values that do not go together."""
+    arguments = with_defaults(arguments, _DEFAULTS)
+    for name in decoding_options.ONLY:
+        if getattr(arguments, name, None) is not None:
+            raise ValueError(f"--{name} requires --decode")
     cp = arguments.cp
-    ranks = _world_size(arguments.ranks, cp, os.environ if environment is None else environment)
+    ranks = world_size(arguments.ranks, max(2, cp), environment)
     if ranks % cp != 0:
         raise ValueError(f"--ranks {ranks} is not divisible by --cp {cp}")
     seq = arguments.seq
@@ -117,8 +124,7 @@ def check(
     text, name = read_text(arguments.text)
     if len(text) <= seq:
         raise ValueError(f"{name} has {len(text)} bytes: --seq {seq} requires at least {seq + 1}")
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: folder {arguments.json.parent} does not exist")
+    check_json(arguments.json)
     return DemoOptions(
         ranks=ranks,
         cp=cp,
@@ -128,7 +134,7 @@ def check(
         text=arguments.text,
         seq=seq,
         batch=arguments.batch,
-        dtype=_DTYPES[arguments.dtype],
+        dtype=DTYPES[arguments.dtype],
         seed=arguments.seed,
         json=arguments.json,
         rendezvous=arguments.rendezvous,

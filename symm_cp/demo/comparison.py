@@ -9,20 +9,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from symm_cp.demo.arguments import DemoOptions
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED
 from symm_cp.demo.paired import Ratio, ratio
 from symm_cp.trusted import write_output
 
-DENSE, FUSED, COMPUTE = "one process", "fused", "compute alone"
 #: Of the interval of the fused step's time to that of the compute alone.
 WIDEST_INTERVAL = 0.05
 # The first steps allocate workspaces and pack weights.
 _WARM_UP = 2
 _NAME_WIDTH = 20
-
-
-def unfused_over(backend: str) -> str:
-    """Returns the name of the variant with collectives over a backend of torch.distributed."""
-    return f"unfused ({backend})"
 
 
 @dataclass(frozen=True)

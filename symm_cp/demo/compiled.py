@@ -17,8 +17,8 @@ from torch import nn
 
 from symm_cp import inductor
 from symm_cp.context_parallel import HeadTail
-from symm_cp.demo.comparison import FUSED, unfused_over
 from symm_cp.demo.model import Transformer, attend
+from symm_cp.demo.names import FUSED, unfused_over
 from symm_cp.demo.sequence import Attend
 from symm_cp.demo.variants import ModelVariant, RankGrid, blocks, keep_part
 

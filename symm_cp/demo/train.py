@@ -14,16 +14,10 @@ import torch.nn.functional as F
 from symm_cp.context_parallel import HeadTail
 from symm_cp.demo import compiled, variants
 from symm_cp.demo.arguments import DemoOptions
-from symm_cp.demo.comparison import (
-    COMPUTE,
-    FUSED,
-    WIDEST_INTERVAL,
-    Result,
-    after_warm_up,
-    show,
-)
+from symm_cp.demo.comparison import WIDEST_INTERVAL, Result, after_warm_up, show
 from symm_cp.demo.data import batches, read_text
 from symm_cp.demo.model import VOCABULARY, Rotation, Transformer, rotation
+from symm_cp.demo.names import COMPUTE, FUSED
 from symm_cp.demo.paired import ratio
 from symm_cp.demo.progress import Progress
 from symm_cp.demo.variants import ModelVariant, RankGrid

@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.context_parallel import HeadTail
 from symm_cp.demo import sequence
-from symm_cp.demo.comparison import COMPUTE, DENSE, FUSED, unfused_over
 from symm_cp.demo.model import Transformer
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED, unfused_over
 from symm_cp.demo.sequence import Exchange, Exchanged
 from symm_cp.memory import group_name
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter

@@ -68,24 +68,28 @@ def enable(
     strict: bool = False,
     min_flops: float | None = None,
     min_bytes: int = Options.min_bytes,
+    all_reduce: bool = True,
 ) -> Enabled:
     """Lets torch.compile fuse collectives with adjacent matmuls and attention.
 
     Args:
         async_tp: all-gathers that feed matmuls (`mm`, `addmm`, `_scaled_mm`), through any views and
             casts (float8 gathered as bytes, too), become `fused_all_gather_(scaled_)matmul`;
-            matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`.
+            matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`; those
+            whose product is all-reduced (on CPU) become `fused_matmul_all_reduce`.
         context_parallel: all-gathers of keys and values that feed scaled-dot-product attention
             become `fused_all_gather_attention`, with its backward.
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide
             behind become `_low_contention_*`, waited for as late as possible.
         strict: compiling raises `UnfusedError` when a collective next to a matmul or attention is
-            left alone. It is next to a matmul if only ops that move or cast elements lie between
-            them; this includes collectives without a fused form, such as the all-reduce of a
-            product.
+            not fused. It is next to a matmul if only ops that move or cast elements lie between
+            them; this includes collectives without a fused form, such as an all-to-all.
         min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU, 1e9
             on CUDA, where the parts of a smaller matmul do not fill a GPU).
         min_bytes: smaller collectives do not become low-contention ones.
+        all_reduce: other all-reduces of CPU tensors run as a native op, which returns when it is
+            done. Turn it off where ranks have idle cores, and other work of the graph hides
+            asynchronous all-reduces.
 
     The result can be used as a context manager, which restores the earlier options at its end.
     The passes keep results unchanged; `explain` reports what was fused, what was not, and why.
@@ -94,7 +98,11 @@ def enable(
     pass.
     """
     before = _options
-    _set(Options(async_tp, context_parallel, low_contention, strict, min_flops, min_bytes))
+    _set(
+        Options(
+            async_tp, context_parallel, low_contention, strict, min_flops, min_bytes, all_reduce
+        )
+    )
     return Enabled(before)
 
 

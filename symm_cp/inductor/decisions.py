@@ -5,23 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from symm_cp.inductor import advice as advices
 from symm_cp.tuning import Choice
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A collective of a compiled graph: what it was fused into, or why it was not."""
+    """A collective of a compiled graph: what it was fused into, or why it was not.
+
+    One that was not fused runs as another op where `runs_as` names one.
+    """
 
     collective: str
     group: str
     fused_into: str | None
     reason: str
     critical: bool = False  # next to a matmul or attention
+    runs_as: str | None = None
+    #: What the program could change so that it takes less time; empty for nothing known.
+    advice: str = ""
 
     def __str__(self) -> str:
-        fate = f"fused into {self.fused_into}" if self.fused_into else "left alone"
+        fate = "left alone"
+        if self.fused_into:
+            fate = f"fused into {self.fused_into}"
+        elif self.runs_as:
+            fate = f"not fused, runs as {self.runs_as}"
         return f"{self.collective} (group {self.group}): {fate}: {self.reason}"
 
 
@@ -40,13 +51,28 @@ class Report:
 
     @property
     def left(self) -> list[Decision]:
-        """The collectives that were left alone."""
+        """The collectives that were not fused."""
         return [decision for decision in self.decisions if decision.fused_into is None]
+
+    @property
+    def advice(self) -> dict[str, list[str]]:
+        """What to change in the program, with the collectives that this concerns."""
+        advice: dict[str, list[str]] = {}
+        for decision in self.decisions:
+            if decision.advice:
+                advice.setdefault(decision.advice, []).append(decision.collective)
+        for group in {decision.group: None for decision in self.left if not decision.runs_as}:
+            if hint := advices.on_group(group):
+                advice[hint] = [d.collective for d in self.left
+                                if d.group == group and not d.runs_as]  # fmt: skip
+        return advice
 
     def __str__(self) -> str:
         lines = [f"{len(self.fused)} of {len(self.decisions)} collectives fused"]
         lines += [f"- {decision}" for decision in self.decisions]
         lines += [f"- {matmul}: {choice}" for matmul, choice in self.ways.items()]
+        lines += ["What to change:"] if self.advice else []
+        lines += [f"- {', '.join(names)}: {advice}" for advice, names in self.advice.items()]
         return "\n".join(lines)
 
 
@@ -67,5 +93,14 @@ def recording() -> Iterator[Report]:
 def record(decision: Decision) -> None:
     """Adds a decision to the current report, if there is one."""
     report = _active.get()
-    if report is not None:
-        report.decisions.append(decision)
+    if report is None:
+        return
+    if not (decision.fused_into or decision.advice):
+        decision = replace(decision, advice=advices.on_reason(decision.reason))
+    report.decisions.append(decision)
+
+
+def recorded() -> set[str]:
+    """Returns the names of the collectives in the current report."""
+    report = _active.get()
+    return {decision.collective for decision in report.decisions} if report is not None else set()

@@ -43,6 +43,11 @@ def right(matmul: Node) -> Node | None:
     return None
 
 
+def bias_of(matmul: Node) -> Node | None:
+    """Returns what an `addmm` adds to its product; None for other matmuls."""
+    return matmul.args[0] if matmul.target is aten.addmm.default else None  # type: ignore[return-value]
+
+
 def other_operands(matmul: Node) -> list[Node]:
     """Returns the nodes that a matmul needs besides its left operand."""
     arguments = [right(matmul), *matmul.args, *matmul.kwargs.values()]

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 from torch.fx import Graph, Node
 
-from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.nodes import GATHER, SCATTER
+from symm_cp.inductor.decisions import Decision, record, recorded
+from symm_cp.inductor.nodes import GATHER, SCATTER, argument
+from symm_cp.inductor.rewrite import is_ours
 
 _MATMULS = {
     "mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "linear", "matmul", "_int_mm",
@@ -28,8 +29,8 @@ _MOVES = {
     "index", "index_select", "gather", "take", "flip", "rev", "roll", "constant_pad_nd",
     "slice_scatter", "select_scatter", "wait_tensor",
 }  # fmt: skip
-_C10D = "_c10d_functional"
-_NOT_COLLECTIVE = {"wait_tensor"}
+_NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
+_NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
 
 
 def _packet(node: Node) -> str:
@@ -81,14 +82,36 @@ def feeding(node: Node) -> list[Node]:
     return []
 
 
-def record_others(graph: Graph) -> None:
-    """Records the collectives next to a matmul that have no fused form at all."""
+def record_called(graph: Graph) -> None:
+    """Records the ops of `symm_mem` that the program itself calls."""
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") != _C10D or node.target in (GATHER, SCATTER):
+        if getattr(node.target, "namespace", "") == "symm_mem" and not is_ours(node):
+            name = _packet(node)
+            record(Decision(node.name, _group_of(node), name, "called by the program"))
+
+
+def record_others(graph: Graph) -> None:
+    """Records the collectives that no pass has recorded."""
+    known = recorded()
+    for node in graph.nodes:
+        is_collective = getattr(node.target, "namespace", "") in _NAMESPACES
+        if not is_collective or _packet(node) in _NOT_COLLECTIVES or node.name in known:
             continue
-        name = _packet(node)
-        path = [] if name in _NOT_COLLECTIVE else fed_by(node) or feeding(node)
-        if path:
-            group = str(node.args[-1])
-            reason = f"{path[-1].name} is next to it, and no fused op exists for {name}"
-            record(Decision(node.name, group, None, reason, critical=True))
+        path = fed_by(node) or feeding(node)
+        reason = _why_not_fused(node, path)
+        record(Decision(node.name, _group_of(node), None, reason, bool(path)))
+
+
+def _why_not_fused(node: Node, path: list[Node]) -> str:
+    name = _packet(node)
+    next_to = f"{path[-1].name} is next to it, and " if path else ""
+    if node.target in (GATHER, SCATTER):
+        return f"{next_to}async_tp is off"
+    if "coalesced" in name:
+        return f"{next_to}it takes several tensors at once"
+    return f"{next_to}no fused op exists for {name}"
+
+
+def _group_of(node: Node) -> str:
+    group = argument(node, "group_name")
+    return str(argument(node, "ranks") if group is None else group)

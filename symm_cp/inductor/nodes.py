@@ -13,6 +13,8 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 GATHER = c10d.all_gather_into_tensor.default
 SCATTER = c10d.reduce_scatter_tensor.default
+ALL_REDUCE = c10d.all_reduce.default
+ALL_REDUCE_COALESCED = c10d.all_reduce_coalesced.default
 WAIT = c10d.wait_tensor.default
 
 

@@ -22,6 +22,7 @@ class Options:
     strict: bool = False
     min_flops: float | None = None
     min_bytes: int = 1 << 20
+    all_reduce: bool = True
 
     def too_small(self, device: torch.device, flops: float) -> str:
         """Returns why matmuls are left alone, or an empty text."""

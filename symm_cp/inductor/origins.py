@@ -23,7 +23,7 @@ from symm_cp.inductor.nodes import (
     value,
 )
 
-_VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
+VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SAME = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
 _CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
@@ -115,6 +115,11 @@ class Tracer:
         """Returns all nodes that are arrangements of a source, in graph order."""
         return self._arrangements.get(source, [])
 
+    def forget(self, source: Node) -> None:
+        """Ends all traces to a source that was replaced: its arrangements are of another one."""
+        for node in self._arrangements.pop(source, []):
+            del self._traced[node]
+
     def uses(self, source: Node) -> list[tuple[Node, Node]]:
         """Returns the uses of a source except for rearranging it: (arrangement, user)."""
         arrangements = set(self.of(source))
@@ -135,8 +140,9 @@ class Tracer:
         shape, tensor = static_shape(node), value(node)
         if shape is None or tensor is None:
             return None
-        if node.target is WAIT:
-            return self._gathered(node, shape, tensor.dtype)
+        gathered = self._gathered(node, shape, tensor.dtype) if node.target is WAIT else None
+        if gathered is not None:
+            return gathered
         if self._is_end(node):
             return Traced(node, origin(shape), (tensor.dtype,))
         if node.target is aten.cat.default:
@@ -248,7 +254,7 @@ def _rearranged(
     expands_nothing = target is aten.expand.default and static_shape(node.args[0]) == shape
     if target in _SAME or expands_nothing:
         return operand
-    if target in _VIEWS or target in _SQUEEZES:
+    if target in VIEWS or target in _SQUEEZES:
         axes = view(operand.axes, shape)
         return None if axes is None else replace(operand, axes=axes)
     if target in _PERMUTES:

@@ -12,11 +12,12 @@ import torch._inductor.config as inductor_config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
+from symm_cp.inductor.all_reduce import replace_all_reduces
 from symm_cp.inductor.attention import fuse_attention
 from symm_cp.inductor.decisions import Decision, Report, record, recording
 from symm_cp.inductor.gather import fuse_gathers
 from symm_cp.inductor.low_contention import sink_collectives
-from symm_cp.inductor.neighbours import record_others
+from symm_cp.inductor.neighbours import record_called, record_others
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.scatter import fuse_scatters
 
@@ -82,12 +83,14 @@ def _refuse(report: Report) -> None:
 
 def fuse_post_grad(graph: Graph, options: Options) -> None:
     """Rewrites a forward or a backward graph."""
+    record_called(graph)
     if options.async_tp:
         fuse_scatters(graph, options)
         fuse_gathers(graph, options)
-        record_others(graph)
+    replace_all_reduces(graph, options)
     if options.low_contention:
         sink_collectives(graph, options)
+    record_others(graph)
     graph.eliminate_dead_code()
     graph.lint()
 

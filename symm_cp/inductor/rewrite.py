@@ -15,6 +15,14 @@ from symm_cp.inductor.axes import Axes, flat, origin, refined, sizes, without
 from symm_cp.inductor.nodes import WAIT, aten, is_dynamic, static_shape
 from symm_cp.inductor.origins import Bits, Traced, Tracer
 
+#: Marks nodes that a pass has inserted, in their metadata.
+_OURS = "symm_cp"
+
+
+def is_ours(node: Node) -> bool:
+    """Tells whether a pass has inserted a node."""
+    return _OURS in node.meta
+
 
 class DynamicShapeError(Exception):
     """A shape cannot be written into the graph, because more than one of its sizes is unknown."""
@@ -44,6 +52,7 @@ class Emitter:
         assert mode is not None
         with mode:
             node.meta["val"] = target(*fake_args, **fake_kwargs)
+        node.meta[_OURS] = True
         return node
 
     def item(self, node: Node, index: int) -> Node:

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
 from torch.fx import Graph, Node
 
-from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes, view
+from symm_cp.inductor.axes import Axes, Factor, lead, origin, sizes
 from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.matmuls import (
-    MATMULS,
-    SCALED,
-    left,
-    right,
-    why_too_small,
-    why_unsupported,
-)
-from symm_cp.inductor.neighbours import feeding
+from symm_cp.inductor.matmuls import SCALED, bias_of, left, right
 from symm_cp.inductor.nodes import SCATTER, WAIT, argument, aten, is_dynamic, static_shape
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Traced, Tracer
 from symm_cp.inductor.rewrite import DynamicShapeError, Emitter
+from symm_cp.inductor.sums import (
+    SUMS_OF_MATMULS,
+    is_product,
+    terms_of,
+    why_no_product,
+    why_not_fused,
+)
 from symm_cp.ops.common import op_for
 
 _FUSED_SUM = torch.ops.symm_mem._fused_matmuls_reduce_scatter.default
@@ -30,22 +28,21 @@ _FUSED_SUM = torch.ops.symm_mem._fused_matmuls_reduce_scatter.default
 
 def fuse_scatters(graph: Graph, options: Options) -> None:
     """Fuses matmuls with reduce-scatters, and records a decision for each of these."""
-    tracer = Tracer(graph, MATMULS | {aten.add.Tensor})
+    tracer = Tracer(graph, SUMS_OF_MATMULS)
     for wait in [node for node in graph.nodes if node.target is WAIT]:
         scatter = wait.args[0]
         if not isinstance(scatter, Node) or scatter.target is not SCATTER:
             continue
         traced = tracer[scatter.args[0]]
         group, name = str(scatter.args[3]), scatter.name
-        terms = None if traced is None or traced.ranks else _terms(tracer, traced.source)
+        terms = None
+        if traced is not None and not traced.ranks:
+            terms = terms_of(tracer, traced.source, is_product)
         if traced is None or terms is None:
-            reason = "the scattered tensor is not the product of a matmul"
-            if path := feeding(scatter):
-                reason = f"the scattered tensor is not only {path[-1].name}, rearranged"
-            record(Decision(name, group, None, reason, critical=bool(path)))
+            reason, critical = why_no_product(scatter, traced)
+            record(Decision(name, group, None, reason, critical))
             continue
-        reason = _why_used_elsewhere(tracer, scatter, traced.source)
-        reason = reason or _why_not(scatter, traced, terms, options)
+        reason = why_not_fused(tracer, scatter, traced, terms, options)
         try:
             reason = reason or _rewrite(graph, scatter, wait, traced, terms)
         except DynamicShapeError as error:
@@ -54,56 +51,6 @@ def fuse_scatters(graph: Graph, options: Options) -> None:
         into = None if reason else f"fused_{scaled}matmul_reduce_scatter"
         text = reason or " + ".join(term.name for term in terms)
         record(Decision(name, group, into, text, critical=True))
-
-
-def _terms(tracer: Tracer, node: Node) -> list[Node] | None:
-    """Returns the matmuls that a node is the sum of; None if it is something else."""
-    if node.target in MATMULS:
-        return [node] if right(node) is not None else None
-    shape = static_shape(node)
-    if shape is None or node.kwargs or len(node.args) != 2:
-        return None
-    all_terms: list[Node] = []
-    for operand in node.args:
-        traced = tracer[operand]
-        if traced is None or traced.ranks or len(traced.dtypes) > 1:
-            return None
-        # The same elements in the same order.
-        in_order = view(origin(static_shape(traced.source) or ()), shape)
-        if static_shape(operand) != shape or traced.axes != in_order:
-            return None
-        terms = _terms(tracer, traced.source)
-        if terms is None or _users(tracer, traced.source) != [node]:
-            return None
-        all_terms += terms
-    return all_terms
-
-
-def _users(tracer: Tracer, source: Node) -> list[Node]:
-    return [user for _, user in tracer.uses(source)]
-
-
-def _why_used_elsewhere(tracer: Tracer, scatter: Node, source: Node) -> str:
-    return "" if _users(tracer, source) == [scatter] else f"{source.name} is used elsewhere, too"
-
-
-def _why_not(scatter: Node, traced: Traced, terms: list[Node], options: Options) -> str:
-    """Returns why products are not fused with their reduce-scatter, or an empty text."""
-    item_sizes = [dtype.itemsize for dtype in traced.dtypes]
-    if any(after > before for before, after in itertools.pairwise(item_sizes)):
-        return f"its product is reduced as {traced.dtypes[-1]}, which is wider than its own dtype"
-    if scatter.args[1] not in ("sum", "avg"):
-        return f"it reduces by {scatter.args[1]}"
-    for matmul in terms:
-        reason = why_unsupported(matmul)
-        if not reason and matmul.target is SCALED:
-            if len(terms) > 1:
-                reason = "it is a sum of scaled matmuls"
-            if argument(matmul, "bias") is not None:
-                reason = "its bias is added on every rank, and the fused op would add it once"
-        if reason:
-            return reason
-    return why_too_small(terms, options)
 
 
 def _rewrite(graph: Graph, scatter: Node, wait: Node, traced: Traced, terms: list[Node]) -> str:
@@ -171,7 +118,7 @@ def _emit(
     reduce_op, group = scatter.args[1], scatter.args[3]
     lefts = [emitter.reshape(left(term), [*product_shape[:-1], _inner(term)]) for term in terms]
     rights = [right(term) for term in terms]
-    biases = [term.args[0] for term in terms if term.target is aten.addmm.default]
+    biases = [bias for term in terms if (bias := bias_of(term)) is not None]
     is_scaled = terms[0].target is SCALED
     if any(map(is_dynamic, product_shape)) and (is_scaled or biases):
         raise DynamicShapeError("its rows are unknown at compile time")

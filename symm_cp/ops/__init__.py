@@ -8,8 +8,10 @@ from symm_cp.ops import (
     common,
     low_contention,
     matmul,
+    matmul_all_reduce,
     matmul_derivatives,
     matmul_grad,
+    scaled_all_reduce,
     scaled_matmul,
     transforms,
 )
@@ -18,9 +20,11 @@ from symm_cp.ops import (
 def register() -> None:
     """Registers all kernels with torch."""
     matmul.register()
+    matmul_all_reduce.register()
     matmul_grad.register()
     matmul_derivatives.register()
     scaled_matmul.register()
+    scaled_all_reduce.register()
     collectives.register()
     low_contention.register()
     attention.register()

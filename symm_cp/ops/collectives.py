@@ -17,6 +17,8 @@ from symm_cp.hosts import hosts_of, no_common_memory
 from symm_cp.memory import resolve
 from symm_cp.ops.common import (
     Op,
+    check_dense,
+    check_out,
     check_reduce_op,
     device_behind,
     lib,
@@ -25,6 +27,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
+from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
 from symm_cp.ops.override import fake_kernel
 from symm_cp.ops.transforms import register_no_gradient
 from symm_cp.shards import Split
@@ -36,22 +39,9 @@ _TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
 
 # For the compiler.
+lib.define("_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
 lib.define("_one_shot_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
 lib.define("_reduce_scatter(Tensor input, str group_name, bool split_last_dim) -> Tensor")
-
-
-def _check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(
-            f"{op}: {name} must be contiguous, has shape {list(tensor.shape)} and strides "
-            f"{list(tensor.stride())}"
-        )
-
-
-def _check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: torch.dtype) -> None:
-    if list(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(f"{op}: {name} is {out.dtype} {list(out.shape)}, needs {dtype} {shape}")
-    _check_dense(op, name, out)
 
 
 def _elsewhere(op: str) -> Op:
@@ -86,7 +76,7 @@ def _scattered_shape(input: torch.Tensor, split_last_dim: bool, group_name: str)
 
 def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
     op = "get_remote_tensors"
-    _check_dense(op, "x", x)
+    check_dense(op, "x", x)
     group = resolve(group_name)
     if hosts_of(group, x.device) is not None:
         raise no_common_memory(op, group, x.device)
@@ -126,14 +116,14 @@ def _all_reduce_out_fake(op: str) -> Op:
         input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
     ) -> torch.Tensor:
         _check_fake(op, input, reduce_op, group_name)
-        _check_out(op, "out", out, list(input.shape), input.dtype)
+        check_out(op, "out", out, list(input.shape), input.dtype)
         return out
 
     return fake
 
 
 def _check_buffer(buffer: torch.Tensor, input: torch.Tensor) -> None:
-    _check_dense(_ALL_REDUCE_COPY, "symm_buffer", buffer)
+    check_dense(_ALL_REDUCE_COPY, "symm_buffer", buffer)
     if buffer.dtype != input.dtype or buffer.numel() < input.numel():
         raise ValueError(
             f"{_ALL_REDUCE_COPY}: symm_buffer is {buffer.dtype} {list(buffer.shape)}, needs "
@@ -158,7 +148,7 @@ def _copy_out_fake(
 ) -> torch.Tensor:
     _check_buffer(symm_buffer, local_input)
     _check_fake(_ALL_REDUCE_COPY, local_input, reduce_op, group_name)
-    _check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
+    check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
     return out
 
 
@@ -171,7 +161,7 @@ def _reduce_scatter_out_fake(
     input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
 ) -> torch.Tensor:
     shape = _scattered_shape(input, split_last_dim, group_name)
-    _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
+    check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
     return output
 
 
@@ -189,6 +179,7 @@ _FAKES = {
     _TWO_SHOT: _two_shot_all_reduce_fake,
     _TWO_SHOT_OUT: _all_reduce_out_fake(_TWO_SHOT_OUT),
     _SCATTER_OUT: _reduce_scatter_out_fake,
+    "_all_reduce": _one_shot_all_reduce_fake,
     "_one_shot_all_reduce": _one_shot_all_reduce_fake,
     "_reduce_scatter": _reduce_scatter_fake,
 }
@@ -207,7 +198,7 @@ def _all_reduce_out_functional(op: str) -> Op:
     def functional(
         input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
     ) -> torch.Tensor:
-        _check_out(op, "out", out, list(input.shape), input.dtype)
+        check_out(op, "out", out, list(input.shape), input.dtype)
         return out.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
 
     return functional
@@ -234,7 +225,7 @@ def _copy_out_functional(
     group_name: str,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    _check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
+    check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
     return out.copy_(_copy_functional(symm_buffer, local_input, reduce_op, group_name))
 
 
@@ -246,7 +237,7 @@ def _reduce_scatter_out_functional(
             f"{_SCATTER_OUT}: torch.compile of it is supported on CPU only, not on {input.device}"
         )
     shape = _scattered_shape(input, split_last_dim, group_name)
-    _check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
+    check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
     scattered = torch.ops.symm_mem._reduce_scatter(input, group_name, split_last_dim)
     return output.copy_(scattered)
 
@@ -268,6 +259,8 @@ def register() -> None:
     """
     for name in _NATIVE:
         register_in_python(name, _elsewhere(name))
+    # A compiled graph may come from a cache: where its ranks are is known only when it runs.
+    register_in_python("_all_reduce", unfused_all_reduce)
     lib.impl("get_remote_tensors", _get_remote_tensors_cpu, "CPU")
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta", allow_override=True)

@@ -205,6 +205,11 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
     return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
 
 
+def name_of(op: str, dtype: torch.dtype, shape: Sequence[int], detail: str) -> bytes:
+    """As `what_is`, for a result that is not made yet."""
+    return _name_of(op, ((dtype, torch.Size(shape)),), None, detail)
+
+
 @functools.lru_cache(maxsize=_MAX_PLANS)
 def _name_of(
     op: str, kinds: tuple[tuple[torch.dtype, torch.Size], ...], split: Split | None, detail: str
@@ -230,6 +235,22 @@ def sizes_text(split: Split) -> str:
 def nbytes_of(tensor: torch.Tensor) -> int:
     """Returns the bytes that the elements of a tensor take."""
     return tensor.numel() * tensor.element_size()
+
+
+def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raises `ValueError` for a tensor that is not contiguous."""
+    if not tensor.is_contiguous():
+        raise ValueError(
+            f"{op}: {name} must be contiguous, has shape {list(tensor.shape)} and strides "
+            f"{list(tensor.stride())}"
+        )
+
+
+def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: torch.dtype) -> None:
+    """Raises `ValueError` unless a result of a shape and dtype can be written to a tensor."""
+    if list(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {out.dtype} {list(out.shape)}, needs {dtype} {shape}")
+    check_dense(op, name, out)
 
 
 def in_test_mode() -> bool:

@@ -21,6 +21,7 @@ from symm_cp.ops.common import (
     Op,
     Plans,
     call_op,
+    check_out,
     check_reduce_op,
     gather_split,
     group_of,
@@ -42,10 +43,17 @@ from symm_cp.shards import Split
 
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
+_GATHER_OUT = f"{_GATHER}_out"
+_SCATTER_OUT = f"{_SCATTER}_out"
 
 lib.define(f"{WITH_SIZES[_GATHER]}(Tensor tensor, str group_name, {SIZES}) -> Tensor")
 lib.define(
     f"{WITH_SIZES[_SCATTER]}(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor"
+)
+# Into memory that is given. The shard may lie at its place there.
+lib.define(f"{_GATHER_OUT}(Tensor tensor, str group_name, Tensor(a!) out) -> Tensor(a!)")
+lib.define(
+    f"{_SCATTER_OUT}(Tensor tensor, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)"
 )
 
 
@@ -71,6 +79,7 @@ def _all_gather(
     group_name: str,
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = group_of(group_name, rank)
     if in_test_mode():
@@ -84,7 +93,7 @@ def _all_gather(
         split = _check_gather(shard, sizes, group.rank, group.world_size)
         name = what_is(_GATHER, shard, split=split)
         plan = plans.keep(key, on.prepare_all_gather(group, shard, split, name))
-    return plan.start(group, shard)
+    return plan.start(group, shard, out)
 
 
 def _reduce_scatter(
@@ -93,6 +102,7 @@ def _reduce_scatter(
     group_name: str,
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     group = group_of(group_name, rank)
     if in_test_mode():
@@ -113,7 +123,29 @@ def _reduce_scatter(
         split, mean = _check_scatter(tensor, reduce_op, sizes, group.world_size)
         name = what_is(_SCATTER, tensor, split=split, detail=reduce_op)
         plan = plans.keep(key, on.prepare_reduce_scatter(group, tensor, split, name, mean=mean))
-    return plan.start(group, tensor)
+    return plan.start(group, tensor, out)
+
+
+def _into(out: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+    return out.copy_(funcol.wait_tensor(result))
+
+
+def _all_gather_out(shard: torch.Tensor, group_name: str, out: torch.Tensor) -> torch.Tensor:
+    shape = _check_gather(shard, None, None, world_size_of(group_name)).whole_shape(shard.shape)
+    check_out(_GATHER_OUT, "out", out, shape, shard.dtype)
+    if in_test_mode():
+        return _into(out, _all_gather(shard, group_name))
+    return _all_gather(shard, group_name, out=out)
+
+
+def _reduce_scatter_out(
+    tensor: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    split, _ = _check_scatter(tensor, reduce_op, None, world_size_of(group_name))
+    check_out(_SCATTER_OUT, "out", out, split.shape_of(0, tensor.shape), tensor.dtype)
+    if in_test_mode():
+        return _into(out, _reduce_scatter(tensor, reduce_op, group_name))
+    return _reduce_scatter(tensor, reduce_op, group_name, out=out)
 
 
 def _all_gather_fake(
@@ -136,6 +168,37 @@ def _reduce_scatter_fake(
     world_size = world_size_of(group_name)
     split, _ = _check_scatter(tensor, reduce_op, sizes, world_size)
     return tensor.new_empty(split.shape_of(rank or 0, tensor.shape))
+
+
+def _all_gather_out_fake(shard: torch.Tensor, group_name: str, out: torch.Tensor) -> torch.Tensor:
+    check_out(_GATHER_OUT, "out", out, list(_all_gather_fake(shard, group_name).shape), shard.dtype)
+    return out
+
+
+def _reduce_scatter_out_fake(
+    tensor: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    shape = list(_reduce_scatter_fake(tensor, reduce_op, group_name).shape)
+    check_out(_SCATTER_OUT, "out", out, shape, tensor.dtype)
+    return out
+
+
+# The compiler takes ops that write to an argument as ones that return a new tensor, and a copy.
+
+
+def _all_gather_out_functional(
+    shard: torch.Tensor, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    _all_gather_out_fake(shard, group_name, out)
+    return _into(out, torch.ops.symm_mem._low_contention_all_gather(shard, group_name))
+
+
+def _reduce_scatter_out_functional(
+    tensor: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
+) -> torch.Tensor:
+    _reduce_scatter_out_fake(tensor, reduce_op, group_name, out)
+    scattered = torch.ops.symm_mem._low_contention_reduce_scatter(tensor, reduce_op, group_name)
+    return _into(out, scattered)
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -161,6 +224,15 @@ def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 
 _KERNELS: dict[str, Op] = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
+_KERNELS_OUT: dict[str, Op] = {_GATHER_OUT: _all_gather_out, _SCATTER_OUT: _reduce_scatter_out}
+_FAKES_OUT: dict[str, Op] = {
+    _GATHER_OUT: _all_gather_out_fake,
+    _SCATTER_OUT: _reduce_scatter_out_fake,
+}
+_FUNCTIONAL_OUT: dict[str, Op] = {
+    _GATHER_OUT: _all_gather_out_functional,
+    _SCATTER_OUT: _reduce_scatter_out_functional,
+}
 
 
 def register() -> None:
@@ -176,6 +248,11 @@ def register() -> None:
         {_GATHER: _all_gather_fake, _SCATTER: _reduce_scatter_fake}
     ).items():
         lib.impl(name, fake, "Meta", allow_override=True)
+    for name, fake in _FAKES_OUT.items():
+        register_in_python(name, _KERNELS_OUT[name])
+        register_device_kernel(name, _KERNELS_OUT[name])
+        lib.impl(name, fake, "Meta")
+        lib.impl(name, _FUNCTIONAL_OUT[name], "Functionalize")
     register_gradient(WITH_SIZES[_GATHER], _all_gather_backward, _gather_setup)
     register_gradient(WITH_SIZES[_SCATTER], _reduce_scatter_backward, _scatter_setup)
 

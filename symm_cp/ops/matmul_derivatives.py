@@ -10,7 +10,11 @@ gradient H of an output:
     _fused_all_gather_weight_grad          G(A)^H g                 R(g H^H);  G(A) H
     _fused_matmul_reduce_scatter_backward  G(g) B^H;  A^H G(g)      R(H_A B + A H_B);
                                                                     G(g) H_B^H;  H_A^H G(g)
+    fused_matmul_all_reduce                S(A B) + b               S(H) B^H;  A^H S(H);  H^T 1
+    _fused_matmuls_all_reduce              S(sum of A_i B_i + C)    S(H) B_i^H;  A_i^H S(H);  S(H)
+                                             + b                      H^T 1
 
+S all-reduces; it is its own gradient, as torch's functional all-reduce.
 Each gradient is computed by one of these ops or by a plain matmul, so each backward pass can be
 differentiated again. A backward pass divides the dimension as the forward pass did: the ops that
 take sizes share it with those that do not.
@@ -210,8 +214,47 @@ def _scatter_backward_backward(
     return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
 
 
+# --- _fused_matmuls_all_reduce; that of fused_matmul_all_reduce is in csrc/gradients.cpp ------
+
+
+def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    total: torch.Tensor = _ops._fused_matmuls_all_reduce(
+        [], [], grad, None, ctx.reduce_op, ctx.group_name
+    )
+    return total
+
+
+def _bias_gradient(grad: torch.Tensor) -> torch.Tensor:
+    return grad.flatten(0, -2).sum(0)
+
+
+def _all_reduced_sum_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    lefts, rights, _, _, ctx.reduce_op, ctx.group_name = inputs
+    ctx.count = len(lefts)
+    ctx.save_for_backward(*lefts, *rights)
+
+
+def _all_reduced_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    lefts, rights = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+    need_lefts, need_rights, need_addend, need_bias = ctx.needs_input_grad[:4]
+    # Every rank takes part, whatever it needs itself.
+    total = _all_reduced(ctx, grad)
+    grad_lefts = [
+        total @ right.mH if need else None for right, need in zip(rights, need_lefts, strict=True)
+    ]
+    grad_rights = [
+        _left_transposed(left, total) if need else None
+        for left, need in zip(lefts, need_rights, strict=True)
+    ]
+    grad_bias = _bias_gradient(grad) if need_bias else None
+    return grad_lefts, grad_rights, total if need_addend else None, grad_bias, None, None
+
+
 def register() -> None:
     """Registers the gradients."""
+    register_gradient(
+        "_fused_matmuls_all_reduce", _all_reduced_sum_backward, _all_reduced_sum_setup
+    )
     for op in (_GATHER, WITH_SIZES[_GATHER]):
         register_gradient(op, _gather_backward, _gather_setup)
     for op in (_SCATTER, WITH_SIZES[_SCATTER]):

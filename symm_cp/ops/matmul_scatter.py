@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 
@@ -16,13 +15,13 @@ from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
     in_test_mode,
+    name_of,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
-    what_is,
     world_size_of,
 )
-from symm_cp.ops.products import Sum, as_rows
+from symm_cp.ops.products import Terms
 from symm_cp.results import contiguous, new_result
 from symm_cp.runtime.sums import real
 from symm_cp.shards import Split
@@ -30,43 +29,6 @@ from symm_cp.tuning import Question, choose
 
 SCATTER = "fused_matmul_reduce_scatter"
 SUM = "_fused_matmuls_reduce_scatter"
-
-
-class _Terms(NamedTuple):
-    """What is summed: the products lefts[i] @ rights[i], and an addend; `split` scatters the sum.
-
-    A rank's part travels as `Split.leading` moves it: split by `front` from the shape `moved`.
-    """
-
-    lefts: list[torch.Tensor]
-    rights: list[torch.Tensor]
-    addend: torch.Tensor | None
-    like: torch.Tensor
-    shape: list[int]
-    split: Split
-    front: Split
-    moved: list[int]
-    by_columns: bool
-
-    def part(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
-        """A rank's part of a tensor of the sum's shape, as it travels."""
-        return self.split.of(rank, tensor).movedim(self.split.dim, self.front.dim)
-
-    def add_up(self, out: torch.Tensor, rank: int | None = None) -> None:
-        """Writes the sum, or the part of it that is for a rank, to `out`."""
-        matrix, split, addend = out.flatten(0, -2), self.split, self.addend
-        total = Sum(matrix, len(self.lefts) + (addend is not None))
-        for left, right in zip(self.lefts, self.rights, strict=True):
-            if rank is None:
-                total.add_product(left.flatten(0, -2), right)
-            elif self.by_columns:
-                total.add_product(left.flatten(0, -2), split.along(1).of(rank, right))
-            else:
-                total.add_product(as_rows(split.of(rank, left), split.dim), right)
-        if addend is not None:
-            part = addend if rank is None else self.part(rank, addend)
-            total.add(part.reshape(matrix.shape))
-        total.finish()
 
 
 def _check_scatter(
@@ -78,22 +40,20 @@ def _check_scatter(
     scatter_dim: int,
     sizes: Sequence[int] | None,
     world_size: int,
-) -> tuple[_Terms, bool]:
+) -> tuple[Terms, bool]:
     """Returns what to sum, and whether to average."""
     for left, right in zip(lefts, rights, strict=True):
         check_matrices(op, left, [right], left.shape[-1] if left.dim() else 0)
-    like = lefts[0] if lefts else addend
-    assert like is not None
-    shape = [*like.shape[:-1], rights[0].shape[1]] if lefts else list(like.shape)
-    dim = check_dim(op, "scatter_dim", scatter_dim, len(shape))
-    mean = check_reduce_op(op, "A", like.dtype, reduce_op)
-    split = scatter_split(op, "scatter_dim", dim, shape[dim], sizes, world_size)
-    by_columns = dim == len(shape) - 1
-    front, moved = split.leading(shape)
-    return _Terms(lefts, rights, addend, like, shape, split, front, moved, by_columns), mean
+
+    def divided(shape: list[int]) -> Split:
+        dim = check_dim(op, "scatter_dim", scatter_dim, len(shape))
+        return scatter_split(op, "scatter_dim", dim, shape[dim], sizes, world_size)
+
+    terms = Terms.of(lefts, rights, addend, divided)
+    return terms, check_reduce_op(op, "A", terms.like.dtype, reduce_op)
 
 
-def _multiply_first(group: Group, terms: _Terms) -> bool:
+def _multiply_first(group: Group, terms: Terms) -> bool:
     """Whether to add up the whole before any part of it is sent."""
     if terms.by_columns or not terms.lefts:
         return False
@@ -110,7 +70,7 @@ def _multiply_first(group: Group, terms: _Terms) -> bool:
 
 
 def _multiply_and_reduce_scatter(
-    op: str, group: Group, terms: _Terms, reduce_op: str, mean: bool
+    op: str, group: Group, terms: Terms, reduce_op: str, mean: bool
 ) -> torch.Tensor:
     like, split, front = terms.like, terms.split, terms.front
     out = new_result(like, front.shape_of(group.rank, terms.moved))
@@ -128,8 +88,9 @@ def _multiply_and_reduce_scatter(
             terms.add_up(summed[0])
         partial.copy_(terms.part(rank, summed[0]))
 
-    detail = f"N={terms.shape[-1]} scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
-    name = what_is(op, like, detail=detail + " whole" * whole)
+    # Neither K nor the way, which follows from K, has to be the same on all ranks.
+    detail = f"scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
+    name = name_of(op, like.dtype, terms.shape, detail)
     numbers = real(out)
     shapes = None
     if not split.is_equal:

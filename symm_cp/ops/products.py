@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from symm_cp.memory import Group
 from symm_cp.results import new_result
+from symm_cp.shards import Split
 
 
 def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tensor], int], None]:
@@ -47,18 +49,22 @@ class Sum:
         self._part = None if wide else new_result(out, out.shape)
         self._empty = True
 
-    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """Adds a @ b."""
+    def add_product(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> None:
+        """Adds a @ b, and a bias to every row."""
         if self._part is not None:
-            self.add(torch.mm(a, b, out=self._part))
+            self.add(_product(a, b, bias, self._part))
         elif self._empty:
-            torch.mm(a, b, out=self._total)
+            _product(a, b, bias, self._total)
             self._empty = False
         else:
             self._total.addmm_(a, b)
+            if bias is not None:
+                self._total.add_(bias)
 
     def add(self, term: torch.Tensor) -> None:
-        """Adds a tensor."""
+        """Adds a tensor, or a row to every row."""
         if self._empty:
             self._total.copy_(term)
         else:
@@ -71,3 +77,74 @@ class Sum:
             self._total.zero_()
         if self._total is not self._out:
             self._out.copy_(self._total)
+
+
+def _product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> torch.Tensor:
+    return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
+
+
+class Terms(NamedTuple):
+    """What is summed: the products lefts[i] @ rights[i], and an addend; `split` divides the sum.
+
+    A rank's part travels as `Split.leading` moves it: split by `front` from the shape `moved`.
+    """
+
+    lefts: list[torch.Tensor]
+    rights: list[torch.Tensor]
+    addend: torch.Tensor | None
+    like: torch.Tensor
+    shape: list[int]
+    split: Split
+    front: Split
+    moved: list[int]
+    by_columns: bool
+
+    @classmethod
+    def of(
+        cls,
+        lefts: list[torch.Tensor],
+        rights: list[torch.Tensor],
+        addend: torch.Tensor | None,
+        split: Callable[[list[int]], Split],
+    ) -> Terms:
+        """Terms of which there is at least one; `split` divides a sum of a shape."""
+        like = lefts[0] if lefts else addend
+        assert like is not None
+        shape = [*like.shape[:-1], rights[0].shape[1]] if lefts else list(like.shape)
+        divided = split(shape)
+        front, moved = divided.leading(shape)
+        by_columns = divided.dim == len(shape) - 1
+        return cls(lefts, rights, addend, like, shape, divided, front, moved, by_columns)
+
+    def part(self, rank: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A rank's part of a tensor of the sum's shape, as it travels."""
+        return self.split.of(rank, tensor).movedim(self.split.dim, self.front.dim)
+
+    def add_up(
+        self, out: torch.Tensor, rank: int | None = None, bias: torch.Tensor | None = None
+    ) -> None:
+        """Writes the sum, or the part of it that is for a rank, to `out`.
+
+        `bias` is added to every row.
+        """
+        matrix, split, addend = out.flatten(0, -2), self.split, self.addend
+        if rank is not None and self.by_columns and bias is not None:
+            bias = split.along(0).of(rank, bias)
+        terms = len(self.lefts) + (addend is not None)
+        total = Sum(matrix, terms + (bias is not None and not self.lefts))
+        for left, right in zip(self.lefts, self.rights, strict=True):
+            if rank is None:
+                total.add_product(left.flatten(0, -2), right, bias)
+            elif self.by_columns:
+                total.add_product(left.flatten(0, -2), split.along(1).of(rank, right), bias)
+            else:
+                total.add_product(as_rows(split.of(rank, left), split.dim), right, bias)
+            bias = None
+        if addend is not None:
+            part = addend if rank is None else self.part(rank, addend)
+            total.add(part.reshape(matrix.shape))
+        if bias is not None:
+            total.add(bias)
+        total.finish()

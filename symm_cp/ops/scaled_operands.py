@@ -65,6 +65,15 @@ def check_inner(op: str, name: str, a: torch.Tensor, weight: torch.Tensor, inner
         )
 
 
+def check_row_scale(op: str, a: torch.Tensor, scale: torch.Tensor) -> None:
+    """Raises `ValueError` unless the scale of A is one number, or one for each row."""
+    if scale.numel() != 1 and list(scale.shape) != [*a.shape[:-1], 1]:
+        raise ValueError(
+            f"{op}: A_scale of shape {list(scale.shape)} does not fit A of shape "
+            f"{list(a.shape)}: needs one number or {[*a.shape[:-1], 1]}"
+        )
+
+
 def check_weight_scale(op: str, name: str, scale: torch.Tensor, weight: torch.Tensor) -> None:
     """Raises `ValueError` unless the scale is one number, or one for each column."""
     if scale.numel() != 1 and list(scale.shape) != [1, weight.shape[1]]:
@@ -79,6 +88,12 @@ def check_result(op: str, dtype: torch.dtype) -> None:
     if dtype not in (*_WIDE, *_FLOAT8):
         names = ", ".join(str(known)[6:] for known in _WIDE)
         raise TypeError(f"{op}: out_dtype={dtype} must be {names} or float8")
+
+
+def partial_dtype_of(out_dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype in which partial sums for results of a dtype are exchanged."""
+    # Sums of float8 numbers would lose nearly all digits: float8 results are reduced in float32.
+    return torch.float32 if out_dtype.itemsize == 1 else out_dtype
 
 
 def check_kernel(

@@ -28,8 +28,10 @@ from symm_cp.ops.scaled_operands import (
     check_kernel,
     check_operands,
     check_result,
+    check_row_scale,
     check_weight_scale,
     dtype_of,
+    partial_dtype_of,
 )
 from symm_cp.results import contiguous, new_result
 from symm_cp.shards import Split
@@ -89,11 +91,7 @@ def _check_scatter(
     check_operands(SCATTER, a, weight, "B")
     check_inner(SCATTER, "B", a, weight, a.shape[-1])
     check_weight_scale(SCATTER, "B_scale", weight_scale, weight)
-    if a_scale.numel() != 1 and list(a_scale.shape) != [*a.shape[:-1], 1]:
-        raise ValueError(
-            f"{SCATTER}: A_scale of shape {list(a_scale.shape)} does not fit A of shape "
-            f"{list(a.shape)}: needs one number or {[*a.shape[:-1], 1]}"
-        )
+    check_row_scale(SCATTER, a, a_scale)
     product = [*a.shape[:-1], weight.shape[1]]
     shape = list(output_shape) if output_shape is not None else product
     if math.prod(shape) != math.prod(product) or not shape or shape[-1] != weight.shape[1]:
@@ -109,11 +107,6 @@ def _check_scatter(
     scales = {"A_scale": a_scale, "B_scale": weight_scale}
     check_kernel(SCATTER, "B", a, weight, scales, torch.float32, columns)
     return shape, split
-
-
-def _partial_dtype(out_dtype: torch.dtype) -> torch.dtype:
-    # Sums of float8 numbers would lose nearly all digits: float8 results are reduced in float32.
-    return torch.float32 if out_dtype.itemsize == 1 else out_dtype
 
 
 def scaled_matmul_reduce_scatter_kernel(
@@ -141,7 +134,7 @@ def scaled_matmul_reduce_scatter_kernel(
     shape, split = _check_scatter(
         a, weight, a_scale, weight_scale, dims, output_shape, sizes, group.world_size
     )
-    partial_dtype = _partial_dtype(dtype)
+    partial_dtype = partial_dtype_of(dtype)
     mean = check_reduce_op(SCATTER, "out_dtype", partial_dtype, reduce_op)
     # The rows of A are the rows of the output, in whatever shape A came: view A as the output is.
     rows = a.reshape(*shape[:-1], a.shape[-1])
@@ -195,5 +188,5 @@ def scaled_matmul_reduce_scatter_fake(
     shape, split = _check_scatter(
         a, weight, a_scale, weight_scale, dims, output_shape, sizes, world_size
     )
-    check_reduce_op(SCATTER, "out_dtype", _partial_dtype(dtype), reduce_op)
+    check_reduce_op(SCATTER, "out_dtype", partial_dtype_of(dtype), reduce_op)
     return a.new_empty(split.shape_of(rank or 0, shape), dtype=dtype)

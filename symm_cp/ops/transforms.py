@@ -175,13 +175,16 @@ def register() -> None:
     for name in named_with_sizes(
         "fused_all_gather_matmul",
         "fused_matmul_reduce_scatter",
+        "fused_matmul_all_reduce",
         "fused_all_gather_scaled_matmul",
         "fused_scaled_matmul_reduce_scatter",
+        "fused_scaled_matmul_all_reduce",
         "one_shot_all_reduce",
         "one_shot_all_reduce_copy",
         "all_gather_kv",
         "_all_gather_kv_backward",
         "_fused_matmuls_reduce_scatter",
+        "_fused_matmuls_all_reduce",
         "_fused_all_gather_weight_grad",
         "_fused_matmul_reduce_scatter_backward",
     ):

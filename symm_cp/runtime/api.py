@@ -49,10 +49,13 @@ REDUCIBLE: dict[torch.dtype, wire.DType] = {
 class Collective(Protocol):
     """A background collective on tensors of one shape and dtype, prepared once for a group."""
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Starts the collective and returns its result, which `wait_tensor` completes.
 
-        Waits for no peer, not in the first call either.
+        Writes it to `out`, if given: contiguous, and of the result's shape and dtype. Waits for no
+        peer, not in the first call either.
         """
 
 
@@ -117,6 +120,24 @@ class Runtime(Protocol):
         `produce` writes this rank's contribution to rank r's output into the contiguous `partial`,
         of shape `shapes[r]` (by default that of `out`). Contributions are added in rank order, in
         float32 for the 16-bit types.
+        """
+
+    def produce_and_all_reduce(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        split: Split | None = None,
+        mean: bool = False,
+    ) -> None:
+        """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
+
+        `produce` writes this rank's contribution to part r of `out`, which is contiguous and whose
+        dimension 0 `split` divides, into the contiguous `partial`. Without `split` it is called
+        once, with this rank and memory for all of `out`. Contributions are added in rank order, in
+        float32 for the 16-bit types. All ranks get the same bits.
         """
 
     def consume_and_reduce_scatter(

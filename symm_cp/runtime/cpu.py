@@ -12,6 +12,7 @@ from symm_cp.alignment import part_offsets
 from symm_cp.memory import Group, is_symmetric
 from symm_cp.results import contiguous
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
+from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (
     REDUCIBLE,
     Combine,
@@ -72,6 +73,23 @@ def _produce_program(
     reduction = Reduction(dtype, mean)
     program = lower(variant, rank, len(partials), binding, reduction=reduction)
     return program, part_offsets(partials)
+
+
+@lru_cache(maxsize=512)
+def _all_reduce_program(
+    rank: int, chunks: tuple[int, ...], way: AllReduceWay, dtype: int, mean: bool
+) -> tuple[Program, tuple[int, ...]]:
+    """The program, and where the chunks begin in a slot; the last offset is its size."""
+    variant = patterns.PRODUCE_AND_ALL_REDUCE.direct(**way.options)
+    offsets = way.offsets(chunks)
+    binding = Binding(
+        {
+            "slot": (Extent(None, offsets[:-1], chunks),),
+            "output": (Extent.consecutive(0, chunks),),
+        }
+    )
+    program = lower(variant, rank, len(chunks), binding, reduction=Reduction(dtype, mean))
+    return program, offsets
 
 
 @lru_cache(maxsize=512)
@@ -211,6 +229,33 @@ class CpuRuntime:
                 else:
                     at = workspace.slot() + offsets[target]
                     produce(target, workspace.view(at, partials[target], out.dtype))
+
+            kernels: dict[str, Kernel] = {"produce": run_produce}
+            program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+
+    def produce_and_all_reduce(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        split: Split | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`. Contributions and sums are written where the peers read them."""
+        way, chunks = all_reduce_way(out, split, group.world_size)
+        program, offsets = _all_reduce_program(group.rank, chunks, way, REDUCIBLE[out.dtype], mean)
+        with group.call(offsets[-1], call_name) as (workspace, epoch):
+
+            def run_produce(target: int) -> None:
+                if group.world_size == 1:
+                    produce(target, out)
+                elif split is None:
+                    produce(target, workspace.view(workspace.slot(), out.shape, out.dtype))
+                else:
+                    at, shape = offsets[target], tuple(split.shape_of(target, out.shape))
+                    produce(target, workspace.view(workspace.slot() + at, shape, out.dtype))
 
             kernels: dict[str, Kernel] = {"produce": run_produce}
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.alignment import scratch
@@ -252,6 +253,49 @@ class HostsRuntime:
                     works = ring.pass_on(total, received, _SUM)
             out.copy_(total.div_(group.world_size) if mean else total)
 
+    def produce_and_all_reduce(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        split: Split | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`. Each rank sums a part, and all gather the parts."""
+        produced: list[torch.Tensor] = []
+        whole, parts = out, split
+        if split is None:
+            whole = out.view(-1)
+            parts = Split.nearly_equal(out.numel(), group.world_size)
+        assert parts is not None
+        divided = parts
+
+        def produce_part(rank: int, partial: torch.Tensor) -> None:
+            if split is not None:
+                produce(rank, partial)
+                return
+            if not produced:
+                produced.append(new_result(out, out.shape))
+                produce(group.rank, produced[0])
+            partial.copy_(divided.of(rank, produced[0].view(-1)))
+
+        own = new_result(out, divided.shape_of(group.rank, whole.shape))
+        shapes = [tuple(divided.shape_of(rank, whole.shape)) for rank in range(group.world_size)]
+        self.produce_and_reduce_scatter(
+            group, produce_part, own, call_name, shapes=shapes, mean=mean
+        )
+        self.all_gather_and_consume(
+            group,
+            [own],
+            lambda shard, rank: None,
+            call_name,
+            shapes=[(shape,) for shape in shapes],
+            gathered=whole,
+            split=divided,
+        )
+
     def consume_and_reduce_scatter(
         self,
         group: Group,
@@ -334,6 +378,9 @@ class _OfProcessGroup:
     def __init__(self, start: Callable[[Group, torch.Tensor], torch.Tensor]) -> None:
         self._start = start
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
-        """See `Collective`."""
-        return self._start(group, tensor)
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `Collective`. With `out` it is complete when this returns."""
+        result = self._start(group, tensor)
+        return result if out is None else out.copy_(funcol.wait_tensor(result))

@@ -6,6 +6,7 @@ They know no sizes and no addresses, so each group gets them once, when it is ma
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
@@ -27,6 +28,11 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     ),
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
+}
+#: Exchanges of one piece, in the calling thread, of what it produces.
+PRODUCED: dict[_Kind, Variant] = {
+    _Kind.PRODUCED_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(one_shot=True),
+    _Kind.PRODUCED_TWO_SHOT_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(whole=True),
 }
 
 
@@ -52,7 +58,7 @@ def _area(region: Region, writes: bool) -> wire.Area:
 
 @lru_cache(maxsize=4096)
 def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
-    """Lowers one piece of a looped variant whose schedules have one lane."""
+    """Lowers one piece of a variant whose schedules have one lane."""
     steps: list[wire.LoopStep] = []
     sources: list[wire.Area] = []
     slots: list[Region] = []
@@ -71,6 +77,9 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
         elif isinstance(step, Copy):
             to, source = _area(step.dst, writes=True), _area(step.src, writes=False)
             steps.append(wire.LoopStep(kind=wire.Kind.COPY, to=to, source=source))
+        elif isinstance(step, Compute) and step.kernel == "produce":
+            to = _area(step.writes[0], writes=True)
+            steps.append(wire.LoopStep(kind=wire.Kind.PRODUCE, to=to))
         else:
             assert isinstance(step, Compute)
             areas = [_area(region, writes=False) for region in step.reads]
@@ -98,25 +107,31 @@ def lower_loop(variant: Variant, rank: int, world_size: int) -> Loop:
     )
 
 
+def exchanges() -> Iterator[tuple[_Kind, int, Variant]]:
+    """All exchanges: the kind, the channel and the variant."""
+    for kind, of_channels in PATTERNS.items():
+        for channel, pattern in enumerate(of_channels):
+            yield from ((kind, channel, variant) for variant in pattern.variants("direct"))
+    yield from ((kind, 0, variant) for kind, variant in PRODUCED.items())
+
+
 def install(group: Group) -> None:
     """Gives a group the loops of all exchanges."""
     set_loop = native.load().symm_cp_set_loop
-    for kind, of_channels in PATTERNS.items():
-        for channel, pattern in enumerate(of_channels):
-            for variant in pattern.variants("direct"):
-                loop = lower_loop(variant, group.rank, group.world_size)
-                in_place = "in_place" in variant.options
-                counts = len(loop.sources), loop.published, loop.parted, loop.slotted
-                set_loop(
-                    group.handle,
-                    channel,
-                    kind,
-                    in_place,
-                    loop.steps,
-                    len(loop.steps),
-                    loop.sources,
-                    *counts,
-                )
+    for kind, channel, variant in exchanges():
+        loop = lower_loop(variant, group.rank, group.world_size)
+        in_place = "in_place" in variant.options
+        counts = len(loop.sources), loop.published, loop.parted, loop.slotted
+        set_loop(
+            group.handle,
+            channel,
+            kind,
+            in_place,
+            loop.steps,
+            len(loop.steps),
+            loop.sources,
+            *counts,
+        )
 
 
 on_creation.append(install)

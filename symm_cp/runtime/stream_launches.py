@@ -11,6 +11,7 @@ from functools import lru_cache
 from symm_cp.alignment import part_offsets
 from symm_cp.devices import Device, Signals
 from symm_cp.memory import Group
+from symm_cp.runtime.all_reduce_ways import AllReduceWay
 from symm_cp.runtime.binding import Binding, Parts
 from symm_cp.runtime.stream_program import Launch, lower
 from symm_cp.schedule import patterns
@@ -107,6 +108,24 @@ def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Laun
         }
     )
     variant = patterns.PRODUCE_AND_REDUCE_SCATTER.staged()
+    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+
+
+@lru_cache(maxsize=512)
+def all_reduce_launch(
+    rank: int, chunks: tuple[int, ...], way: AllReduceWay, mode: CallMode
+) -> Launch:
+    """Produce and all-reduce. Operands: what this rank adds up (`scratch_rows`), the result."""
+    ranks = len(chunks)
+    added = sum(chunks) if way is AllReduceWay.ONE_SHOT else chunks[rank]
+    binding = Binding(
+        {
+            "slot": (Extent(None, way.offsets(chunks)[:-1], chunks),),
+            "partials": (Extent.aligned(0, (added,) * ranks),),
+            "output": (Extent.consecutive(1, chunks),),
+        }
+    )
+    variant = patterns.PRODUCE_AND_ALL_REDUCE.staged(**way.options)
     return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 

@@ -34,6 +34,7 @@ from symm_cp.devices import (
 )
 from symm_cp.memory import Group
 from symm_cp.runtime.agreement import agree
+from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (
     Collective,
     Combine,
@@ -45,6 +46,7 @@ from symm_cp.runtime.api import (
 from symm_cp.runtime.stream_launches import (
     CallMode,
     Exchange,
+    all_reduce_launch,
     background_launch,
     combine_launch,
     exchange_launch,
@@ -277,6 +279,56 @@ class StreamRuntime:
             }
             call.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
 
+    def produce_and_all_reduce(
+        self,
+        group: Group,
+        produce: Produce,
+        out: torch.Tensor,
+        call_name: bytes,
+        *,
+        split: Split | None = None,
+        mean: bool = False,
+    ) -> None:
+        """See `Runtime`.
+
+        Contributions to this rank's part are pulled while it still produces, one kernel adds them,
+        and the peers' sums are pulled as they come.
+        """
+        agree(group, call_name)
+        rank, ranks = group.rank, group.world_size
+        call = _Call(group, out.device, call_name)
+        way, chunks = all_reduce_way(out, split, ranks)
+        launch = all_reduce_launch(rank, chunks, way, call.mode)
+        offsets, one_shot = way.offsets(chunks), way is AllReduceWay.ONE_SHOT
+        if split is not None:
+            own = split.of(rank, out)
+        else:
+            own = out.view(-1)[: None if one_shot else chunks[rank] // out.element_size()]
+        sums = scratch_rows(own, ranks)
+        with call.workspace(offsets[-1]) as (space, epoch):
+            in_slot = _viewing_slot(space, epoch)
+
+            def run_produce(target: int) -> None:
+                if ranks == 1:
+                    produce(target, out)
+                elif split is None:
+                    produce(target, in_slot(0, tuple(out.shape), out.dtype))
+                elif target == rank:
+                    produce(target, sums[rank])
+                else:
+                    shape = tuple(split.shape_of(target, out.shape))
+                    produce(target, in_slot(offsets[target], shape, out.dtype))
+
+            def run_reduce(_: int) -> None:
+                total = own
+                if not one_shot:  # where the peers read it
+                    total = in_slot(offsets[rank], tuple(own.shape), out.dtype)
+                add_rows(sums, total, mean=mean)
+
+            kernels: dict[str, Kernel] = {"produce": run_produce, "reduce": run_reduce}
+            operands = [sums.data_ptr(), out.data_ptr()]
+            call.run(launch, space, epoch, operands, kernels, sums, out)
+
     def consume_and_reduce_scatter(
         self,
         group: Group,
@@ -386,9 +438,11 @@ class _BackgroundGather:
         self._output_shape, self._name = split.whole_shape(tensor.shape), call_name
         self._chunks = Extent.split(1, split, self._output_shape, tensor.element_size())
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Collective`."""
-        output = tensor.new_empty(self._output_shape)
+        output = tensor.new_empty(self._output_shape) if out is None else out
         pattern = patterns.BACKGROUND_ALL_GATHER
         _start(group, tensor, self._name, pattern, self._chunks, output, output, {})
         return output
@@ -402,15 +456,19 @@ class _BackgroundScatter:
         self._chunks = Extent.split(0, split, tensor.shape, tensor.element_size())
         self._mean = mean
 
-    def start(self, group: Group, tensor: torch.Tensor) -> torch.Tensor:
+    def start(
+        self, group: Group, tensor: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """See `Collective`."""
         numbers = real(tensor)
         more = numbers.shape[tensor.dim() :]
-        output = numbers.new_empty((*self._output_shape, *more))
+        output = numbers.new_empty((*self._output_shape, *more)) if out is None else real(out)
         partials = numbers.new_empty((group.world_size, *output.shape))
         kernels: dict[str, Kernel] = {
             "reduce": lambda _: add_rows(partials, output, mean=self._mean)
         }
         pattern = patterns.BACKGROUND_REDUCE_SCATTER
         _start(group, numbers, self._name, pattern, self._chunks, partials, output, kernels)
+        if out is not None:
+            return out
         return torch.view_as_complex(output) if tensor.is_complex() else output

@@ -22,10 +22,19 @@ their gradients must be summed over the ranks; torch's `SequenceParallel` does s
 
 from __future__ import annotations
 
+from symm_cp.tensor_parallel.application import apply
+from symm_cp.tensor_parallel.checkpoint import load, save
 from symm_cp.tensor_parallel.style import (
     FusedColwiseGroup,
     FusedColwiseParallel,
     FusedRowwiseParallel,
 )
 
-__all__ = ["FusedColwiseGroup", "FusedColwiseParallel", "FusedRowwiseParallel"]
+__all__ = [
+    "FusedColwiseGroup",
+    "FusedColwiseParallel",
+    "FusedRowwiseParallel",
+    "apply",
+    "load",
+    "save",
+]

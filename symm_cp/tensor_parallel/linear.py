@@ -2,7 +2,8 @@
 
 Activations are (B, S, K) or of other shapes with the features last, a weight is (N, K) as in
 `nn.Linear`, W is the world size. `x_shard` has S / W of the sequence and all features, `x_part` the
-whole sequence and this rank's part of the features.
+whole sequence and this rank's part of the features, `x` all of both. Between linears activations
+are sharded by sequence, or replicated: then `sequence_dim` is None.
 """
 
 from __future__ import annotations
@@ -13,26 +14,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from symm_cp.memory import group_name
+from symm_cp.alignment import contiguous_strides
+from symm_cp.ops import autocast
 from symm_cp.ops.common import tells_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
+from symm_cp.tensor_parallel import replicated
+from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.shared_gather import SharedGather
-
-
-class _SumGradient(torch.autograd.Function):
-    """The identity; its gradient is summed over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = torch.ops.symm_mem.one_shot_all_reduce(grad_out.contiguous(), "sum", ctx.group)
-        return total, None
 
 
 def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
@@ -47,11 +37,11 @@ def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
 
 
 def _local_input(
-    style: str, x: torch.Tensor, mesh: DeviceMesh, dim: int, features: int
+    style: str, x: torch.Tensor, mesh: DeviceMesh, placement: Placement, features: int
 ) -> torch.Tensor:
-    """Returns this rank's part of an input that must be sharded along `dim`."""
+    """Returns what this rank has of an input that must be placed so."""
     if isinstance(x, DTensor):
-        required = (Shard(dim),)
+        required = (placement,)
         placements = tuple(
             Shard(p.dim % x.dim()) if isinstance(p, Shard) else p for p in x.placements
         )
@@ -61,6 +51,10 @@ def _local_input(
                 f"must be placed {required} on {mesh}"
             )
         x = x.to_local()
+    if x.dim() < 2:
+        raise ValueError(
+            f"{style}: the input must have at least 2 dimensions, has shape {list(x.shape)}"
+        )
     if x.shape[-1] != features:
         raise ValueError(
             f"{style}: the input of shape {list(x.shape)} has {x.shape[-1]} features on this rank, "
@@ -69,90 +63,143 @@ def _local_input(
     return x
 
 
+def _as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
+    """Returns tensors as autocast casts those of a matmul, for what it does not reach."""
+    device = tensors[0].device.type
+    return autocast.cast(tensors, device) if torch.is_autocast_enabled(device) else tensors
+
+
 class FusedColwiseLinear(nn.Linear):
-    """A linear whose output features are split over the ranks; its input is a sequence shard.
+    """A linear whose output features are split over the ranks.
 
     Same result as::
 
-        x = all_gather_tensor(x_shard, sequence_dim, group)
+        x = all_gather_tensor(x_shard, sequence_dim, group)  # unless it is replicated
         x_part = F.linear(x, weight.to_local(), bias.to_local())
 
     Made by the styles, not by its constructor.
     """
 
-    sequence_dim: int
+    features: Features
+    group: str  # the mesh of a DTensor may be an equal one, with another group
+    sequence_dim: int | None
+    local_output: bool
     shared: SharedGather | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns (B, S, N / W) for a shard (B, S / W, K); errors as the fused op's."""
-        if self.shared is None:
+        """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
+        # Without gradients, a replicated input has nothing to share.
+        if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
             return gather_and_apply(input, [self])[0]
         return self.shared.take(self, input)
 
 
-def gather_and_apply(
-    x_shard: torch.Tensor, linears: Sequence[FusedColwiseLinear]
-) -> list[torch.Tensor]:
-    """Returns the output of each linear for the gathered input, with one gather for all."""
-    group = group_name(linears[0].weight.device_mesh)
-    apply = _colwise_telling_peers if x_shard.device.type == "cpu" else _colwise
-    return apply(x_shard, linears, group)
+def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> list[torch.Tensor]:
+    """Returns the output of each linear, with one gather of the input for all of them.
 
-
-def _colwise(
-    x_shard: torch.Tensor, linears: Sequence[FusedColwiseLinear], group: str
-) -> list[torch.Tensor]:
-    first, style = linears[0], "FusedColwiseParallel"
-    dim = _sequence_dim(style, first.sequence_dim, x_shard)
-    x_shard = _local_input(style, x_shard, first.weight.device_mesh, dim, first.in_features)
-    weights = [linear.weight.to_local().t() for linear in linears]
-    outputs = all_gather_matmul(x_shard, weights, gather_dim=dim, group=group)
-    biases = [None if linear.bias is None else linear.bias.to_local() for linear in linears]
+    A replicated input is not gathered: its gradients are summed once.
+    """
+    first = linears[0]
+    mesh, group = first.weight.device_mesh, first.group
+    check = _check_colwise_telling_peers if x.device.type == "cpu" else _check_colwise
+    x = check(x, first, group)
+    weights = [linear.features.own(linear.weight.to_local(), 0, group) for linear in linears]
+    biases = [_own_bias(linear) for linear in linears]
+    if first.sequence_dim is None:
+        x, weights, biases = _as_autocast_casts(x, weights, biases)
+        outputs = replicated.columns(x, weights, biases, group)
+    else:
+        transposed = [weight.t() for weight in weights]
+        products = all_gather_matmul(x, transposed, gather_dim=first.sequence_dim, group=group)
+        outputs = [
+            product if bias is None else product + bias.to(product.dtype)
+            for product, bias in zip(products, biases, strict=True)
+        ]
     return [
-        output if bias is None else output + bias.to(output.dtype)
-        for output, bias in zip(outputs, biases, strict=True)
+        output if linear.local_output else _as_features(output, mesh, linear.features)
+        for output, linear in zip(outputs, linears, strict=True)
     ]
 
 
-# Peers may already wait in the op for a rank that raises in a check before it. Only for CPU: calls
+def _as_features(part: torch.Tensor, mesh: DeviceMesh, features: Features) -> torch.Tensor:
+    """The DTensor of which this rank has a part of the last dimension."""
+    whole = torch.Size([*part.shape[:-1], features.length])
+    strides = contiguous_strides(whole)
+    return DTensor.from_local(
+        part, mesh, [Shard(part.dim() - 1)], run_check=False, shape=whole, stride=strides
+    )
+
+
+def _own_bias(linear: FusedColwiseLinear) -> torch.Tensor | None:
+    bias = _local(linear.bias)
+    return None if bias is None else linear.features.own(bias, 0, linear.group)
+
+
+def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placement:
+    return Replicate() if sequence_dim is None else Shard(_sequence_dim(style, sequence_dim, x))
+
+
+def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> torch.Tensor:
+    """Returns what this rank has of the input."""
+    style = "FusedColwiseParallel"
+    placement = _placement(style, linear.sequence_dim, x)
+    return _local_input(style, x, linear.weight.device_mesh, placement, linear.in_features)
+
+
+# Peers may already wait in an op for a rank that raises in a check before it. Only for CPU: calls
 # on other devices are not counted on the channel that reports such an error.
-_colwise_telling_peers = tells_peers(_colwise)
+_check_colwise_telling_peers = tells_peers(_check_colwise)
 
 
 class FusedRowwiseLinear(nn.Linear):
-    """A linear whose input features are split over the ranks; its output is a sequence shard.
+    """A linear whose input features are split over the ranks; their products are summed.
 
     Same result as::
 
         product = F.linear(x_part, weight.to_local())
         x_shard = reduce_scatter_tensor(product, "sum", sequence_dim, group) + bias
+        x = all_reduce(product, "sum", group) + bias  # where the output is replicated
 
     Made by the style, not by its constructor.
     """
 
-    sequence_dim: int
+    features: Features
+    group: str  # the mesh of a DTensor may be an equal one, with another group
+    sequence_dim: int | None
+    local_output: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Returns (B, S / W, N) for a part (B, S, K / W); errors as the fused op's."""
-        group = group_name(self.weight.device_mesh)
-        apply = _rowwise_telling_peers if input.device.type == "cpu" else _rowwise
-        return apply(input, self, group)
+        """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
+        mesh, group, bias = self.weight.device_mesh, self.group, _local(self.bias)
+        check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
+        x_part, placement = check(input, self, group)
+        weight = self.features.own(self.weight.to_local(), 1, group)
+        if self.sequence_dim is None:
+            x_part, weight, bias = _as_autocast_casts(x_part, weight, bias)
+            output = replicated.sum_products([x_part], [weight.t()], bias, group)
+        else:
+            dim = self.sequence_dim
+            output = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
+            if bias is not None:
+                # Each rank adds it to its own part of the sequence: its gradient is a part too.
+                output = output + replicated.copy(bias, group).to(output.dtype)
+        if self.local_output:
+            return output
+        return DTensor.from_local(output, mesh, [placement], run_check=False)
 
 
-def _rowwise(x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str) -> torch.Tensor:
-    mesh, weight, style = (
-        linear.weight.device_mesh,
-        linear.weight.to_local(),
-        "FusedRowwiseParallel",
-    )
-    dim = _sequence_dim(style, linear.sequence_dim, x_part)
-    x_part = _local_input(style, x_part, mesh, x_part.dim() - 1, weight.shape[1])
-    x_shard = matmul_reduce_scatter(x_part, weight.t(), scatter_dim=dim, group=group)
-    if linear.bias is None:
-        return x_shard
-    # Each rank adds the bias to its own part of the sequence, so its gradient is a part too.
-    bias = _SumGradient.apply(linear.bias.to_local(), group)
-    return x_shard + bias.to(x_shard.dtype)
+def _check_rowwise(
+    x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str
+) -> tuple[torch.Tensor, Placement]:
+    """Returns what this rank has of the input, and how the output is placed."""
+    style, mesh = "FusedRowwiseParallel", linear.weight.device_mesh
+    placement = _placement(style, linear.sequence_dim, x_part)
+    own = _local_input(style, x_part, mesh, Shard(x_part.dim() - 1), linear.features.count)
+    return own, placement
 
 
-_rowwise_telling_peers = tells_peers(_rowwise)
+_check_rowwise_telling_peers = tells_peers(_check_rowwise)

@@ -19,6 +19,11 @@ from symm_cp.inductor.options import Options
 from symm_cp.inductor.passes import Pass, fuse_joint, fuse_post_grad
 
 AG, RS = "fused_all_gather_matmul", "fused_matmul_reduce_scatter"
+AR, SUM, AR8 = (
+    "fused_matmul_all_reduce",
+    "_fused_matmuls_all_reduce",
+    "fused_scaled_matmul_all_reduce",
+)
 AG8, RS8 = "fused_all_gather_scaled_matmul", "fused_scaled_matmul_reduce_scatter"
 ATTENTION = "fused_all_gather_attention"
 

@@ -110,18 +110,12 @@ def write(world_size: int, calls: int, choose: random.Random) -> bytes:
 def write_loops(world_size: int) -> bytes:
     """The steps of all exchanges on each rank, for `exchanges.cpp`."""
     parts = []
-    for kind, patterns in loops.PATTERNS.items():
-        for channel, pattern in enumerate(patterns):
-            for variant in pattern.variants("direct"):
-                parts.append(struct.pack("3q", kind, channel, "in_place" in variant.options))
-                for rank in range(world_size):
-                    loop = loops.lower_loop(variant, rank, world_size)
-                    sizes = len(loop.steps), len(loop.sources)
-                    parts.append(
-                        struct.pack("5q", *sizes, loop.published, loop.parted, loop.slotted)
-                    )
-                    parts += [bytes(loop.steps), bytes(loop.sources)]
-    count = sum(
-        len(pattern.variants("direct")) for pair in loops.PATTERNS.values() for pattern in pair
-    )
-    return struct.pack("2q", world_size, count) + b"".join(parts)
+    exchanges = list(loops.exchanges())
+    for kind, channel, variant in exchanges:
+        parts.append(struct.pack("3q", kind, channel, "in_place" in variant.options))
+        for rank in range(world_size):
+            loop = loops.lower_loop(variant, rank, world_size)
+            sizes = len(loop.steps), len(loop.sources)
+            parts.append(struct.pack("5q", *sizes, loop.published, loop.parted, loop.slotted))
+            parts += [bytes(loop.steps), bytes(loop.sources)]
+    return struct.pack("2q", world_size, len(exchanges)) + b"".join(parts)

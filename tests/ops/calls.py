@@ -73,6 +73,10 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         "fused_matmul_reduce_scatter": Call(
             lambda x, w: [OPS.fused_matmul_reduce_scatter(x, w, "avg", 0, name)], [x, rand(4, 3)]
         ),
+        "fused_matmul_all_reduce": Call(
+            lambda x, w, b: [OPS.fused_matmul_all_reduce(x, w, b, "avg", name)],
+            [rand(5, rank), rand(rank, 3), rand(3)],
+        ),
         "all_gather_kv": Call(lambda k, v: list(OPS.all_gather_kv(k, v, 2, name)), [k, v]),
         "_low_contention_all_gather": Call(
             lambda x: [waited(OPS._low_contention_all_gather(x, name))], [x]
@@ -110,6 +114,7 @@ ATTENTION = ("fused_all_gather_attention", "flex_all_gather_attention")
 NAMES = (
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
+    "fused_matmul_all_reduce",
     "all_gather_kv",
     "_low_contention_all_gather",
     "_low_contention_reduce_scatter",

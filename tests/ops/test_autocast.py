@@ -23,6 +23,7 @@ CASTING = (
     "_matmul_reduce_scatter_split",
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
+    "fused_matmul_all_reduce",
     "fused_all_gather_attention",
     "flex_all_gather_attention",
 )

@@ -37,10 +37,22 @@ Dense = Callable[[list[Tensors]], list[Tensors]]
 
 
 def compare(
-    group: dist.ProcessGroup, dense: Dense, run: Callable[..., Tensors], shapes: list[list[int]]
+    group: dist.ProcessGroup,
+    dense: Dense,
+    run: Callable[..., Tensors],
+    shapes: list[list[int]],
+    *,
+    equal: int = 0,
 ) -> None:
-    """`dense` maps the inputs of all ranks to the outputs of all, `run` one rank's to its own."""
-    everyone = [leaves([rand(*shape) for shape in shapes]) for _ in range(group.size())]
+    """`dense` maps the inputs of all ranks to the outputs of all, `run` one rank's to its own.
+
+    The last `equal` inputs are the same on all ranks.
+    """
+    same = [rand(*shape) for shape in shapes[len(shapes) - equal :]]
+    own_shapes = shapes[: len(shapes) - equal]
+    everyone = [
+        leaves([*(rand(*shape) for shape in own_shapes), *same]) for _ in range(group.size())
+    ]
     expected = twice(dense(everyone), everyone)
     own = leaves(everyone[group.rank()])
     found = twice([run(*own)], [own])
@@ -76,6 +88,29 @@ def matmuls(group: dist.ProcessGroup) -> None:
             return [OPS.fused_matmul_reduce_scatter(a, b, op, dim, name)]
 
         compare(group, scattered, scatter, [shape, [4, columns]])
+    for op in ("sum", "avg"):
+        share = W if op == "avg" else 1
+        compare(
+            group,
+            lambda all_inputs, share=share: [
+                [sum(x @ w for x, w, _ in all_inputs) / share + bias] for _, _, bias in all_inputs
+            ],
+            lambda x, w, bias, op=op: [OPS.fused_matmul_all_reduce(x, w, bias, op, name)],
+            [[2, 3, 4], [4, 5], [5]],
+            equal=1,
+        )
+        compare(
+            group,
+            lambda all_inputs, share=share: [
+                [sum(x @ w + y @ v + z for x, w, y, v, z, _ in all_inputs) / share + bias]
+                for *_, bias in all_inputs
+            ],
+            lambda x, w, y, v, z, bias, op=op: [
+                OPS._fused_matmuls_all_reduce([x, y], [w, v], z, bias, op, name)
+            ],
+            [[2, 3, 4], [4, 5], [2, 3, 6], [6, 5], [2, 3, 5], [5]],
+            equal=1,
+        )
 
 
 @WORLD_SIZES

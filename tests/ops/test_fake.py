@@ -84,6 +84,9 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
             (OPS.fused_all_gather_matmul, (a, [b, b], 0, name), {"return_A": True}),
             (OPS.fused_all_gather_matmul, (a, [b], 0, name), {"return_A": False}),
             (OPS.fused_matmul_reduce_scatter, (a, b, "sum", 0, name), {}),
+            (OPS.fused_matmul_all_reduce, (a, b, None, "sum", name), {}),
+            (OPS.fused_matmul_all_reduce, (a, b, b[0].clone(), "sum", name), {}),
+            (OPS._fused_matmuls_all_reduce, ([a, a], [b, b], None, b[0].clone(), "sum", name), {}),
             (OPS.one_shot_all_reduce, (a, "sum", name), {}),
             (OPS.one_shot_all_reduce_copy, (A.clone(), a, "sum", name), {}),
         ]
@@ -98,6 +101,8 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
             OPS.fused_scaled_matmul_reduce_scatter,
             (A8, B8, one, one, "sum", 0, 0, name, [4 * W, 16], None, None, torch.float32),
         ),
+        (OPS.fused_scaled_matmul_all_reduce, (A8, B8, one, one, "sum", name)),
+        (OPS._fused_matmuls_all_reduce, ([], [], A, B[:, 0].clone(), "avg", name)),
         (OPS._fused_matmuls_reduce_scatter, ([A], [B], None, "sum", 0, name)),
         (OPS._fused_all_gather_weight_grad, (A, [torch.randn(4 * W * W, 3)], 0, name)),
         (

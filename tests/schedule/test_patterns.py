@@ -15,6 +15,7 @@ from symm_cp.schedule.patterns import (
     BACKGROUND_REDUCE_SCATTER,
     CONSUME_AND_REDUCE_SCATTER,
     PATTERNS,
+    PRODUCE_AND_ALL_REDUCE,
     PRODUCE_AND_REDUCE_SCATTER,
     TWO_SHOT_ALL_REDUCE,
     Variant,
@@ -223,7 +224,9 @@ def test_flags_have_one_writer_lane_in_all_patterns(place: Place) -> None:
 def test_how_many_signals_a_call_costs(place: Place) -> None:
     variant = place.variant
     per_peer = 1
-    two_shot = variant.name.endswith("TWO_SHOT_ALL_REDUCE")
+    two_shot = variant.name.endswith("TWO_SHOT_ALL_REDUCE") or (
+        variant.name == "PRODUCE_AND_ALL_REDUCE" and "one_shot" not in variant.options
+    )
     if "in_place" in variant.options and not two_shot:
         per_peer += 1  # "done"
     elif place.workspace == Workspace("async", "staged", 2):
@@ -350,9 +353,10 @@ def test_an_exchange_in_the_caller_is_the_one_in_the_background(place: Place) ->
 
 
 def test_the_own_chunk_is_produced_last() -> None:
-    for variant in (PRODUCE_AND_REDUCE_SCATTER.direct(), PRODUCE_AND_REDUCE_SCATTER.staged()):
-        found = kernels(variant.schedule(1, 4))
-        assert [k.index for k in found if k.kernel == "produce"] == [2, 3, 0, 1]
+    for pattern in (PRODUCE_AND_REDUCE_SCATTER, PRODUCE_AND_ALL_REDUCE):
+        for variant in (pattern.direct(), pattern.staged()):
+            found = kernels(variant.schedule(1, 4))
+            assert [k.index for k in found if k.kernel == "produce"] == [2, 3, 0, 1]
 
 
 def test_the_background_gather_waits_for_all_before_it_pulls() -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -92,6 +92,13 @@ def fused_plan(dim: int = 1) -> dict[str, Any]:
     return {
         "": FusedColwiseGroup(("w1", "w3"), sequence_dim=dim),
         "w2": FusedRowwiseParallel(sequence_dim=dim),
+    }
+
+
+def replicated_plan() -> dict[str, Any]:
+    return {
+        "": FusedColwiseGroup(("w1", "w3"), input_layouts=Replicate()),
+        "w2": FusedRowwiseParallel(output_layouts=Replicate()),
     }
 
 

@@ -9,13 +9,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 from symm_cp.tensor_parallel import FusedColwiseGroup
 from tests.exhaustive import some
 from tests.pool import Ranks
-from tests.tensor_parallel.common import Block, S, fused_plan, leaf, mesh_of, part
+from tests.tensor_parallel.common import (
+    Block,
+    K,
+    S,
+    fused_plan,
+    leaf,
+    mesh_of,
+    part,
+    replicated_plan,
+    same,
+)
 
 
 class Gathers:
@@ -70,6 +85,84 @@ def trains(group: dist.ProcessGroup, sequence_norm: bool, backend: str) -> None:
 )
 def test_trains(ranks: Ranks, sequence_norm: bool, backend: str) -> None:
     ranks.run(2, trains, sequence_norm, backend)
+
+
+class Communicating:
+    """A backend that lists the communicating ops of the graphs it gets, forward and backward."""
+
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        from functorch.compile import make_boxed_func
+        from torch._dynamo.backends.common import aot_autograd
+
+        def compiler(traced: torch.fx.GraphModule, inputs: Any) -> Any:
+            names = [str(node.target) for node in traced.graph.nodes]
+            self.ops += [n for n in names if n.startswith("symm_mem.") or "c10d" in n]
+            return make_boxed_func(traced.forward)
+
+        return aot_autograd(fw_compiler=compiler)(graph, inputs)
+
+
+def replicate(module: nn.Module, inputs: Any, output: DTensor) -> DTensor:
+    """What `PrepareModuleInput` does to the output of a norm."""
+    return output.redistribute(placements=[Replicate()])
+
+
+def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> None:
+    """`around`: what is torch's, next to linears of ours."""
+    torch._dynamo.reset()  # shapes of earlier tests would make dimensions dynamic
+    plan = replicated_plan()
+    if around == "colwise":
+        plan = {"w1": ColwiseParallel(), "w3": ColwiseParallel(), "w2": plan["w2"]}
+    elif around == "rowwise":
+        plan["w2"] = RowwiseParallel()
+    elif around == "norm":
+        plan["norm"] = SequenceParallel()
+    dense = Block().double()
+    block = parallelize_module(copy.deepcopy(dense), mesh_of(group), plan)
+    if around == "norm":
+        block.norm.register_forward_hook(replicate)
+    counted = Communicating()
+    chosen: Any = counted if backend == "counted" else backend
+    # torch's own styles fail with dynamic shapes (a RecursionError, 2.13).
+    dynamic = around in ("", "norm")
+    compiled = torch.compile(block, backend=chosen, fullgraph=True, dynamic=dynamic)
+    x = torch.randn(2, S, K, dtype=torch.float64)
+    for _ in range(2):
+        results = []
+        for module in (dense, compiled):
+            module.zero_grad()
+            # A norm split by sequence takes a shard, and the rest of the block all of it.
+            own = part(x, group, 1) if around == "norm" and module is compiled else x
+            y = leaf(own.contiguous())
+            out = module(y)
+            out.square().sum().backward()
+            results.append((out, y.grad))
+        same(results[1][0], results[0][0])
+        expected = results[0][1]
+        assert expected is not None
+        same(results[1][1], part(expected, group, 1) if around == "norm" else expected)
+        for name, parameter in block.named_parameters():
+            grad = parameter.grad
+            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+            same(whole, dense.get_parameter(name).grad)
+    if backend == "counted" and around == "":
+        ours = ["fused_matmul_all_reduce", "_fused_matmuls_all_reduce"]
+        assert counted.ops == [f"symm_mem.{name}.default" for name in ours]
+
+
+@pytest.mark.parametrize(
+    ("around", "backend"),
+    some(
+        ("", "counted"),
+        ("norm", "counted"),
+        of=[(a, "counted") for a in ("", "norm", "colwise", "rowwise")] + [("", "inductor")],
+    ),
+)
+def test_trains_replicated(ranks: Ranks, around: str, backend: str) -> None:
+    ranks.run(2, trains_replicated, around, backend)
 
 
 class Changing(nn.Module):

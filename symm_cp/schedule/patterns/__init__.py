@@ -19,6 +19,7 @@ from symm_cp.schedule.patterns.pattern import (
     Variant,
     peers,
 )
+from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
 from symm_cp.schedule.patterns.two_shot_all_reduce import (
@@ -32,6 +33,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_COMBINE,
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
+    PRODUCE_AND_ALL_REDUCE,
     CONSUME_AND_REDUCE_SCATTER,
     ALL_GATHER,
     ALL_REDUCE,
@@ -71,6 +73,7 @@ __all__ = [
     "BACKGROUND_REDUCE_SCATTER",
     "CONSUME_AND_REDUCE_SCATTER",
     "PATTERNS",
+    "PRODUCE_AND_ALL_REDUCE",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "TWO_SHOT_ALL_REDUCE",

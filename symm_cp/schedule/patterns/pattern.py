@@ -48,8 +48,8 @@ Flags between ranks
                    that, their waits time out, and no rank reads what is not meant for it. (In
                    direct form they compare records.)
     ``"partial"``  the partial sum for the peer has been written. Signalled to each peer once per
-                   call by the patterns that scatter partial sums. Writer: compute.
-    ``"reduced"``  two-shot all-reduce only: this rank's chunk has been reduced, and what that
+                   call by the patterns that produce partial sums. Writer: compute.
+    ``"reduced"``  all-reduces in two shots only: this rank's chunk has been reduced, and what that
                    needed of the peer's memory has been read. Writer: compute.
     ``"taken"``    ring only: the peer's partial sum has been read, so the peer may overwrite it
                    within the call. Writer: copy; in direct form compute.
@@ -74,9 +74,11 @@ The background in staged form
 Flags to oneself (staged form; a runtime may turn them into events)
     ``"begun"``                         what the caller wrote to its symmetric tensor is complete
                                         (writer: compute)
-    ``"published"``                     in the background: what the slot is to hold has been copied
-                                        there, and the input is needed no more (compute)
+    ``"published"``                     what the slot is to hold has been written there (compute);
+                                        in the background, the input is needed no more
     ``"pulled<i>"``, ``"collected<i>"`` the i-th shard, or partial sum, has arrived (copy)
+    ``"collected"``                     all partial sums for this rank have arrived (copy)
+    ``"summed"``                        the slot holds the sum of this rank's chunk (compute)
     ``"offered"``                       before a kernel that polls: the slot has been written, and
                                         the peers have been told (copy)
     ``"arrived<i>"``                    the i-th shard has arrived; a running kernel polls it (copy)

@@ -1,0 +1,111 @@
+"""A Llama of transformers for `inference.py` and `training.py`, split over ranks in several ways.
+
+- `transformers (...)` is split by transformers itself, as `from_pretrained(..., tp_plan="auto")`
+  does it, over a backend of torch.distributed. Over `nothing`, a backend whose collectives return
+  at once, it shows what the code of transformers and torch takes around them.
+- `apply` is split by `symm_cp.tensor_parallel.apply`.
+- `limit` has the same parts of the weights in plain modules, and no communication at all.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import symm_cp
+from benchmarks.rivals import groups_over
+from symm_cp.demo.decoding.llama import Exchanges, Parts, sharing_weights
+
+HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1024, 8, 16, 2816
+
+#: The variants whose results mean nothing.
+ALONE = ("limit", "transformers (nothing)")
+
+# Registers "fake", a backend that does nothing.
+_NOTHING = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
+
+
+def llama(dtype: torch.dtype) -> nn.Module:
+    """Returns the whole model, with the same random weights on every rank."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HIDDEN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS // 2,
+        intermediate_size=FEED_FORWARD,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).to(dtype)
+
+
+def _mesh(over: dist.ProcessGroup, name: str) -> DeviceMesh:
+    # DTensor takes meshes of the same ranks and names for one mesh, whatever their groups are, and
+    # would communicate through the group of the first one that it saw.
+    return DeviceMesh.from_group(over, "cpu", mesh_dim_names=(name,))
+
+
+def by_transformers(model: nn.Module, over: dist.ProcessGroup, backend: str) -> nn.Module:
+    """Returns the model as transformers splits it over the ranks of a group."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    model = sharing_weights(model)
+    config: Any = DistributedConfig(tp_size=over.size(), tp_plan="auto")
+    plan = model._resolve_parallel_plans(config)[0]
+    return apply_tensor_parallelism(model, _mesh(over, backend), plan)
+
+
+def applied(model: nn.Module, over: dist.ProcessGroup, **options: Any) -> nn.Module:
+    """Returns the model as this package splits it."""
+    model = sharing_weights(model)
+    symm_cp.tensor_parallel.apply(model, _mesh(over, "apply"), **options)
+    return model
+
+
+class _Gathered(torch.autograd.Function):
+    """As many features as all ranks have, from one rank's; without a copy after the first."""
+
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, kept: dict[Any, torch.Tensor], size: int) -> Any:
+        key = part.shape, part.dtype
+        if key not in kept:
+            kept[key] = torch.cat([part.detach()] * size, -1)
+        return kept[key].view_as(kept[key])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        return grad.narrow(-1, 0, grad.shape[-1] // dist.get_world_size()), None, None
+
+
+def alone(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    """Returns the model of this rank's weights, which does not communicate."""
+    kept: dict[Any, torch.Tensor] = {}
+    exchanges = Exchanges(
+        lambda partial: partial, lambda part: _Gathered.apply(part, kept, group.size())
+    )
+    return Parts(model, group.rank(), group.size()).with_exchanges(exchanges)
+
+
+def variants(
+    model: nn.Module, group: dist.ProcessGroup, applications: dict[str, dict[str, Any]]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the model without communication, then split in all ways. Collective.
+
+    `applications` are names of variants by `apply`, and its options.
+    """
+    yield "limit", alone(model, group)
+    for backend, over in groups_over(group, _NOTHING, "symm_cp").items():
+        name = "nothing" if backend == _NOTHING else backend
+        yield f"transformers ({name})", by_transformers(model, over, backend)
+    yield "transformers (gloo)", by_transformers(model, group, "gloo")
+    for name, options in applications.items():
+        yield name, applied(model, group, **options)

@@ -1,0 +1,1 @@
+"""`symm-cp demo --decode`: generates tokens with a model of transformers, and compares variants."""

@@ -1,0 +1,75 @@
+"""What a program could change so that its collectives take less time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.fx import Node
+
+from symm_cp.inductor.matmuls import bias_of
+from symm_cp.inductor.nodes import is_dynamic, static_shape
+
+#: Fewer rows, as in decoding, are not worth sharding.
+_FEW_ROWS = 64
+
+_SEQUENCE_PARALLEL = (
+    "with sequence parallelism a reduce-scatter would move half of the bytes here, an all-gather "
+    "before the next matmul the other half, and each rank would hold and compute 1/W of what lies "
+    "between"
+)
+_BIAS = "every rank adds its bias: add it after the all-reduce if it should count once"
+
+# By a part of the reason why a collective was not fused.
+_BY_REASON = {
+    "is used elsewhere": "use the reduced tensor there, or compute that use from other inputs",
+    "wider than its own dtype": "reduce first, cast the result",
+    "added on every rank": "add the bias after the collective",
+    "rearranged": "do what lies between the matmul and the collective after the collective",
+    "not followed": "do what lies between the collective and the matmul before the collective",
+    "several tensors at once": "call the collective once for each tensor",
+    "no fused op exists for all_to_all": (
+        "if it is for attention, symm_cp.all_gather_attention hides what is sent behind computation"
+    ),
+    "no fused op exists for broadcast": "broadcast what stays the same once, outside of the graph",
+}
+
+
+def on_reason(reason: str) -> str:
+    """Returns what to change about a collective that was not fused; empty for nothing."""
+    return next((advice for part, advice in _BY_REASON.items() if part in reason), "")
+
+
+def on_sum(node: Node, terms: Iterable[Node]) -> str:
+    """Returns what to change about a fused all-reduce of products; empty for nothing."""
+    biases = [bias for term in terms if (bias := bias_of(term)) is not None]
+    # DTensor divides its bias by W: such a one is computed.
+    if node.args[1] == "sum" and any(bias.op == "placeholder" for bias in biases):
+        return _BIAS
+    rows = math.prod((static_shape(node) or ())[:-1])
+    group = _group(str(node.args[2]))
+    ranks = 1 if group is None else group.size()
+    even = is_dynamic(rows) or rows % ranks == 0
+    return _SEQUENCE_PARALLEL if ranks > 1 and even and rows >= _FEW_ROWS else ""
+
+
+def on_group(name: str) -> str:
+    """Returns what to change about a group of CPU tensors; empty for nothing."""
+    group = _group(name)
+    try:
+        backend = "" if group is None else group._get_backend(torch.device("cpu")).name()
+    except RuntimeError:
+        return ""  # for CUDA tensors only
+    if backend in ("", "symm_cp"):
+        return ""
+    return f"over the backend 'symm_cp' instead of {backend!r} they would run in shared memory"
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    try:
+        return _resolve_process_group(name)  # type: ignore[arg-type]
+    except (RuntimeError, ValueError):
+        return None

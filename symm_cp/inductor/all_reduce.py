@@ -1,0 +1,270 @@
+"""All-reduces of products become fused matmul-all-reduces, all others the native all-reduce.
+
+The result of an all-reduce is arranged as its input is. So the fused op takes the place of the
+matmul, and what follows the all-reduce takes its input.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor_config
+from torch.fx import Graph, Node
+
+from symm_cp.inductor import advice
+from symm_cp.inductor.decisions import Decision, record
+from symm_cp.inductor.matmuls import SCALED, bias_of, left, right
+from symm_cp.inductor.neighbours import fed_by
+from symm_cp.inductor.nodes import (
+    ALL_REDUCE,
+    ALL_REDUCE_COALESCED,
+    WAIT,
+    argument,
+    aten,
+    is_dynamic,
+    is_item,
+    static_shape,
+    value,
+)
+from symm_cp.inductor.options import Options
+from symm_cp.inductor.origins import VIEWS, Traced, Tracer
+from symm_cp.inductor.rewrite import DynamicShapeError, Emitter
+from symm_cp.inductor.sums import (
+    ADD,
+    SUMS_OF_MATMULS,
+    is_product,
+    terms_of,
+    why_no_product,
+    why_not_fused,
+)
+from symm_cp.ops.common import check_reduce_op
+
+_NATIVE = "_all_reduce"
+
+
+def replace_all_reduces(graph: Graph, options: Options) -> None:
+    """Fuses or replaces all-reduces of CPU tensors, and records a decision for each all-reduce."""
+    # What the report calls those that the next two have inserted.
+    names: dict[Node, str] = {}
+    if options.async_tp or options.all_reduce:
+        _take_apart(graph, names)
+    if options.async_tp:
+        _merge(graph, names)
+    tracer = Tracer(graph, SUMS_OF_MATMULS)
+    for node in graph.find_nodes(op="call_function", target=ALL_REDUCE):
+        name, group = names.get(node, node.name), str(node.args[2])
+        traced, terms, into, critical = tracer[node.args[0]], None, None, True
+        if traced is not None:
+            terms = terms_of(tracer, traced.source, is_product)
+        if traced is None or terms is None:
+            reason, critical = why_no_product(node, traced)
+            critical = critical or bool(fed_by(node))
+        else:
+            reason = _why_not(tracer, node, traced, terms, options)
+            hint = advice.on_sum(node, terms)
+            try:
+                into = None if reason else _fuse(graph, tracer, node, traced.source, terms)
+            except DynamicShapeError as error:
+                reason = str(error)
+        if into is not None and terms is not None:
+            text = " + ".join(term.name for term in terms)
+            record(Decision(name, group, into, text, critical, advice=hint))
+            continue
+        not_native = _why_not_native(node, options)
+        if not not_native:
+            _run_natively(graph, node)
+        text = "; ".join(dict.fromkeys(filter(None, (reason, not_native))))
+        runs_as = None if not_native else _NATIVE
+        record(Decision(name, group, None, text, critical, runs_as))
+
+
+def _why_not(
+    tracer: Tracer, node: Node, traced: Traced, terms: list[Node], options: Options
+) -> str:
+    """Returns why products are not fused with their all-reduce, or an empty text."""
+    if not options.async_tp:
+        return "async_tp is off"
+    if _device(node) != "cpu":
+        return "matmul-all-reduces are fused on CPU only"
+    return why_not_fused(tracer, node, traced, terms, options)
+
+
+def _fuse(graph: Graph, tracer: Tracer, node: Node, total: Node, terms: list[Node]) -> str:
+    """Puts a fused op in the place of the sum `total` of products; returns the op's name."""
+    emitter, first = Emitter(graph, total), terms[0]
+    rows = (static_shape(first) or ())[:-1]
+    lefts = [emitter.reshape(left(term), (*rows, _inner(term))) for term in terms]
+    biases = [bias for term in terms if (bias := bias_of(term)) is not None]
+    if first.target is SCALED:
+        name, args = "fused_scaled_matmul_all_reduce", _scaled_arguments(node, first)
+    elif len(terms) == 1 and not biases:
+        name = "fused_matmul_all_reduce"
+        args = (lefts[0], right(first), None, *node.args[1:])
+    else:
+        # Every rank adds its own biases before the sum over the ranks: they are terms of it.
+        name, addend = "_fused_matmuls_all_reduce", _expanded(emitter, biases, first)
+        args = (lefts, [right(term) for term in terms], addend, None, *node.args[1:])
+    fused = emitter.call(_op(name), *args)
+    total.replace_all_uses_with(_viewed(emitter, tracer, fused, first, total))
+    tracer.forget(total)
+    _take_out(graph, node, _dense(graph, node))
+    return name
+
+
+def _scaled_arguments(node: Node, matmul: Node) -> tuple[Any, ...]:
+    a, b, scale, weight_scale = matmul.args[:4]
+    return (
+        *(a, b, scale, weight_scale),
+        *node.args[1:],
+        argument(matmul, "bias"),
+        argument(matmul, "scale_result"),
+        argument(matmul, "out_dtype"),
+        bool(argument(matmul, "use_fast_accum")),
+    )
+
+
+def _expanded(emitter: Emitter, biases: list[Node], product: Node) -> Node | None:
+    """Returns the sum of biases in the shape of a product."""
+    if not biases:
+        return None
+    total = biases[0]
+    for bias in biases[1:]:
+        total = emitter.call(ADD, total, bias)
+    shape: list[Any] = list(static_shape(product) or ())
+    for dim, size in enumerate(shape):
+        if is_dynamic(size):
+            shape[dim] = emitter.call(aten.sym_size.int, left(product), dim)
+    return emitter.call(aten.expand.default, total, shape)
+
+
+def _viewed(emitter: Emitter, tracer: Tracer, fused: Node, product: Node, total: Node) -> Node:
+    """Returns the fused sum in the shape of `total`, whose terms are views of products."""
+    shape = static_shape(total) or ()
+    if static_shape(fused) == shape:
+        return fused
+    for node in tracer.of(product):
+        if node.target in VIEWS and node.args[0] is product and static_shape(node) == shape:
+            return emitter.call(node.target, fused, *node.args[1:])  # also of unknown sizes
+    return emitter.reshape(fused, shape)
+
+
+def _inner(matmul: Node) -> int:
+    """Returns the length of the dimension that a matmul sums over."""
+    return (static_shape(left(matmul)) or (0,))[-1]
+
+
+def _dense(graph: Graph, node: Node) -> Any:
+    """Returns the input of an all-reduce with the strides of its result."""
+    tensor, result = value(node.args[0]), value(node)
+    if tensor is None or result is None or tensor.stride() == result.stride():
+        return node.args[0]
+    emitter = Emitter(graph, node)
+    return emitter.call(aten.clone.default, node.args[0], memory_format=torch.contiguous_format)
+
+
+def _take_out(graph: Graph, node: Node, result: Any) -> None:
+    """Replaces an all-reduce and its waits by a result."""
+    for wait in [user for user in node.users if user.target is WAIT]:
+        wait.replace_all_uses_with(result)
+        graph.erase_node(wait)
+    # A checkpoint may save the result before the wait; waiting for a finished result is free.
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+
+
+def _why_not_native(node: Node, options: Options) -> str:
+    """Returns why an all-reduce that is not fused stays as it is, or an empty text."""
+    _, reduce_op, group = node.args
+    tensor = value(node)
+    if not options.all_reduce:
+        return "all_reduce is off"
+    if tensor is None or tensor.device.type != "cpu":
+        return f"it is on {_device(node)}"
+    if reduce_op not in ("sum", "avg"):
+        return f"it reduces by {reduce_op}"
+    if not isinstance(group, str):
+        return "its group has no name"
+    if _torch_buckets():
+        return "it is left to torch's passes, which bucket all-reduces"
+    try:
+        check_reduce_op("all_reduce", "input", tensor.dtype, str(reduce_op))
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _torch_buckets() -> bool:
+    """Tells whether passes of torch's own put small all-reduces together."""
+    overlap = getattr(inductor_config, "aten_distributed_optimizations", None)
+    return (
+        bool(getattr(inductor_config, "_fuse_ddp_communication", False))
+        or getattr(inductor_config, "bucket_all_reduces_fx", "none") != "none"
+        or bool(getattr(overlap, "collective_bucketing", False))
+    )
+
+
+def _run_natively(graph: Graph, node: Node) -> None:
+    _take_out(graph, node, Emitter(graph, node).call(_op(_NATIVE), *node.args))
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.symm_mem, name).default
+
+
+def _device(node: Any) -> str:
+    tensor = value(node)
+    return "an unknown device" if tensor is None else tensor.device.type
+
+
+def _take_apart(graph: Graph, names: dict[Node, str]) -> None:
+    """Replaces coalesced all-reduces of CPU tensors by all-reduces of one tensor each."""
+    for node in graph.find_nodes(op="call_function", target=ALL_REDUCE_COALESCED):
+        inputs: Any = node.args[0]
+        items = [user for user in node.users if is_item(user)]
+        if len(items) < len(node.users) or any(_device(tensor) != "cpu" for tensor in inputs):
+            continue
+        emitter = Emitter(graph, node)
+        apart = [emitter.call(ALL_REDUCE, tensor, *node.args[1:]) for tensor in inputs]
+        names |= {part: f"{node.name}[{index}]" for index, part in enumerate(apart)}
+        for item in items:
+            item.replace_all_uses_with(apart[item.args[1]])  # type: ignore[index]
+            graph.erase_node(item)
+        graph.erase_node(node)
+
+
+def _merge(graph: Graph, names: dict[Node, str]) -> None:
+    """Replaces sums of all-reduces by all-reduces of sums.
+
+    Each column-parallel layer all-reduces the gradient of its input, and layers that share their
+    input add these up.
+    """
+    tracer = Tracer(graph, {WAIT, ADD})
+    for total in reversed(graph.find_nodes(op="call_function", target=ADD)):
+        if (waits := terms_of(tracer, total, _is_reduced)) is None:
+            continue
+        reductions: list[Any] = [wait.args[0] for wait in waits]
+        if len({node.args[1:] for node in reductions}) > 1:
+            continue
+        for wait, node in zip(waits, reductions, strict=True):
+            tracer.forget(wait)
+            _take_out(graph, node, _dense(graph, node))
+        emitter = Emitter(graph, total.next)
+        reduced = emitter.call(ALL_REDUCE, total, *reductions[0].args[1:])
+        waited = emitter.call(WAIT, reduced)
+        total.replace_all_uses_with(
+            waited, delete_user_cb=lambda user, own=reduced: user is not own
+        )
+        names[reduced] = ", ".join(names.get(node, node.name) for node in reductions)
+
+
+def _is_reduced(wait: Node) -> bool:
+    """Tells whether a node waits for an all-reduce of a CPU tensor, which nothing else uses."""
+    node = wait.args[0] if wait.target is WAIT else None
+    return (
+        isinstance(node, Node)
+        and node.target is ALL_REDUCE
+        and len(node.users) == 1
+        and node.args[1] in ("sum", "avg")
+        and _device(node) == "cpu"
+    )

@@ -1,0 +1,90 @@
+"""Sums of matmuls, or of other nodes, that a collective reduces."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from torch.fx import Node
+
+from symm_cp.inductor.axes import origin, view
+from symm_cp.inductor.matmuls import MATMULS, SCALED, right, why_too_small, why_unsupported
+from symm_cp.inductor.neighbours import feeding
+from symm_cp.inductor.nodes import argument, aten, static_shape
+from symm_cp.inductor.options import Options
+from symm_cp.inductor.origins import Traced, Tracer
+
+ADD = aten.add.Tensor
+#: Where a trace ends that looks for sums of matmuls.
+SUMS_OF_MATMULS = MATMULS | {ADD}
+
+
+def is_product(node: Node) -> bool:
+    """Tells whether a node multiplies by one matrix."""
+    return node.target in MATMULS and right(node) is not None
+
+
+def terms_of(tracer: Tracer, node: Node, is_term: Callable[[Node], bool]) -> list[Node] | None:
+    """Returns the terms that a node is the sum of, or itself; None if it is something else.
+
+    Nothing else uses the terms, nor the sums on the way.
+    """
+    if node.target != ADD:
+        return [node] if is_term(node) else None
+    shape = static_shape(node)
+    if shape is None or node.kwargs or len(node.args) != 2:
+        return None
+    all_terms: list[Node] = []
+    for operand in node.args:
+        traced = tracer[operand]
+        if traced is None or traced.ranks or len(traced.dtypes) > 1:
+            return None
+        # The same elements in the same order.
+        in_order = view(origin(static_shape(traced.source) or ()), shape)
+        if static_shape(operand) != shape or traced.axes != in_order:
+            return None
+        if users_of(tracer, traced.source) != [node]:
+            return None
+        terms = terms_of(tracer, traced.source, is_term)
+        if terms is None:
+            return None
+        all_terms += terms
+    return all_terms
+
+
+def users_of(tracer: Tracer, source: Node) -> list[Node]:
+    """Returns what uses a source, except for rearranging it."""
+    return [user for _, user in tracer.uses(source)]
+
+
+def why_no_product(reduction: Node, traced: Traced | None) -> tuple[str, bool]:
+    """Returns why a reduced tensor is no sum of products, and whether a matmul is next to it."""
+    if traced is not None and traced.source.target in MATMULS:
+        return why_unsupported(traced.source), True
+    path = feeding(reduction)
+    if path:
+        return f"the reduced tensor is not only {path[-1].name}, rearranged", True
+    return "the reduced tensor is not the product of a matmul", False
+
+
+def why_not_fused(
+    tracer: Tracer, reduction: Node, traced: Traced, terms: list[Node], options: Options
+) -> str:
+    """Returns why products are not fused with what reduces their sum, or an empty text."""
+    if users_of(tracer, traced.source) != [reduction]:
+        return f"{traced.source.name} is used elsewhere, too"
+    item_sizes = [dtype.itemsize for dtype in traced.dtypes]
+    if any(after > before for before, after in itertools.pairwise(item_sizes)):
+        return f"its product is reduced as {traced.dtypes[-1]}, which is wider than its own dtype"
+    if reduction.args[1] not in ("sum", "avg"):
+        return f"it reduces by {reduction.args[1]}"
+    for matmul in terms:
+        reason = why_unsupported(matmul)
+        if not reason and matmul.target is SCALED:
+            if len(terms) > 1:
+                reason = "it is a sum of scaled matmuls"
+            if argument(matmul, "bias") is not None:
+                reason = "its bias is added on every rank, and the fused op would add it once"
+        if reason:
+            return reason
+    return why_too_small(terms, options)

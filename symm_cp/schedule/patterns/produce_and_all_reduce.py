@@ -1,0 +1,136 @@
+"""Produce and all-reduce: what all ranks produce is summed, in rank order, into every ``"output"``.
+
+In two shots: each rank sums one chunk, where all ranks' contributions to it lie, and all collect
+the others' chunks. ``Compute("produce", p, (), ...)`` runs for each peer's chunk, and for the own
+one last: producing it hides the transfer of the others. What it reads is the caller's business, and
+private. All ranks get the bits of the rank that has summed a chunk.
+
+Options
+    ``whole``     ``Compute("produce", rank, (), ...)`` runs once, for all chunks
+    ``one_shot``  so it does here; then every rank sums everything itself: it waits once, and reads
+                  more than in two shots if there are more than two ranks
+
+Source: torch's ``_pipelined_produce_and_all2all``, and its ``two_shot_all_reduce_``.
+"""
+
+from __future__ import annotations
+
+from symm_cp.schedule.patterns.pattern import Draft, Form, Options, Pattern
+from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
+
+_COMBINATIONS = (frozenset[str](), frozenset({"whole"}), frozenset({"one_shot"}))
+
+
+def _produce_alone(draft: Draft) -> None:
+    draft.compute(Compute("produce", draft.rank, (), (draft.own("output"),)))
+
+
+def _contributions(draft: Draft, options: Options) -> tuple[Region, ...]:
+    """What this rank sums, in rank order."""
+    chunk = None if "one_shot" in options else draft.rank
+    return tuple(Region(source, "slot", chunk) for source in range(draft.world_size))
+
+
+# Rank 0 of 3, direct: "sum 0" reads chunk 0 of all slots and writes it to the own one, from where
+# all ranks copy it.
+#
+#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | wait 1, 2 | sum 0 |
+#            signal 1, 2 "reduced" | copy 0 | wait 1 | copy 1 | wait 2 | copy 2
+#
+# With whole it begins with "produce | signal 1, 2". With one_shot:
+#
+#   compute  produce | signal 1, 2 | wait 1, 2 | sum
+
+
+def _direct(draft: Draft, options: Options) -> None:
+    rank = draft.rank
+    if not draft.peers:
+        _produce_alone(draft)
+        return
+    if options:
+        draft.compute(Compute("produce", rank, (), (draft.own("slot"),)))
+        draft.compute(*draft.signals("partial"))
+    else:
+        for peer in draft.peers:
+            draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
+            # Publishes the contribution to the peer's chunk.
+            draft.compute(Signal(peer, "partial"))
+        draft.compute(Compute("produce", rank, (), (draft.own("slot", rank),)))
+    contributions = _contributions(draft, options)
+    draft.compute(*draft.waits("partial"))
+    if "one_shot" in options:
+        draft.compute(Compute("reduce", rank, contributions, (draft.own("output"),)))
+        return
+    summed = draft.own("slot", rank)
+    draft.compute(Compute("reduce", rank, contributions, (summed,)))
+    # Publishes the sum.
+    draft.compute(*draft.signals("reduced"), Copy(summed, draft.own("output", rank)))
+    for peer in draft.peers:
+        draft.compute(draft.wait(peer, "reduced"))
+        draft.compute(Copy(Region(peer, "slot", peer), draft.own("output", peer)))
+
+
+# Rank 0 of 3, staged. "get p" waits for rank p, then pulls what it contributes to chunk 0. As in
+# produce_and_reduce_scatter, rank r produces for r+t+1 in turn t and pulls from r-t-1. Copies read
+# the own slot in lane "copy", from where later calls may write to it.
+#
+#   compute  produce 1 | signal 1 | produce 2 | signal 2 | produce 0 | sum 0 | signal 1, 2
+#   copy                          | get 2                | get 1     |       | pull sums 1, 2, 0
+#
+# With whole or one_shot:
+#
+#   compute  produce | signal 1, 2 |             sum ...
+#   copy                           | get 0, 2, 1 |
+
+
+def _staged(draft: Draft, options: Options) -> None:
+    rank, others, world_size = draft.rank, draft.peers, draft.world_size
+    if not others:
+        _produce_alone(draft)
+        return
+    parts = tuple(draft.own("partials", source) for source in range(world_size))
+    contributions = _contributions(draft, options)
+    draft.compute(*draft.claim_slot())
+    if options:
+        draft.compute(Compute("produce", rank, (), (draft.own("slot"),)))
+        draft.compute(*draft.signals("partial"), Signal(rank, "published"))
+        draft.copy(Wait(rank, "published"), Copy(contributions[rank], parts[rank]))
+    for turn, peer in enumerate(others):
+        if not options:
+            draft.compute(Compute("produce", peer, (), (draft.own("slot", peer),)))
+            # Publishes the contribution to the peer's chunk.
+            draft.compute(Signal(peer, "partial"))
+        source = (rank - turn - 1) % world_size
+        draft.copy(Wait(source, "partial"), Copy(contributions[source], parts[source]))
+    if not options:
+        draft.compute(Compute("produce", rank, (), (parts[rank],)))
+    draft.copy(Signal(rank, "collected"))
+    draft.compute(Wait(rank, "collected"))
+    if "one_shot" in options:
+        draft.compute(Compute("reduce", rank, parts, (draft.own("output"),)))
+    else:
+        _exchange_sums(draft, parts)
+    for peer in others:
+        draft.copy(*draft.release(peer))
+
+
+def _exchange_sums(draft: Draft, parts: tuple[Region, ...]) -> None:
+    rank, summed = draft.rank, draft.own("slot", draft.rank)
+    draft.compute(Compute("reduce", rank, parts, (summed,)))
+    # Publishes the sum.
+    draft.compute(*draft.signals("reduced"), Signal(rank, "summed"))
+    for peer in draft.peers:
+        draft.copy(draft.wait(peer, "reduced"))
+        draft.copy(Copy(Region(peer, "slot", peer), draft.own("output", peer)))
+    draft.copy(Wait(rank, "summed"), Copy(summed, draft.own("output", rank)))
+    # The peers take this rank's signals of the next call for the end of its reading in this one.
+    draft.copy(Signal(rank, "ended"))
+    draft.compute(Wait(rank, "ended"))
+
+
+PRODUCE_AND_ALL_REDUCE = Pattern(
+    "PRODUCE_AND_ALL_REDUCE",
+    "sync",
+    direct=Form(_direct, _COMBINATIONS),
+    staged=Form(_staged, _COMBINATIONS, one_slot=True),
+)

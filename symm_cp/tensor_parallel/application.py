@@ -1,0 +1,367 @@
+"""`apply`: a whole model made tensor parallel, as its plan says."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from symm_cp.tensor_parallel import wrappers
+from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
+from symm_cp.tensor_parallel.checkpoint import load
+from symm_cp.tensor_parallel.features import chunks
+from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
+from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
+from symm_cp.tensor_parallel.style import (
+    FusedColwiseGroup,
+    FusedColwiseParallel,
+    FusedRowwiseParallel,
+)
+from symm_cp.tensor_parallel.whole import Seat
+
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+_FUSED = (FusedColwiseLinear, FusedRowwiseLinear)
+
+
+def apply(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    plan: str | Mapping[str, str] = "auto",
+    *,
+    sequence_parallel: bool = False,
+    checkpoint: str | os.PathLike[str] | None = None,
+    src_data_rank: int | None = 0,
+) -> nn.Module:
+    """Makes a model tensor parallel in place, with the fused styles.
+
+    Same result as::
+
+        model(**inputs)  # in one process, on every rank, and the gradients of all parameters
+
+    Args:
+        model: a model of transformers 5, or any model for which a plan is given. It may be on the
+            meta device (`with torch.device("meta")`), if a checkpoint is given or loaded later.
+        mesh: of one dimension.
+        plan: "auto", the plan that a model of transformers brings along, or a dict of patterns
+            ("layers.*.mlp.up_proj") and kinds ("colwise"): see the README of this folder.
+        sequence_parallel: between blocks each rank has a part of the sequence, whose length must be
+            divisible by the world size. Otherwise all ranks have all of it.
+        checkpoint: a folder of safetensors files to load from; each rank reads its own part only.
+        src_data_rank: the rank whose weights all take, as in `distribute_tensor`; None takes those
+            of each rank, without communication. Weights on the meta device are not sent.
+
+    Inputs and outputs are the whole model's, the same on all ranks. All parameters become DTensors:
+    split, or `Replicate()`. Returns the model. Raises `ValueError` or `NotImplementedError`, which
+    name the module, the kind and what to do instead, before anything is changed.
+    """
+    rules = rules_of(model, plan)
+    work = _Application(model, mesh, rules, sequence_parallel, src_data_rank)
+    work.check()
+    work.run()
+    if checkpoint is not None:
+        load(model, checkpoint)
+    return model
+
+
+def _name_in(module: str, parameter: str) -> str:
+    return f"{module}.{parameter}" if module else parameter
+
+
+class _Application:
+    """One call of `apply`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: DeviceMesh,
+        rules: list[Rule],
+        sequence_parallel: bool,
+        source: int | None,
+    ) -> None:
+        self.model, self.mesh, self.source = model, mesh, source
+        self.seat = Seat.in_mesh(mesh)
+        self.rules = rules
+        self.blocks: Blocks | None = blocks_of(model, rules) if sequence_parallel else None
+        self.kinds = {rule.name: rule.kind for rule in rules}
+        self.linears = [
+            rule for rule in rules if not rule.parameter and rule.kind in COLWISE | ROWWISE
+        ]
+
+    def module(self, name: str) -> Any:
+        return self.model.get_submodule(name)
+
+    # --- checks ---
+
+    def check(self) -> None:
+        """Raises what would be raised half way through `run`."""
+        for name, parameter in self.model.named_parameters():
+            if isinstance(parameter, DTensor):
+                raise ValueError(
+                    f"apply: {name} is already a DTensor: apply a plan once, before fully_shard"
+                )
+        for rule in self.rules:
+            if "forward" in vars(self.module(rule.owner)):
+                raise NotImplementedError(
+                    f"apply: the forward of {rule.owner} was replaced on the object (by hooks of "
+                    "accelerate, or by the tensor parallelism of transformers): apply the plan to "
+                    "the model as it was built"
+                )
+        for rule in self.linears:
+            self._check_linear(rule)
+        for rule in self.rules:
+            if rule.parameter:
+                self._check_parameter(rule)
+            elif rule.kind == "embedding_rowwise":
+                self._check_embedding(rule)
+        self._check_ties()
+
+    def _refuse(self, rule: Rule, reason: str) -> NotImplementedError:
+        kind = type(self.module(rule.owner)).__name__
+        return NotImplementedError(f"apply: {rule.name} ({kind}), kind {rule.kind!r}: {reason}")
+
+    def _check_linear(self, rule: Rule) -> None:
+        linear = self.module(rule.name)
+        if type(linear) is not nn.Linear:
+            raise self._refuse(
+                rule, "must be an nn.Linear itself; leave the rule out to replicate it"
+            )
+        width = linear.out_features if rule.kind in COLWISE else linear.in_features
+        units, world_size = self._units(rule), self.seat.world_size
+        if units is not None and units < world_size:
+            raise ValueError(
+                f"apply: {rule.name} (kind {rule.kind!r}) has {units} heads, or groups of query "
+                f"heads that share a key head, in its {width} features: fewer than world size "
+                f"{world_size}. Use a mesh of at most {units} ranks, or replicate this attention: "
+                "leave its rules out of the plan"
+            )
+
+    def _units(self, rule: Rule) -> int | None:
+        """How many heads can be told apart in a linear of an attention module, None elsewhere.
+
+        Query heads that share a key head stay together, as `repeat_kv` counts on.
+        """
+        parent = rule.owner.rpartition(".")[0]
+        head_dim = getattr(self.module(parent), "head_dim", None)
+        if not isinstance(head_dim, int) or rule.kind in _GATHERED | _SPLIT_INPUT:
+            return None
+        widths = [
+            self.module(other.owner).out_features
+            for other in self.linears
+            if other.owner.rpartition(".")[0] == parent and other.kind == "colwise"
+        ]
+        if not widths or any(width % head_dim for width in widths):
+            return None
+        return math.gcd(*(width // head_dim for width in widths))
+
+    def _multiple_of(self, rule: Rule) -> int:
+        units, linear = self._units(rule), self.module(rule.owner)
+        if units is None:
+            return 1
+        width: int = linear.out_features if rule.kind in COLWISE else linear.in_features
+        return width // units
+
+    def _check_parameter(self, rule: Rule) -> None:
+        parameter = self.module(rule.owner).get_parameter(rule.parameter)
+        if self.kinds.get(rule.owner) not in EXPERTS | {"local_params"}:
+            raise self._refuse(
+                rule,
+                "a parameter can be split only if the plan gives its module the kind "
+                "'moe_tp_experts', 'ep_dispatch_experts' or 'local_params'",
+            )
+        dim, halves = _split_dim(rule.kind, parameter.dim()), 1 + _is_packed(rule.kind)
+        if parameter.shape[dim] % (halves * self.seat.world_size):
+            unit = f"{halves} times " if halves > 1 else ""
+            raise ValueError(
+                f"apply: {rule.name} of shape {list(parameter.shape)}, kind {rule.kind!r}: "
+                f"dimension {dim} is not divisible by {unit}world size {self.seat.world_size}"
+            )
+
+    def _check_embedding(self, rule: Rule) -> None:
+        embedding = self.module(rule.owner)
+        if not isinstance(embedding, nn.Embedding):
+            raise self._refuse(rule, "must be an nn.Embedding")
+        unusual = ("max_norm", "scale_grad_by_freq", "sparse")
+        if name := next((n for n in unusual if getattr(embedding, n)), None):
+            raise self._refuse(rule, f"an embedding with {name} cannot be split by vocabulary")
+
+    def _check_ties(self) -> None:
+        """Weights that two modules share must be split in one way."""
+        for names in self._tied():
+            placements = {name: self._planned(name) for name in names}
+            if len(set(placements.values())) > 1:
+                raise ValueError(
+                    "apply: tied parameters must be split in the same way, but the plan says "
+                    f"{placements}: give their modules matching kinds ('embedding_rowwise' and "
+                    "'colwise_gather_output')"
+                )
+
+    def _tied(self) -> list[list[str]]:
+        names: dict[int, list[str]] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(name)
+        return [group for group in names.values() if len(group) > 1]
+
+    def _planned(self, name: str) -> Placement:
+        owner, _, parameter = name.rpartition(".")
+        if name in self.kinds:
+            kind = self.kinds[name]
+            dim = _split_dim(kind, self.model.get_parameter(name).dim())
+            return Shard(dim + 1 if _is_packed(kind) else dim)
+        kind = self.kinds.get(owner, "")
+        if kind in COLWISE or kind == "embedding_rowwise":
+            return Shard(0)
+        return Shard(1) if kind in ROWWISE and parameter == "weight" else Replicate()
+
+    # --- changes ---
+
+    def run(self) -> None:
+        """Shards the parameters, and wraps the modules."""
+        tied = self._tied()
+        self._apply_styles()
+        for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
+            if not isinstance(parameter, DTensor):
+                self._distribute(name, self._planned(name))
+        for first, *others in tied:
+            for other in others:
+                self._set(other, self.model.get_parameter(first))
+        self._wrap_owners()
+        for rule in self.rules:
+            self._wrap(rule)
+        if self.blocks is not None:
+            self._wrap_blocks(self.blocks)
+
+    def _distribute(self, name: str, placement: Placement) -> None:
+        old = self.model.get_parameter(name)
+        value = old.detach()
+        if isinstance(placement, Shard) and _is_packed(self.kinds.get(name, "")):
+            value = value.unflatten(placement.dim - 1, (2, -1))
+        new = distribute_tensor(value, self.mesh, [placement], src_data_rank=self.source)
+        self._set(name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+    def _set(self, name: str, parameter: nn.Parameter) -> None:
+        owner, _, own_name = name.rpartition(".")
+        self.module(owner).register_parameter(own_name, parameter)
+
+    def _apply_styles(self) -> None:
+        groups: dict[tuple[str, int], list[Rule]] = {}
+        for rule in self.linears:
+            layout = self._layout(rule)
+            if rule.kind == "colwise":
+                key = rule.owner.rpartition(".")[0], self.module(rule.owner).in_features
+                groups.setdefault(key, []).append(rule)
+            elif rule.kind in COLWISE:
+                self._apply_style(rule.owner, FusedColwiseParallel(input_layouts=layout))
+            else:
+                unit = self._multiple_of(rule)
+                style = FusedRowwiseParallel(output_layouts=layout, multiple_of=unit)
+                self._apply_style(rule.owner, style)
+        for (parent, _), rules in groups.items():
+            units = {rule.owner.rpartition(".")[2]: self._multiple_of(rule) for rule in rules}
+            layout = self._layout(rules[0])
+            group = FusedColwiseGroup(tuple(units), input_layouts=layout, multiple_of=units)
+            self._apply_style(parent, group)
+
+    def _layout(self, rule: Rule) -> Placement:
+        return Shard(1) if self.blocks is not None and self.blocks.is_fused(rule) else Replicate()
+
+    def _apply_style(self, name: str, style: ParallelStyle) -> None:
+        style.src_data_rank = self.source
+        style._apply(self.module(name), self.mesh)
+
+    def _wrap_owners(self) -> None:
+        """Modules that own parameters, but are none of our linears, see them as plain tensors."""
+        summed = set(self._summed())
+        for name, module in list(self.model.named_modules()):
+            own = {p for p, _ in module.named_parameters("", False)}
+            if own and not isinstance(module, _FUSED):
+                wrappers.wrap(
+                    module,
+                    wrappers.LocalParameters,
+                    seat=self.seat,
+                    summed=frozenset(p for p in own if _name_in(name, p) in summed),
+                    packed={
+                        p: module.get_parameter(p).placements[0].dim - 1
+                        for p in own
+                        if _is_packed(self.kinds.get(_name_in(name, p), ""))
+                    },
+                )
+
+    def _summed(self) -> Iterator[str]:
+        """Names of replicated parameters whose gradients are parts of a sum."""
+        for rule in self.rules:
+            if rule.kind == "replicated_with_grad_allreduce":
+                for parameter, _ in self.module(rule.owner).named_parameters():
+                    yield _name_in(rule.owner, parameter)
+        if self.blocks is not None:
+            for name in self.blocks.token_wise:
+                for parameter, _ in self.module(name).named_parameters():
+                    yield _name_in(name, parameter)
+            for block in self.blocks.all:
+                for parameter, _ in self.module(block).named_parameters("", False):
+                    yield _name_in(block, parameter)
+
+    def _wrap(self, rule: Rule) -> None:
+        module, seat = self.module(rule.owner), self.seat
+        if rule.parameter:
+            return
+        if rule.kind in _GATHERED:
+            sizes = module.features.computed.sizes
+            wrappers.wrap(module, wrappers.GatheredOutput, seat=seat, sizes=sizes)
+        elif rule.kind in _SPLIT_INPUT:
+            sizes = module.features.computed.sizes
+            wrappers.wrap(module, wrappers.PartOfInput, seat=seat, sizes=sizes)
+        elif rule.kind == "embedding_rowwise":
+            self._wrap_embedding(module)
+        elif rule.kind == "all_reduce":
+            wrappers.wrap(module, wrappers.SummedOutput, seat=seat)
+        elif rule.kind == "moe_tp_experts":
+            wrappers.wrap(module, wrappers.PartOfEachExpert, seat=seat)
+        elif rule.kind == "ep_dispatch_experts":
+            count = module.num_experts // seat.world_size
+            wrappers.wrap(
+                module,
+                wrappers.SomeExperts,
+                seat=seat,
+                num_experts=count,
+                first=seat.rank * count,
+                _is_expert_parallel=True,  # transformers: some indices are of no expert here
+            )
+
+    def _wrap_embedding(self, module: nn.Embedding) -> None:
+        stored = chunks(module.num_embeddings, self.seat.world_size)
+        start = stored.start(self.seat.rank)
+        rows = range(start, start + stored.sizes[self.seat.rank])
+        padding = module.padding_idx
+        if padding is not None:  # it has no gradient, on the rank that holds it
+            module.padding_idx = padding - start if padding in rows else None
+        wrappers.wrap(module, wrappers.VocabularyEmbedding, seat=self.seat, rows=rows)
+
+    def _wrap_blocks(self, blocks: Blocks) -> None:
+        seat = self.seat
+        for name in blocks.fused:
+            wrappers.wrap(self.module(name), wrappers.ShapeOfWholeSequence, mesh=self.mesh)
+        for name in blocks.whole:
+            wrappers.wrap(self.module(name), wrappers.WholeSequence, seat=seat)
+        for name in blocks.first:
+            wrappers.wrap(self.module(name), wrappers.SplitSequence, seat=seat)
+        for name in blocks.last:
+            wrappers.wrap(self.module(name), wrappers.JoinSequence, seat=seat)
+
+
+def _is_packed(kind: str) -> bool:
+    """Tells whether a parameter holds two matrices, of each of which a rank has a part."""
+    return kind.startswith("packed")
+
+
+def _split_dim(kind: str, dims: int) -> int:
+    """The dimension of a parameter that is split; the last two of experts are (output, input)."""
+    if kind == "grouped_gemm":
+        return 0
+    return dims - 1 if kind in {"rowwise", "packed_rowwise"} else max(dims - 2, 0)

@@ -1,0 +1,218 @@
+"""Loads a parallel model from safetensors files part by part, and saves it as one.
+
+`state_dict()` needs nothing of this: its DTensors are saved by `torch.distributed.checkpoint`, and
+loaded at any world size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from symm_cp.tensor_parallel.features import chunks
+from symm_cp.tensor_parallel.stored import Folder, Region, Stored
+
+_FILE_BYTES = 4 << 30
+
+
+def load(model: nn.Module, folder: str | os.PathLike[str]) -> nn.Module:
+    """Loads all parameters and buffers from the safetensors files of a folder, in place.
+
+    Same result as::
+
+        for name, parameter in model.named_parameters():  # DTensors
+            parameter.copy_(distribute_tensor(stored[name], mesh, parameter.placements))
+
+    but each rank reads only its own part of each tensor, one tensor at a time: a split tensor is
+    never whole in memory. What is on the meta device becomes real, on the mesh's kind of device.
+
+    Names are those of the model, or of transformers' files (a base model without prefix, experts
+    one by one). Dtypes are the model's; further tensors in the files are ignored. Buffers that no
+    file has are computed by the model's `initialize_weights()`, as transformers does. Returns the
+    model. Raises `FileNotFoundError` without files, `ValueError` for missing tensors and for other
+    shapes, before anything is loaded. No communication.
+    """
+    files = Folder(Path(folder))
+    prefix = getattr(model, "base_model_prefix", "")
+    sources: list[tuple[_Slot, Stored]] = []
+    missing, wrong = [], []
+    for slot in _slots(model):
+        source = next((found for n in slot.names if (found := files.find(n, prefix))), None)
+        if source is None:
+            missing.append(slot.names[0])
+        elif source.shape != slot.shape:
+            wrong.append(f"{slot.names[0]} has shape {source.shape}, must have {slot.shape}")
+        else:
+            sources.append((slot, source))
+    if missing:
+        raise ValueError(f"load: the files in {folder} lack {missing}")
+    if wrong:
+        raise ValueError(f"load: in the files in {folder}, {'; '.join(wrong)}")
+    with torch.no_grad():
+        for slot, source in sources:
+            slot.fill(source)
+    _compute_buffers(model)
+    return model
+
+
+@dataclass
+class _Slot:
+    """A parameter or buffer of a model, and all its names."""
+
+    tensor: torch.Tensor
+    owners: list[tuple[nn.Module, str]]
+    names: list[str]
+    packed: int | None  # the dimension that has two stored halves
+
+    @property
+    def shape(self) -> list[int]:
+        """The shape of the whole tensor in files."""
+        shape = list(self.tensor.shape)
+        if self.packed is not None:
+            shape[self.packed : self.packed + 2] = [shape[self.packed] * shape[self.packed + 1]]
+        return shape
+
+    def regions(self) -> list[Region]:
+        """Returns which parts of the stored tensor this rank has, along one dimension."""
+        whole = [slice(0, size) for size in self.shape]
+        if not isinstance(self.tensor, DTensor):
+            return [tuple(whole)]
+        (placement,) = self.tensor.placements
+        if not isinstance(placement, Shard):
+            return [tuple(whole)]
+        dim, mesh = placement.dim, self.tensor.device_mesh
+        length = self.tensor.shape[dim]
+        stored, rank = chunks(length, mesh.size()), mesh.get_local_rank()
+        start, size = stored.start(rank), stored.sizes[rank]
+        if self.packed is None:
+            return [(*whole[:dim], slice(start, start + size), *whole[dim + 1 :])]
+        begins = [half * length + start for half in range(2)]
+        parts = [slice(begin, begin + size) for begin in begins]
+        return [(*whole[: dim - 1], part, *whole[dim:]) for part in parts]
+
+    def fill(self, source: Stored) -> None:
+        """Reads this rank's part; replaces the tensor if it is on the meta device."""
+        tensor = self.tensor
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        made = local
+        if local.is_meta:
+            kind = tensor.device_mesh.device_type if isinstance(tensor, DTensor) else "cpu"
+            made = torch.empty_like(local, device=kind)
+        parts = [made] if self.packed is None else made.unbind(self.packed)
+        for part, region in zip(parts, self.regions(), strict=True):
+            part.copy_(source.read(region))
+        if made is local:
+            return
+        new = made
+        if isinstance(tensor, DTensor):
+            options = {"shape": tensor.shape, "stride": tensor.stride()}
+            mesh = tensor.device_mesh
+            new = DTensor.from_local(made, mesh, tensor.placements, run_check=False, **options)
+        if isinstance(tensor, nn.Parameter):
+            new = nn.Parameter(new, requires_grad=tensor.requires_grad)
+        for owner, name in self.owners:
+            setattr(owner, name, new)
+
+
+def _slots(model: nn.Module) -> list[_Slot]:
+    """Returns everything that a state dict of the model has."""
+    slots: dict[int, _Slot] = {}
+    for prefix, module in model.named_modules():
+        tensors = {**module._parameters, **module._buffers}
+        for name, tensor in tensors.items():
+            if tensor is None or name in module._non_persistent_buffers_set:
+                continue
+            packed = getattr(module, "packed", {}).get(name)
+            slot = slots.setdefault(id(tensor), _Slot(tensor, [], [], packed))
+            slot.owners.append((module, name))
+            slot.names.append(f"{prefix}.{name}" if prefix else name)
+    return list(slots.values())
+
+
+def _compute_buffers(model: nn.Module) -> None:
+    """Has the model compute the buffers that no state dict has, if they are on the meta device."""
+    missing = []
+    for prefix, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:
+            buffer = module._buffers[name]
+            if buffer is not None and buffer.is_meta:
+                missing.append(f"{prefix}.{name}" if prefix else name)
+                module._buffers[name] = torch.empty_like(buffer, device=_device_of(model))
+    if not missing:
+        return
+    compute = getattr(model, "initialize_weights", None)
+    if compute is None:
+        raise ValueError(
+            f"load: the buffers {missing} are on the meta device, and {type(model).__name__} has "
+            "no initialize_weights() that computes them: build the model with real buffers"
+        )
+    for tensor in model.state_dict(keep_vars=True).values():
+        tensor._is_hf_initialized = True  # as transformers marks what it has loaded
+    compute()
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def save(
+    model: nn.Module, folder: str | os.PathLike[str], *, file_bytes: int = _FILE_BYTES
+) -> None:
+    """Saves the whole model as safetensors files, which transformers' `from_pretrained` loads.
+
+    Same result as::
+
+        model.save_pretrained(folder)  # of the same model in one process, without the config
+
+    All ranks must call it; they gather one tensor after the other, and rank 0 of the mesh writes a
+    file whenever it has `file_bytes` of them. Tied parameters are written once, with the first of
+    their names. Raises `ValueError` for tensors on the meta device.
+    """
+    from safetensors.torch import save_file
+
+    path, slots = Path(folder), _slots(model)
+    meta = [slot.names[0] for slot in slots if slot.tensor.is_meta]
+    if meta:
+        raise ValueError(f"save: {meta} are on the meta device: load the model first")
+    meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]
+    writes = all(mesh.get_local_rank() == 0 for mesh in meshes)
+    names: dict[str, str] = {}
+    for number, tensors in enumerate(_batches(slots, file_bytes, keep=writes)):
+        file = f"model-{number + 1:05d}.safetensors"
+        names |= dict.fromkeys(tensors, file)
+        if writes:
+            path.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, path / file, metadata={"format": "pt"})
+    if writes:
+        total = sum(slot.tensor.numel() * slot.tensor.element_size() for slot in slots)
+        index = {"metadata": {"total_size": total}, "weight_map": names}
+        (path / "model.safetensors.index.json").write_text(json.dumps(index, indent=2))
+    for mesh in meshes[:1]:  # nobody reads before all is written
+        dist.barrier(mesh.get_group())
+
+
+def _batches(
+    slots: Sequence[_Slot], file_bytes: int, keep: bool
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Gathers tensors, and yields them when there are enough; drops them where nothing is kept."""
+    batch: dict[str, torch.Tensor] = {}
+    waiting = 0
+    for slot in slots:
+        tensor = slot.tensor.detach()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        waiting += whole.numel() * whole.element_size()
+        kept = whole.reshape(slot.shape).cpu().contiguous() if keep else whole.new_empty(0)
+        batch[slot.names[0]] = kept
+        if waiting >= file_bytes:
+            yield batch
+            batch, waiting = {}, 0
+    if batch:
+        yield batch

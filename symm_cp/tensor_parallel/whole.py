@@ -1,0 +1,83 @@
+"""Between a whole tensor, equal on all ranks with its gradient, and this rank's part of it.
+
+function   forward                       gradient
+gather     the ranks' parts, joined      this rank's part: all ranks have the whole gradient
+own_part   this rank's part              the ranks' parts, joined
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from symm_cp.memory import group_name
+from symm_cp.ops.low_contention import low_contention_all_gather
+
+
+class Seat(NamedTuple):
+    """This rank's place in the group of a mesh."""
+
+    group: str
+    rank: int
+    world_size: int
+
+    @classmethod
+    def in_mesh(cls, mesh: DeviceMesh) -> Seat:
+        """Raises `ValueError` for a mesh of several dimensions."""
+        return cls(group_name(mesh), mesh.get_local_rank(), mesh.size())
+
+    def equal_parts(self, length: int) -> list[int]:
+        """The length of every rank's part, when each is of this length."""
+        return [length] * self.world_size
+
+
+def gather(part: torch.Tensor, dim: int, seat: Seat, sizes: Sequence[int]) -> torch.Tensor:
+    """Joins the ranks' parts along `dim`; `sizes` are their lengths."""
+    result: torch.Tensor = _Gather.apply(part, dim % part.dim(), seat, tuple(sizes))
+    return result
+
+
+def own_part(whole: torch.Tensor, dim: int, seat: Seat, sizes: Sequence[int]) -> torch.Tensor:
+    """Returns this rank's part along `dim`; `sizes` are those of all ranks."""
+    result: torch.Tensor = _OwnPart.apply(whole, dim % whole.dim(), seat, tuple(sizes))
+    return result
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, dim: int, seat: Seat, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.options = dim, seat, sizes
+        if len(sizes) == 1:
+            return part.view_as(part)
+        # Parts travel flat: they may differ in length, and need not be contiguous along `dim`.
+        before, after = part.shape[:dim], part.shape[dim + 1 :]
+        lengths = [size * math.prod(before) * math.prod(after) for size in sizes]
+        uneven = lengths if len(set(sizes)) > 1 else None
+        flat = low_contention_all_gather(part.reshape(-1), group=seat.group, sizes=uneven)
+        pieces = wait_tensor(flat).split(lengths)
+        shaped = [p.view(*before, size, *after) for p, size in zip(pieces, sizes, strict=True)]
+        return torch.cat(shaped, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return own_part(grad, *ctx.options), None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, dim: int, seat: Seat, sizes: tuple[int, ...]
+    ) -> torch.Tensor:
+        ctx.options = dim, seat, sizes
+        return whole.narrow(dim, sum(sizes[: seat.rank]), sizes[seat.rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return gather(grad, *ctx.options), None, None, None

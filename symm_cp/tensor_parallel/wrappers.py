@@ -1,0 +1,238 @@
+"""What `apply` puts around the forward of a model's own modules.
+
+`wrap` changes a module's class in place to one that derives from the wrapper and from the old
+class: names, hooks, references and `isinstance` stay valid, and copies of the module are wrapped,
+too. All parameters are DTensors by then; a forward sees this rank's part of them, plain tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from symm_cp.tensor_parallel.replicated import copy, sum_ranks
+from symm_cp.tensor_parallel.whole import Seat, gather, own_part
+
+
+def wrap(module: nn.Module, wrapper: Any, **attributes: Any) -> None:
+    """Has `wrapper.forward` run around the module's; attributes are set on the module."""
+    kind: Any = type(module)
+    module.__class__ = _wrapped_class(wrapper, kind)
+    for name, value in attributes.items():
+        setattr(module, name, value)
+
+
+@functools.cache
+def _wrapped_class(wrapper: Any, kind: Any) -> Any:
+    return type(kind.__name__, (wrapper, kind), {"__doc__": kind.__doc__})
+
+
+class LocalParameters(nn.Module):
+    """The module's forward sees its DTensor parameters as this rank's plain tensors.
+
+    Gradients of the parameters named in `summed` are summed over the ranks: of those that each rank
+    applies to a part of the tokens, or of the heads. Those in `packed` hold two matrices in one
+    dimension (gate and up projections), of which each rank has a part: as parameters they have a
+    dimension of 2 there, so that a part is a slice.
+    """
+
+    summed: frozenset[str]
+    packed: dict[str, int]
+    seat: Seat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns what the module returns."""
+        for name, parameter in self._parameters.items():
+            if isinstance(parameter, DTensor):
+                local = parameter.to_local()
+                if (dim := self.packed.get(name)) is not None:
+                    local = local.flatten(dim, dim + 1)
+                # Found before the parameter, which only `nn.Module.__getattr__` knows.
+                self.__dict__[name] = copy(local, self.seat.group) if name in self.summed else local
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in self._parameters:
+                self.__dict__.pop(name, None)
+
+
+class VocabularyEmbedding(nn.Module):
+    """An `nn.Embedding` of which each rank holds some rows; returns whole rows on every rank."""
+
+    num_embeddings: int
+    embedding_dim: int
+    seat: Seat
+    rows: range
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Looks up the rows that this rank holds, and sums over the ranks."""
+        known = ((input >= 0) & (input < self.num_embeddings)).all()
+        torch._assert_async(known, f"index out of range: must be below {self.num_embeddings}")
+        begin, end = self.rows.start, self.rows.stop
+        elsewhere = (input < begin) | (input >= end)
+        if begin == end:
+            weight = self.weight.to_local()  # takes part, so that its gradient is empty, not None
+            found = weight.sum() + weight.new_zeros(*input.shape, self.embedding_dim)
+        else:
+            found = super().forward((input - begin).masked_fill(elsewhere, 0))
+        return sum_ranks(found.masked_fill(elsewhere.unsqueeze(-1), 0), self.seat.group)
+
+
+class GatheredOutput(nn.Module):
+    """The module's output is this rank's part of the last dimension; returns the whole one."""
+
+    seat: Seat
+    sizes: tuple[int, ...]
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Gathers the output."""
+        return gather(super().forward(*args, **kwargs), -1, self.seat, self.sizes)
+
+
+class PartOfInput(nn.Module):
+    """The module takes this rank's part of the last dimension of a whole input."""
+
+    seat: Seat
+    sizes: tuple[int, ...]
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """Calls the module with this rank's features."""
+        return super().forward(own_part(input, -1, self.seat, self.sizes))
+
+
+class SummedOutput(nn.Module):
+    """The module's output is a part of a sum; returns the sum over the ranks."""
+
+    seat: Seat
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Sums the output over the ranks."""
+        return sum_ranks(super().forward(*args, **kwargs), self.seat.group)
+
+
+class PartOfEachExpert(nn.Module):
+    """Each rank holds a part of every expert's features, and all tokens."""
+
+    seat: Seat
+
+    def forward(
+        self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sums the experts' outputs over the ranks."""
+        tokens, weights = copy(hidden_states, self.seat.group), copy(weights, self.seat.group)
+        return sum_ranks(super().forward(tokens, index, weights), self.seat.group)
+
+
+class SomeExperts(nn.Module):
+    """Each rank holds some experts, whole, and all tokens; skips those of other experts."""
+
+    seat: Seat
+    num_experts: int  # of this rank
+    first: int
+
+    def forward(
+        self, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Sums the outputs of the experts of all ranks."""
+        tokens, weights = copy(hidden_states, self.seat.group), copy(weights, self.seat.group)
+        elsewhere = (index < self.first) | (index >= self.first + self.num_experts)
+        # Experts of transformers skip the index `num_experts`.
+        index = (index - self.first).masked_fill(elsewhere, self.num_experts)
+        weights = weights.masked_fill(elsewhere, 0)
+        return sum_ranks(super().forward(tokens, index, weights), self.seat.group)
+
+
+def _replace_input(
+    args: tuple[Any, ...], kwargs: dict[str, Any], change: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Changes the first argument, which blocks of transformers also take as `hidden_states`."""
+    if args:
+        return (change(args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": change(kwargs["hidden_states"])}
+
+
+def _replace_output(output: Any, change: Any) -> Any:
+    """Changes the output, or the first of several."""
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+def _sequence_part(x: torch.Tensor, seat: Seat) -> torch.Tensor:
+    if x.dim() != 3 or x.shape[1] % seat.world_size:
+        raise ValueError(
+            f"sequence_parallel=True: activations between blocks have shape {list(x.shape)}, must "
+            f"be (batch, sequence, features) with a sequence that is divisible by world size "
+            f"{seat.world_size}: pad it, or apply the plan with sequence_parallel=False (as "
+            "generate() needs, which continues by one token)"
+        )
+    return own_part(x, 1, seat, seat.equal_parts(x.shape[1] // seat.world_size))
+
+
+class SplitSequence(nn.Module):
+    """The first block: takes the whole sequence, and hands on this rank's part."""
+
+    seat: Seat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the block with this rank's part of the sequence."""
+
+        def change(x: torch.Tensor) -> torch.Tensor:
+            return _sequence_part(x, self.seat)
+
+        args, kwargs = _replace_input(args, kwargs, change)
+        return super().forward(*args, **kwargs)
+
+
+class JoinSequence(nn.Module):
+    """The last block: returns the whole sequence."""
+
+    seat: Seat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers the block's output."""
+
+        def change(x: torch.Tensor) -> torch.Tensor:
+            return gather(x, 1, self.seat, self.seat.equal_parts(x.shape[1]))
+
+        return _replace_output(super().forward(*args, **kwargs), change)
+
+
+class WholeSequence(nn.Module):
+    """A module that must see the whole sequence, between parts of it."""
+
+    seat: Seat
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Gathers the input, and returns this rank's part of the output."""
+
+        def join(x: torch.Tensor) -> torch.Tensor:
+            return gather(x, 1, self.seat, self.seat.equal_parts(x.shape[1]))
+
+        def part(x: torch.Tensor) -> torch.Tensor:
+            return _sequence_part(x, self.seat)
+
+        args, kwargs = _replace_input(args, kwargs, join)
+        return _replace_output(super().forward(*args, **kwargs), part)
+
+
+class ShapeOfWholeSequence(nn.Module):
+    """A module whose linears gather: its code reads the whole sequence's length from the input.
+
+    Attention modules shape query, key and value like their input, with `view`, which would silently
+    take a part's shape for another number of heads. A DTensor has the shape of the whole.
+    """
+
+    mesh: DeviceMesh
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with a DTensor that is sharded by sequence."""
+
+        def change(x: torch.Tensor) -> torch.Tensor:
+            return DTensor.from_local(x, self.mesh, [Shard(1)], run_check=False)
+
+        args, kwargs = _replace_input(args, kwargs, change)
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,351 @@
+"""Fused matmul-all-reduce against dense float64 references, on all ranks together.
+
+Results above csrc/matmul_all_reduce.cpp's bound, and sums of several products, take the kernel in
+Python; so do all with devices whose streams are simulated.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symm_mem
+
+import symm_cp
+from symm_cp import tuning
+from tests import device, reference
+from tests.exhaustive import some
+from tests.ops.test_random import laid_out
+from tests.pool import Ranks
+
+pytestmark = device.devices(*device.NAMES)
+
+OPS = torch.ops.symm_mem
+WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+FLOATING = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+FLOAT8 = torch.float8_e4m3fn
+#: Leading dimensions: no rows, fewer than ranks, as many on each, uneven, of three dimensions.
+LEADING = [(0,), (1,), (12,), (7,), (2, 3), (2, 0), (3, 1, 5)]
+
+
+def inner_sizes(W: int) -> list[int]:
+    """K of each rank: uneven, and one rank has nothing to multiply if there are several."""
+    return [4] if W == 1 else [5 * r for r in range(W)]
+
+
+def same_bits(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, tensor.cpu(), group=group)
+    for other in everyone:
+        assert torch.equal(tensor.cpu(), other)
+
+
+def forwards(group: dist.ProcessGroup) -> None:
+    W, rank, name = group.size(), group.rank(), group.group_name
+    cases = itertools.product(LEADING, ("sum", "avg"), (False, True))
+    dtypes, ways = itertools.cycle(FLOATING), itertools.cycle((*tuning.WAYS, tuning.WAYS[0]))
+    for lead, op, has_bias in cases:
+        dtype, sizes = next(dtypes), inner_sizes(W)
+        As = [torch.randn(*lead, k).to(dtype) for k in sizes]
+        Bs = [torch.randn(k, 6).to(dtype) for k in sizes]
+        bias = torch.randn(6).to(dtype) if has_bias else None
+        exact = reference.matmul_all_reduce(As, Bs, op, bias)
+        given = laid_out(As[rank], group, random.randrange(3)), Bs[rank]
+        with tuning.forced(next(ways)):
+            outs = [
+                symm_cp.matmul_all_reduce(*given, bias, reduce_op=op, group=group),
+                OPS._fused_matmuls_all_reduce([given[0]], [given[1]], None, bias, op, name),
+            ]
+        for out in outs:
+            assert out.is_contiguous()
+            assert out.dtype == dtype
+            exact.check(out)
+            same_bits(out, group)
+
+
+@WORLD_SIZES
+def test_forward(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, forwards)
+
+
+def sums(group: dist.ProcessGroup) -> None:
+    """Of products and an addend; and what is there already."""
+    W, rank, name = group.size(), group.rank(), group.group_name
+    for way, op, dtype in itertools.product(tuning.WAYS, ("sum", "avg"), FLOATING[1:3]):
+        As = [[torch.randn(2, 5, k).to(dtype) for k in (3, 4)] for _ in range(W)]
+        Bs = [[torch.randn(k, 6).to(dtype) for k in (3, 4)] for _ in range(W)]
+        addends = [torch.randn(2, 5, 6).to(dtype) for _ in range(W)]
+        bias = torch.randn(6).to(dtype)
+        # One product of what lies side by side; the addend is multiplied with 1.
+        joint_A = [torch.cat([*a, c], -1) for a, c in zip(As, addends, strict=True)]
+        joint_B = [torch.cat([*b, torch.eye(6).to(dtype)]) for b in Bs]
+        exact = reference.matmul_all_reduce(joint_A, joint_B, op, bias)
+        with tuning.forced(way):
+            call = As[rank], Bs[rank], addends[rank], bias, op, name
+            out = OPS._fused_matmuls_all_reduce(*call)
+            # Three products, each rounded to 16 bits, are added.
+            roundings = reference.unit_roundoff(dtype) * 3 * exact.magnitude
+            error = (out.double() - exact.value).abs()
+            assert bool((error <= exact.bound(dtype) + roundings).all())
+            same_bits(out, group)
+            total = OPS._fused_matmuls_all_reduce([], [], addends[rank], None, op, name)
+            reference.reduce(addends, op).check(total)
+            same_bits(total, group)
+
+
+@WORLD_SIZES
+def test_sums_of_products(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, sums)
+
+
+def large(group: dist.ProcessGroup) -> None:
+    """Results that more than two ranks sum in two shots, whichever way they are produced."""
+    W, rank = group.size(), group.rank()
+    for dtype, way in itertools.product((torch.float32, torch.bfloat16), tuning.WAYS):
+        As = [torch.randn(1030, 3).to(dtype) for _ in range(W)]
+        Bs = [torch.randn(3, 301).to(dtype) for _ in range(W)]
+        bias = torch.randn(301).to(dtype)
+        exact = reference.matmul_all_reduce(As, Bs, "sum", bias)
+        for _ in range(3):  # both slots
+            with tuning.forced(way):
+                out = symm_cp.matmul_all_reduce(As[rank], Bs[rank], bias, group=group)
+            exact.check(out)
+        same_bits(out, group)
+
+
+@pytest.mark.parametrize("world_size", some(3, of=[1, 2, 3, 4]))
+def test_large(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, large)
+
+
+def integers(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    for dtype in (torch.int32, torch.int64, torch.int8):
+        As = [torch.randint(-3, 3, (5, 4), dtype=dtype) for _ in range(W)]
+        Bs = [torch.randint(-3, 3, (4, 3), dtype=dtype) for _ in range(W)]
+        for way in tuning.WAYS:
+            with tuning.forced(way):
+                out = symm_cp.matmul_all_reduce(As[rank], Bs[rank], Bs[0][0], group=group)
+            assert torch.equal(out, sum(a @ b for a, b in zip(As, Bs, strict=True)) + Bs[0][0])
+
+
+def test_integers(ranks: Ranks) -> None:
+    ranks.run(3, integers)
+
+
+def scaled(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    cases = itertools.product(((2, 5), (1,), (0,)), ("sum", "avg"), (False, True), (False, True))
+    for lead, op, by_rows, has_bias in cases:
+        # cuBLAS has one result type for rows with scales, and few for a bias.
+        dtype = torch.bfloat16
+        sizes = [16 * (r + 1) for r in range(W)]
+        As = [torch.randn(*lead, k).to(FLOAT8) for k in sizes]
+        Bs = [torch.randn(32, k).to(FLOAT8).t() for k in sizes]
+        rows, columns = ((*lead, 1), (1, 32)) if by_rows else ((), ())
+        A_scales = [torch.rand(rows) + 0.5 for _ in range(W)]
+        B_scales = [torch.rand(columns) + 0.5 for _ in range(W)]
+        bias = torch.randn(32).to(dtype) if has_bias else None
+        exact = reference.scaled_matmul_all_reduce(As, A_scales, Bs, B_scales, op, bias)
+        for way in tuning.WAYS:
+            with tuning.forced(way):
+                out = symm_cp.scaled_matmul_all_reduce(
+                    As[rank], Bs[rank], A_scales[rank], B_scales[rank],
+                    reduce_op=op, group=group, bias=bias, out_dtype=dtype,
+                )  # fmt: skip
+            assert out.dtype == dtype
+            exact.check(out)
+            same_bits(out, group)
+
+
+@pytest.mark.parametrize("world_size", some(1, 3, of=[1, 2, 3, 4]))
+def test_scaled(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, scaled)
+
+
+def gradients(group: dist.ProcessGroup) -> None:
+    """Each rank's loss is its own, and its output depends on every rank's input."""
+    W, rank, sizes = group.size(), group.rank(), inner_sizes(group.size())
+    for way, op, lead in itertools.product(tuning.WAYS, ("sum", "avg"), ((7,), (2, 3), (0,))):
+        As = [torch.randn(*lead, k).double().requires_grad_() for k in sizes]
+        Bs = [torch.randn(k, 6).double().requires_grad_() for k in sizes]
+        value = torch.randn(6).double()
+        biases = [value.clone().requires_grad_() for _ in range(W)]
+        probes = [torch.randn(*lead, 6).double() for _ in range(W)]
+        total = sum(a @ b for a, b in zip(As, Bs, strict=True)) / (W if op == "avg" else 1)
+        torch.autograd.backward([((total + biases[r]) * probes[r]).sum() for r in range(W)])
+        dense = As[rank], Bs[rank], biases[rank]
+        for needed in itertools.product((False, True), repeat=3):
+            own = [x.detach().clone().requires_grad_(n) for x, n in zip(dense, needed, strict=True)]
+            with tuning.forced(way):
+                out = symm_cp.matmul_all_reduce(*own, reduce_op=op, group=group)
+                if any(needed):
+                    (out * probes[rank]).sum().backward()
+            for got, want, is_needed in zip(own, dense, needed, strict=True):
+                if is_needed:
+                    torch.testing.assert_close(got.grad, want.grad)
+                else:
+                    assert got.grad is None
+
+
+@pytest.mark.parametrize("world_size", some(2, 3, of=[1, 2, 3, 4]))
+def test_gradients(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, gradients)
+
+
+def definition(group: dist.ProcessGroup) -> None:
+    """torch's test mode runs the unfused program; its gradient is that of the op."""
+    name = group.group_name
+    A, B, bias = torch.randn(5, 3), torch.randn(3, 4), torch.randn(4)
+    dist.broadcast(bias, group_src=0, group=group)
+    fused = OPS.fused_matmul_all_reduce(A, B, bias, "sum", name)
+    one, A8, B8 = torch.ones(()), A.repeat(1, 16).to(FLOAT8), torch.randn(16, 48).to(FLOAT8).t()
+    scaled_args = A8, B8, one, one, "sum", name, None, None, torch.bfloat16
+    scaled_fused = OPS.fused_scaled_matmul_all_reduce(*scaled_args)
+    with torch_symm_mem._test_mode():
+        torch.testing.assert_close(OPS.fused_matmul_all_reduce(A, B, bias, "sum", name), fused)
+        unfused = OPS.fused_scaled_matmul_all_reduce(*scaled_args)
+    torch.testing.assert_close(unfused, scaled_fused, rtol=2.0**-6, atol=0.1)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_test_mode(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, definition)
+
+
+def compiled(group: dist.ProcessGroup, backend: str) -> None:
+    """Eager and compiled are equal, also under autocast and with recomputation."""
+    name, rank = group.group_name, group.rank()
+    weights = [torch.randn(8, 6 + rank), torch.randn(6 + rank, 8), torch.randn(8)]
+
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor, b: torch.Tensor) -> Any:
+        hidden = (x @ up).relu()
+        return OPS.fused_matmul_all_reduce(hidden, down, b, "sum", name)
+
+    def recomputed(*args: torch.Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(block, *args, use_reentrant=False)
+
+    torch._dynamo.reset()
+    fast = torch.compile(block, backend=backend, fullgraph=True)
+    for cast in (False, True):
+        results = []
+        runs: list[Callable[..., Any]] = [block, fast, recomputed]
+        torch.manual_seed(rank)
+        x = torch.randn(2, 3, 8)
+        for run in runs:
+            leaves = [t.clone().requires_grad_() for t in (x, *weights)]
+            with torch.autocast("cpu", enabled=cast):
+                out = run(*leaves)
+            assert out.dtype == (torch.bfloat16 if cast else torch.float32)
+            out.float().square().sum().backward()
+            results.append([out, *(leaf.grad for leaf in leaves)])
+        for other in results[1:]:
+            # In 16 bits compiled code rounds less often.
+            close = {"rtol": 2.0**-7, "atol": 2.0**-4} if cast else {}
+            torch.testing.assert_close(other, results[0], **close)
+
+
+def test_compiled(ranks: Ranks) -> None:
+    ranks.run(2, compiled, "aot_eager")
+
+
+@pytest.mark.exhaustive
+@WORLD_SIZES
+def test_compiled_by_inductor(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, compiled, "inductor")
+
+
+def modes(group: dist.ProcessGroup) -> None:
+    """inference_mode, then training with what it made; deterministic mode; vmap."""
+    name, rank, W = group.group_name, group.rank(), group.size()
+    A, B = torch.randn(4, 3) + rank, torch.randn(3, 4)
+    with torch.inference_mode():
+        first = OPS.fused_matmul_all_reduce(A, B, None, "sum", name)
+    leaf = A.clone().requires_grad_()
+    second = OPS.fused_matmul_all_reduce(leaf, B, None, "sum", name)
+    second.sum().backward()
+    assert torch.equal(first, second.detach())
+    assert leaf.grad is not None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(OPS.fused_matmul_all_reduce(A, B, None, "sum", name), first)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    batch = torch.randn(3, 4, 3)
+    mapped = torch.func.vmap(lambda a: OPS.fused_matmul_all_reduce(a, B, None, "avg", name))(batch)
+    for a, out in zip(batch, mapped, strict=True):
+        torch.testing.assert_close(out, OPS.fused_matmul_all_reduce(a, B, None, "avg", name))
+    assert W > 1
+
+
+def test_modes(ranks: Ranks) -> None:
+    ranks.run(2, modes)
+
+
+def refusals(group: dist.ProcessGroup) -> None:
+    name = group.group_name
+    A, B, bias = torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)
+
+    def fused(*args: Any, op: str = "sum") -> Any:
+        return OPS.fused_matmul_all_reduce(*args, op, name)
+
+    def summed(*args: Any) -> Any:
+        return OPS._fused_matmuls_all_reduce(*args, "sum", name)
+
+    cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
+        (ValueError, r"A must have at least 2 dimensions, has", lambda: fused(A[0], B, None)),
+        (ValueError, r"B\[0\] of shape \[2, 5\] needs 3 rows", lambda: fused(A, B[:2], None)),
+        (TypeError, "B.0. is torch.float64 and A is", lambda: fused(A, B.double(), None)),
+        (TypeError, "A is torch.complex64: complex", lambda: fused(A.cfloat(), B.cfloat(), None)),
+        (ValueError, r"bias has shape \[3\], must have \[5\]", lambda: fused(A, B, bias[:3])),
+        (ValueError, r"bias has shape \[1, 5\], must have \[5\]", lambda: fused(A, B, bias[None])),
+        (TypeError, "bias is torch.float64 and A is", lambda: fused(A, B, bias.double())),
+        (ValueError, "reduce_op='max' must be", lambda: fused(A, B, bias, op="max")),
+        (ValueError, "1 As and 2 Bs: needs as many", lambda: summed([A], [B, B], None, None)),
+        (
+            ValueError,
+            r"A\[1\] @ B\[1\] has shape \[2, 5\], must have \[4, 5\]",
+            lambda: summed([A, A[:2]], [B, B], None, None),
+        ),
+        (
+            ValueError,
+            r"A\[0\] @ B\[0\] has shape \[4, 5\], must have \[5, 5\]",
+            lambda: summed([A], [B], torch.randn(5, 5), None),
+        ),
+    ]  # fmt: skip
+    for kind, text, call in cases:
+        with pytest.raises(kind, match=text):
+            call()
+        # All ranks refused it; the next call works.
+        assert fused(A, B, None).shape == (4, 5)
+    leaf = torch.randn(4, 16).to(FLOAT8)
+    with pytest.raises(ValueError, match=r"A_scale of shape \[3\] does not fit"):
+        OPS.fused_scaled_matmul_all_reduce(
+            leaf, leaf.t(), torch.ones(3), torch.ones(()), "sum", name
+        )
+
+
+def test_refusals(ranks: Ranks) -> None:
+    ranks.run(2, refusals)
+
+
+def one_refuses(group: dist.ProcessGroup) -> None:
+    """What one rank alone gets wrong, its peers hear of."""
+    name, rank = group.group_name, group.rank()
+    A, B = torch.randn(4, 3), torch.randn(3 + (rank == 1), 5)
+    with pytest.raises((ValueError, RuntimeError), match=r"needs 3 rows to follow A"):
+        OPS.fused_matmul_all_reduce(A, B, None, "sum", name)
+    columns = torch.randn(3, 5 + rank)
+    with pytest.raises(RuntimeError, match=r"fused_matmul_all_reduce"):
+        OPS.fused_matmul_all_reduce(A, columns, None, "sum", name)
+    assert OPS.fused_matmul_all_reduce(A, B[:3], None, "sum", name).shape == (4, 5)
+
+
+@device.devices("cpu")
+def test_an_error_of_one_rank(ranks: Ranks) -> None:
+    ranks.run(2, one_refuses)

@@ -205,6 +205,11 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
     return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
 
 
+def name_of(op: str, dtype: torch.dtype, shape: Sequence[int], detail: str) -> bytes:
+    """As `what_is`, for a result that is not made yet."""
+    return _name_of(op, ((dtype, torch.Size(shape)),), None, detail)
+
+
 @functools.lru_cache(maxsize=_MAX_PLANS)
 def _name_of(
     op: str, kinds: tuple[tuple[torch.dtype, torch.Size], ...], split: Split | None, detail: str

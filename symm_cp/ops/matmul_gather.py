@@ -114,7 +114,7 @@ def _all_gather_rows(
         for out, weight in zip(outs, weights, strict=True):
             torch.mm(gathered.flatten(0, -2), weight, out=out.flatten(0, -2))
 
-    detail = f"gather_dim={split.dim}" + " whole" * whole
+    detail = f"gather_dim={split.dim}"
     runtime.of(x_shard, group).all_gather_and_consume(
         group,
         [shard],

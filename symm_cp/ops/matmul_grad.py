@@ -127,7 +127,7 @@ def _weight_grad_rows(
         for out, grad in zip(outs, grads, strict=True):
             torch.mm(gathered.flatten(0, -2).mH, as_rows(grad, split.dim), out=out)
 
-    detail = f"gather_dim={split.dim}" + " whole" * whole
+    detail = f"gather_dim={split.dim}"
     runtime.of(shard, group).all_gather_and_consume(
         group,
         [shard],
@@ -272,7 +272,7 @@ def _backward_rows(
         group,
         [shard],
         at_last(multiply, group) if whole else consume,
-        what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}" + " whole" * whole),
+        what_is(_BACKWARD, grad_shard, split=split, detail=f"dim={split.dim}"),
         shapes=front.shard_shapes(shard),
         gathered=gathered,
         split=front,

@@ -15,10 +15,10 @@ from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
     in_test_mode,
+    name_of,
     scatter_split,
     sizes_text,
     unfused_reduce_scatter,
-    what_is,
     world_size_of,
 )
 from symm_cp.ops.products import Terms
@@ -88,8 +88,9 @@ def _multiply_and_reduce_scatter(
             terms.add_up(summed[0])
         partial.copy_(terms.part(rank, summed[0]))
 
-    detail = f"N={terms.shape[-1]} scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
-    name = what_is(op, like, detail=detail + " whole" * whole)
+    # Neither K nor the way, which follows from K, has to be the same on all ranks.
+    detail = f"scatter_dim={split.dim} {reduce_op}{sizes_text(split)}"
+    name = name_of(op, like.dtype, terms.shape, detail)
     numbers = real(out)
     shapes = None
     if not split.is_equal:

@@ -16,10 +16,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from symm_cp.alignment import contiguous_strides
 from symm_cp.ops import autocast
 from symm_cp.ops.common import tells_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.tensor_parallel import replicated
+from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.shared_gather import SharedGather
 
 
@@ -78,6 +80,7 @@ class FusedColwiseLinear(nn.Linear):
     Made by the styles, not by its constructor.
     """
 
+    features: Features
     group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
     local_output: bool
@@ -100,8 +103,8 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
     mesh, group = first.weight.device_mesh, first.group
     check = _check_colwise_telling_peers if x.device.type == "cpu" else _check_colwise
     x = check(x, first, group)
-    weights = [linear.weight.to_local() for linear in linears]
-    biases = [_local(linear.bias) for linear in linears]
+    weights = [linear.features.own(linear.weight.to_local(), 0, group) for linear in linears]
+    biases = [_own_bias(linear) for linear in linears]
     if first.sequence_dim is None:
         x, weights, biases = _as_autocast_casts(x, weights, biases)
         outputs = replicated.columns(x, weights, biases, group)
@@ -113,11 +116,23 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
             for product, bias in zip(products, biases, strict=True)
         ]
     return [
-        output
-        if linear.local_output
-        else DTensor.from_local(output, mesh, [Shard(output.dim() - 1)], run_check=False)
+        output if linear.local_output else _as_features(output, mesh, linear.features)
         for output, linear in zip(outputs, linears, strict=True)
     ]
+
+
+def _as_features(part: torch.Tensor, mesh: DeviceMesh, features: Features) -> torch.Tensor:
+    """The DTensor of which this rank has a part of the last dimension."""
+    whole = torch.Size([*part.shape[:-1], features.length])
+    strides = contiguous_strides(whole)
+    return DTensor.from_local(
+        part, mesh, [Shard(part.dim() - 1)], run_check=False, shape=whole, stride=strides
+    )
+
+
+def _own_bias(linear: FusedColwiseLinear) -> torch.Tensor | None:
+    bias = _local(linear.bias)
+    return None if bias is None else linear.features.own(bias, 0, linear.group)
 
 
 def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -152,16 +167,17 @@ class FusedRowwiseLinear(nn.Linear):
     Made by the style, not by its constructor.
     """
 
+    features: Features
     group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
     local_output: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
-        mesh, weight, bias = self.weight.device_mesh, self.weight.to_local(), _local(self.bias)
-        group = self.group
+        mesh, group, bias = self.weight.device_mesh, self.group, _local(self.bias)
         check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
-        x_part, placement = check(input, self, weight.shape[1], group)
+        x_part, placement = check(input, self, group)
+        weight = self.features.own(self.weight.to_local(), 1, group)
         if self.sequence_dim is None:
             x_part, weight, bias = _as_autocast_casts(x_part, weight, bias)
             output = replicated.sum_products([x_part], [weight.t()], bias, group)
@@ -177,12 +193,13 @@ class FusedRowwiseLinear(nn.Linear):
 
 
 def _check_rowwise(
-    x_part: torch.Tensor, linear: FusedRowwiseLinear, features: int, group: str
+    x_part: torch.Tensor, linear: FusedRowwiseLinear, group: str
 ) -> tuple[torch.Tensor, Placement]:
     """Returns what this rank has of the input, and how the output is placed."""
     style, mesh = "FusedRowwiseParallel", linear.weight.device_mesh
     placement = _placement(style, linear.sequence_dim, x_part)
-    return _local_input(style, x_part, mesh, Shard(x_part.dim() - 1), features), placement
+    own = _local_input(style, x_part, mesh, Shard(x_part.dim() - 1), linear.features.count)
+    return own, placement
 
 
 _check_rowwise_telling_peers = tells_peers(_check_rowwise)

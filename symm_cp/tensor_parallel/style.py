@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.memory import group_name
+from symm_cp.tensor_parallel.features import Features, check_units
 from symm_cp.tensor_parallel.linear import (
     FusedColwiseLinear,
     FusedRowwiseLinear,
@@ -50,6 +51,14 @@ def _check_local_output(style: str, use_local_output: bool) -> bool:
     return use_local_output
 
 
+def _check_multiple_of(style: str, multiple_of: int) -> int:
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, int):
+        raise TypeError(f"{style}: multiple_of must be an int, not {multiple_of!r}")
+    if multiple_of < 1:
+        raise ValueError(f"{style}: {multiple_of=} must be at least 1")
+    return multiple_of
+
+
 def _check_linear(style: str, module: nn.Module) -> nn.Linear:
     if isinstance(module, nn.Linear) and isinstance(module.weight, DTensor):
         raise ValueError(
@@ -63,12 +72,19 @@ def _check_linear(style: str, module: nn.Module) -> nn.Linear:
     return module
 
 
-def _check_split(style: str, name: str, size: int, world_size: int, multiple_of: int = 1) -> None:
-    if size % (world_size * multiple_of) != 0:
-        unit = f" times multiple_of={multiple_of}" if multiple_of > 1 else ""
+def _features(
+    style: str, name: str, size: int, mesh: DeviceMesh, multiple_of: int, *, local_output: bool
+) -> Features:
+    """Divides features; raises `ValueError` when that is not possible."""
+    check_units(style, name, size, mesh.size(), multiple_of)
+    features = Features.divided(size, mesh.get_local_rank(), mesh.size(), multiple_of)
+    if not local_output and not features.as_stored:
         raise ValueError(
-            f"{style}: {name}={size} is not divisible by world size {world_size}{unit}"
+            f"{style}: use_local_output=False needs parts of {name}={size} as torch.chunk makes "
+            f"them, {list(features.stored.sizes)}, but {multiple_of=} makes "
+            f"{list(features.computed.sizes)}"
         )
+    return features
 
 
 def _distribute(
@@ -95,15 +111,15 @@ class FusedColwiseParallel(ParallelStyle):
         sequence_dim: the dimension of the input that is split over the ranks; negative counts from
             the end. The last one holds the features and is refused.
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
-            so that no head is split.
+            so that no head is split. See features.py for sizes that the ranks do not divide.
 
     The input is what this rank has, a plain tensor or a DTensor placed as `input_layouts` says;
     shards are equal on all ranks. The output has the whole sequence and this rank's features.
     Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype of
     autocast, as `nn.Linear` does.
 
-    Raises `ValueError` for features that cannot be split evenly, `NotImplementedError` for a module
-    that is not an `nn.Linear`.
+    Raises `ValueError` for features that are not whole units of `multiple_of`, or fewer than ranks;
+    `NotImplementedError` for a module that is not an `nn.Linear`.
     """
 
     def __init__(
@@ -118,20 +134,24 @@ class FusedColwiseParallel(ParallelStyle):
         style = type(self).__name__
         self.sequence_dim = _sequence_dim_of(style, "input_layouts", input_layouts, sequence_dim)
         self.use_local_output = _check_local_output(style, use_local_output)
-        if multiple_of < 1:
-            raise ValueError(f"{style}: {multiple_of=} must be at least 1")
-        self.multiple_of = multiple_of
+        self.multiple_of = _check_multiple_of(style, multiple_of)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = type(self).__name__
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
-        _check_split(
-            style, "out_features", linear.out_features, device_mesh.size(), self.multiple_of
+        features = _features(
+            style,
+            "out_features",
+            linear.out_features,
+            device_mesh,
+            self.multiple_of,
+            local_output=self.use_local_output,
         )
         _distribute(linear, device_mesh, Shard(0), Shard(0), self.src_data_rank)
         # Changing the class in place keeps hooks, names and references valid.
         linear.__class__ = FusedColwiseLinear
+        linear.features = features
         linear.group = group
         linear.sequence_dim = self.sequence_dim
         linear.local_output = self.use_local_output
@@ -162,7 +182,9 @@ class FusedColwiseGroup(ParallelStyle):
 
     Args:
         linears: the names of the linears, relative to the module; dots reach into submodules.
-        input_layouts, use_local_output, sequence_dim, multiple_of: as for `FusedColwiseParallel`.
+        input_layouts, use_local_output, sequence_dim: as for `FusedColwiseParallel`.
+        multiple_of: as there, for all linears or by name: with grouped queries
+            `{"wq": queries_per_key * head_dim, "wk": head_dim, "wv": head_dim}`.
 
     Errors as for `FusedColwiseParallel`; and `ValueError` for a name that is missing or given
     twice, and for linears of different numbers of input features.
@@ -175,7 +197,7 @@ class FusedColwiseGroup(ParallelStyle):
         input_layouts: Placement | None = None,
         use_local_output: bool = True,
         sequence_dim: int = 1,
-        multiple_of: int = 1,
+        multiple_of: int | Mapping[str, int] = 1,
     ) -> None:
         super().__init__()
         if isinstance(linears, str) or not all(isinstance(name, str) for name in linears):
@@ -184,18 +206,27 @@ class FusedColwiseGroup(ParallelStyle):
             )
         if not linears or len(set(linears)) != len(linears):
             raise ValueError(f"FusedColwiseGroup: {linears=} must be different names, at least one")
-        self.linears = tuple(linears)
-        self.member_style = FusedColwiseParallel(
-            input_layouts=input_layouts,
-            use_local_output=use_local_output,
-            sequence_dim=sequence_dim,
-            multiple_of=multiple_of,
+        units = (
+            multiple_of if isinstance(multiple_of, Mapping) else dict.fromkeys(linears, multiple_of)
         )
+        if set(units) != set(linears):
+            raise ValueError(
+                f"FusedColwiseGroup: {multiple_of=} must have an entry for each of {linears=}"
+            )
+        self.styles = {
+            name: FusedColwiseParallel(
+                input_layouts=input_layouts,
+                use_local_output=use_local_output,
+                sequence_dim=sequence_dim,
+                multiple_of=units[name],
+            )
+            for name in linears
+        }
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = f"FusedColwiseGroup of {type(module).__name__}"
         linears: dict[str, nn.Linear] = {}
-        for name in self.linears:
+        for name in self.styles:
             try:
                 linears[name] = _check_linear(style, module.get_submodule(name))
             except AttributeError as error:
@@ -205,18 +236,11 @@ class FusedColwiseGroup(ParallelStyle):
             raise ValueError(
                 f"{style}: linears that share an input must have the same in_features, not {sizes}"
             )
-        for name, linear in linears.items():
-            _check_split(
-                style,
-                f"{name}.out_features",
-                linear.out_features,
-                device_mesh.size(),
-                self.member_style.multiple_of,
-            )
-        self.member_style.src_data_rank = self.src_data_rank
+        self._check_divisions(style, linears, device_mesh)
         members: dict[str, FusedColwiseLinear] = {}
         for name, linear in linears.items():
-            member = self.member_style._apply(linear, device_mesh)
+            self.styles[name].src_data_rank = self.src_data_rank
+            member = self.styles[name]._apply(linear, device_mesh)
             assert isinstance(member, FusedColwiseLinear)
             members[name] = member
         shared = SharedGather(members, gather_and_apply)
@@ -226,8 +250,34 @@ class FusedColwiseGroup(ParallelStyle):
         module.register_forward_hook(shared.close, always_call=True)
         return module
 
+    def _check_divisions(
+        self, style: str, linears: Mapping[str, nn.Linear], mesh: DeviceMesh
+    ) -> None:
+        """Raises `ValueError` before any linear is changed."""
+        ranks, units = mesh.size(), {}
+        for name, linear in linears.items():
+            each = self.styles[name]
+            _features(
+                style,
+                f"{name}.out_features",
+                linear.out_features,
+                mesh,
+                each.multiple_of,
+                local_output=each.use_local_output,
+            )
+            if each.multiple_of > 1:
+                units[name] = linear.out_features // each.multiple_of
+        uneven = any(count % ranks for count in units.values())
+        if uneven and len(set(units.values())) > 1:
+            raise ValueError(
+                f"{style}: {ranks} ranks do not divide {units} units of multiple_of evenly, so "
+                "those that belong together could be on different ranks; give multiple_of for each "
+                "linear, so that all have the same number of units (for grouped queries: those of "
+                "one key head)"
+            )
+
     def __repr__(self) -> str:
-        return f"FusedColwiseGroup({self.linears}, {self.member_style})"
+        return f"FusedColwiseGroup({self.styles})"
 
 
 class FusedRowwiseParallel(ParallelStyle):
@@ -242,6 +292,7 @@ class FusedRowwiseParallel(ParallelStyle):
         use_local_output: returns a plain tensor; otherwise a DTensor placed as `output_layouts`.
         sequence_dim: the dimension of the output that is split over the ranks; negative counts
             from the end. The last one holds the features and is refused.
+        multiple_of: that of the linears whose outputs it takes.
 
     The input has the whole sequence and this rank's features, a plain tensor or a DTensor with
     `Shard(-1)`. The output is this rank's shard of the sequence, or all of it. The weight becomes a
@@ -256,9 +307,11 @@ class FusedRowwiseParallel(ParallelStyle):
         output_layouts: Placement | None = None,
         use_local_output: bool = True,
         sequence_dim: int = 1,
+        multiple_of: int = 1,
     ) -> None:
         super().__init__()
         style = type(self).__name__
+        self.multiple_of = _check_multiple_of(style, multiple_of)
         self.sequence_dim = _sequence_dim_of(style, "output_layouts", output_layouts, sequence_dim)
         self.use_local_output = _check_local_output(style, use_local_output)
 
@@ -266,16 +319,27 @@ class FusedRowwiseParallel(ParallelStyle):
         style = "FusedRowwiseParallel"
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
-        _check_split(style, "in_features", linear.in_features, device_mesh.size())
+        features = _features(
+            style,
+            "in_features",
+            linear.in_features,
+            device_mesh,
+            self.multiple_of,
+            local_output=True,
+        )
         _distribute(linear, device_mesh, Shard(1), Replicate(), self.src_data_rank)
         linear.__class__ = FusedRowwiseLinear
+        linear.features = features
         linear.group = group
         linear.sequence_dim = self.sequence_dim
         linear.local_output = self.use_local_output
         return linear
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({_layout('output_layouts', self.sequence_dim)})"
+        return (
+            f"{type(self).__name__}({_layout('output_layouts', self.sequence_dim)}, "
+            f"multiple_of={self.multiple_of})"
+        )
 
 
 def _layout(argument: str, sequence_dim: int | None) -> str:

@@ -330,32 +330,8 @@ def refuses(group: dist.ProcessGroup) -> None:
         return lambda: parallelize_module(module, mesh, style)
 
     fused = parallelize_module(nn.Linear(K, N), mesh, FusedColwiseParallel())
-    heads = FusedColwiseParallel(multiple_of=9)
     mixed = nn.ModuleDict({"a": nn.Linear(8, 6), "b": nn.Linear(12, 6)})
     cases: list[tuple[type[Exception], str, Callable[[], object]]] = [
-        (
-            ValueError,
-            "out_features=10 is not divisible by world size 3",
-            apply(nn.Linear(6, 10), FusedColwiseParallel()),
-        ),
-        (
-            ValueError,
-            "out_features=36 is not divisible by world size 3 times multiple_of=9",
-            apply(nn.Linear(6, 36), heads),
-        ),
-        (
-            ValueError,
-            "in_features=10 is not divisible by world size 3",
-            apply(nn.Linear(10, 6), FusedRowwiseParallel()),
-        ),
-        (
-            ValueError,
-            "wk.out_features=7 is not divisible",
-            apply(
-                nn.ModuleDict({"wq": nn.Linear(6, 9), "wk": nn.Linear(6, 7)}),
-                FusedColwiseGroup(("wq", "wk")),
-            ),
-        ),
         (ValueError, "no linear named 'c'", apply(mixed, FusedColwiseGroup(("a", "c")))),
         (ValueError, "must have the same in_features", apply(mixed, FusedColwiseGroup(("a", "b")))),
         (ValueError, "is already a DTensor", apply(fused, FusedRowwiseParallel())),

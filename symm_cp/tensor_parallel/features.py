@@ -1,0 +1,88 @@
+"""How the features of a linear are divided over the ranks; the world size need not divide them.
+
+Parameters are DTensors with torch's `Shard`, which divides n features as `torch.chunk` does: each
+rank has `ceil(n / W)`, the last ones fewer or none. So whatever torch does with DTensors is right
+for them: optimizers, `clip_grad_norm_`, `full_tensor()`, `torch.distributed.checkpoint` (which
+loads them at any other world size).
+
+Linears compute with the features that they store, except where that would split a unit of
+`multiple_of` features (an attention head). Then units are divided nearly equally, the first ranks
+having one more, and the forward pass gathers the weight and takes this rank's units of it; the
+gradients go back to where they are stored. That costs an all-gather of the weight in each forward
+and a reduce-scatter in each backward. Other representations were rejected: DTensors know no other
+division (placements of one's own compare equal to `Shard`, and get lost in ops), and plain tensors
+are taken for replicated ones by `clip_grad_norm_` and by checkpoints, silently.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from symm_cp.ops.matmul import all_gather_matmul
+from symm_cp.shards import Split
+
+
+def chunks(length: int, ranks: int) -> Split:
+    """The division of `Shard`: as `torch.chunk`, with empty parts for ranks that are left."""
+    size = -(-length // ranks)
+    return Split(tuple(min(size, max(0, length - rank * size)) for rank in range(ranks)))
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features as their parameters store them, and as a linear computes with them."""
+
+    stored: Split
+    computed: Split
+    rank: int
+
+    @classmethod
+    def divided(cls, length: int, rank: int, ranks: int, multiple_of: int = 1) -> Features:
+        """Divides features into units of `multiple_of`."""
+        stored = chunks(length, ranks)
+        if all(size % multiple_of == 0 for size in stored.sizes):
+            return cls(stored, stored, rank)
+        units = Split.nearly_equal(length // multiple_of, ranks)
+        return cls(stored, Split(tuple(size * multiple_of for size in units.sizes)), rank)
+
+    @property
+    def count(self) -> int:
+        """How many of the features this rank computes."""
+        return self.computed.sizes[self.rank]
+
+    @property
+    def length(self) -> int:
+        """How many features all ranks have together."""
+        return self.stored.length
+
+    @property
+    def as_stored(self) -> bool:
+        """Whether every rank computes the features that it stores."""
+        return self.computed == self.stored
+
+    def own(self, stored: torch.Tensor, dim: int, group: str) -> torch.Tensor:
+        """Returns what this rank computes with, given what it stores. Communicates if it must."""
+        if self.as_stored:
+            return stored
+        shard = stored.unsqueeze(1) if stored.dim() == 1 else stored
+        sizes = self.stored.sizes
+        gathered, _ = all_gather_matmul(
+            shard, [], gather_dim=dim, group=group, sizes=sizes, return_gathered=True
+        )
+        part = gathered.narrow(dim, self.computed.start(self.rank), self.count)
+        return part.squeeze(1) if stored.dim() == 1 else part
+
+
+def check_units(style: str, name: str, length: int, ranks: int, multiple_of: int) -> None:
+    """Raises `ValueError` unless the features are whole units, and enough for all ranks."""
+    if length % multiple_of != 0:
+        raise ValueError(f"{style}: {name}={length} is not a multiple of {multiple_of=}")
+    units = length // multiple_of
+    if multiple_of > 1 and units < ranks:
+        raise ValueError(
+            f"{style}: {name}={length} has {units} units of {multiple_of=}, which is less than one "
+            f"for each of {ranks} ranks; use a mesh of at most {units} ranks, or repeat the units "
+            "in the model (keys and values that query heads share)"
+        )

@@ -1,0 +1,253 @@
+"""Features and heads that the world size does not divide, against dense modules."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from symm_cp import tuning
+from symm_cp.tensor_parallel import FusedColwiseGroup, FusedColwiseParallel, FusedRowwiseParallel
+from symm_cp.tensor_parallel.features import Features, chunks
+from tests.exhaustive import some
+from tests.pool import Ranks
+from tests.tensor_parallel.common import leaf, local, mesh_of, part, same
+
+D = 4  # the dimension of a head
+LAYOUTS = {"sequence": Shard(1), "replicated": Replicate()}
+
+
+class Attention(nn.Module):
+    """Grouped queries: heads by their keys, `queries` for each; head counts come from shapes."""
+
+    def __init__(self, dim: int, keys: int, queries: int) -> None:
+        super().__init__()
+        self.wq = nn.Linear(dim, keys * queries * D)
+        self.wk = nn.Linear(dim, keys * D)
+        self.wv = nn.Linear(dim, keys * D, bias=False)
+        self.wo = nn.Linear(keys * queries * D, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (w(x).unflatten(-1, (-1, D)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(dim, hidden), nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+def plan(queries: int, layout: str) -> dict[str, Any]:
+    kept = LAYOUTS[layout]
+    units = {"wq": queries * D, "wk": D, "wv": D}
+    return {
+        "0": FusedColwiseGroup(tuple(units), multiple_of=units, input_layouts=kept),
+        "0.wo": FusedRowwiseParallel(multiple_of=queries * D, output_layouts=kept),
+        "1": FusedColwiseGroup(("w1", "w3"), input_layouts=kept),
+        "1.w2": FusedRowwiseParallel(output_layouts=kept),
+    }
+
+
+def _grads(module: nn.Module) -> dict[str, torch.Tensor]:
+    grads = {}
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad
+        grads[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return grads
+
+
+def trains(
+    group: dist.ProcessGroup, keys: int, queries: int, hidden: int, layout: str, compiled: bool
+) -> None:
+    dim, sequence, world_size = 6, 2 * group.size(), group.size()
+    dense = nn.Sequential(Attention(dim, keys, queries), FeedForward(dim, hidden)).double()
+    model = parallelize_module(copy.deepcopy(dense), mesh_of(group), plan(queries, layout))
+    run: Any = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05, eps=1e-3) for m in (dense, model)]
+    for _ in range(2):
+        x = torch.randn(2, sequence, dim, dtype=torch.float64)
+        whole, own = leaf(x), leaf(part(x, group, 1) if layout == "sequence" else x)
+        expected, actual = dense(whole), run(own)
+        assert whole.grad is None
+        expected.square().sum().backward()
+        actual.square().sum().backward()
+        if layout == "sequence":
+            same(actual, part(expected, group, 1))
+            assert whole.grad is not None
+            same(own.grad, part(whole.grad, group, 1))
+        else:
+            same(actual, expected)
+            same(own.grad, whole.grad)
+        expected_grads = _grads(dense)
+        for name, grad in _grads(model).items():
+            same(grad, expected_grads[name])
+        norms = [nn.utils.clip_grad_norm_(m.parameters(), 0.1) for m in (dense, model)]
+        same(norms[1].full_tensor() if isinstance(norms[1], DTensor) else norms[1], norms[0])
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        same(parameter.full_tensor(), dense.get_parameter(name).detach())
+    # No padding anywhere: every rank stores what torch.chunk gives it.
+    parts = dense[1].w1.weight.chunk(world_size)
+    rows = len(parts[group.rank()]) if group.rank() < len(parts) else 0
+    assert local(model[1].w1.weight).shape == (rows, dim)
+
+
+CASES = [
+    (3, 5, 2, 7, "sequence", False),
+    (3, 5, 2, 7, "replicated", False),
+    (4, 7, 1, 5, "sequence", False),  # the last rank has no hidden features
+    (4, 7, 1, 5, "replicated", False),
+    (3, 3, 1, 2, "replicated", False),
+    (2, 3, 2, 5, "sequence", False),
+    (2, 3, 2, 5, "replicated", False),
+    (1, 3, 2, 5, "sequence", False),
+    (3, 5, 2, 7, "sequence", True),
+    (3, 5, 2, 7, "replicated", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys", "queries", "hidden", "layout", "compiled"),
+    some(*CASES[:4], CASES[-1], of=CASES),
+)
+def test_trains(
+    ranks: Ranks,
+    world_size: int,
+    keys: int,
+    queries: int,
+    hidden: int,
+    layout: str,
+    compiled: bool,
+) -> None:
+    ranks.run(world_size, trains, keys, queries, hidden, layout, compiled)
+
+
+def trains_in_different_ways(group: dist.ProcessGroup) -> None:
+    """Ranks choose by their own widths whether a matmul goes by shards: any may choose any."""
+    with tuning.forced(tuning.WAYS[group.rank() % 2]):
+        trains(group, 5, 1, 7, "sequence", False)
+
+
+def test_ways_may_differ(ranks: Ranks) -> None:
+    ranks.run(3, trains_in_different_ways)
+
+
+def test_features() -> None:
+    heads = [Features.divided(12 * 64, rank, 5, 64) for rank in range(5)]
+    assert [f.count for f in heads] == [192, 192, 128, 128, 128]
+    assert chunks(32001, 5).sizes == (6401, 6401, 6401, 6401, 6397)
+    assert chunks(5, 4).sizes == (2, 2, 1, 0)
+    for length in range(1, 20):
+        for ranks in range(1, 6):
+            parts = [len(p) for p in torch.empty(length).chunk(ranks)]
+            assert list(chunks(length, ranks).sizes) == parts + [0] * (ranks - len(parts))
+    assert Features.divided(24, 0, 3, 4).as_stored
+    assert not Features.divided(20, 0, 3, 4).as_stored
+
+
+def saves(group: dist.ProcessGroup, folder: str) -> list[torch.Tensor]:
+    model = _checkpointed(group)
+    state = {"model": model.state_dict()}
+    dcp.save(state, checkpoint_id=folder, process_group=group)
+    return [parameter.full_tensor().detach() for parameter in model.parameters()]
+
+
+def _checkpointed(group: dist.ProcessGroup) -> nn.Module:
+    dense = nn.Sequential(Attention(6, 5, 2), FeedForward(6, 7))
+    return parallelize_module(dense, mesh_of(group), plan(2, "replicated"))
+
+
+def loads(group: dist.ProcessGroup, folder: str, expected: list[torch.Tensor]) -> None:
+    model = _checkpointed(group)
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder, process_group=group)
+    model.load_state_dict(state["model"])
+    for parameter, value in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.full_tensor(), value)
+
+
+def test_checkpoints_load_at_another_world_size(ranks: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        expected = ranks.run(3, saves, folder)[0]
+        ranks.run(2, loads, folder, expected)
+        ranks.run(1, loads, folder, expected)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    heads = nn.ModuleDict({"wq": nn.Linear(8, 10 * D), "wk": nn.Linear(8, 5 * D)})
+    cases: list[tuple[type[Exception], str, nn.Module, Any]] = [
+        (ValueError, "out_features=10 is not a multiple of multiple_of=4", nn.Linear(6, 10), D),
+        (
+            ValueError,
+            "has 2 units of multiple_of=4, which is less than one for each of 3 ranks",
+            nn.Linear(6, 8),
+            D,
+        ),
+        (
+            ValueError,
+            "use_local_output=False needs parts of out_features=20 as torch.chunk makes them, "
+            r"\[7, 7, 6\], but multiple_of=4 makes \[8, 8, 4\]",
+            nn.Linear(6, 20),
+            FusedColwiseParallel(multiple_of=D, use_local_output=False),
+        ),
+        (
+            ValueError,
+            "same number of units",
+            heads,
+            FusedColwiseGroup(("wq", "wk"), multiple_of=D),
+        ),
+        (
+            ValueError,
+            "wk.out_features=20 is not a multiple of multiple_of=3",
+            heads,
+            FusedColwiseGroup(("wq", "wk"), multiple_of={"wq": D, "wk": 3}),
+        ),
+    ]
+    for error, message, module, style in cases:
+        if isinstance(style, int):
+            style = FusedColwiseParallel(multiple_of=style)
+        with pytest.raises(error, match=message):
+            parallelize_module(module, mesh, style)
+        assert not any(isinstance(p, DTensor) for p in module.parameters())
+    with pytest.raises(ValueError, match="must have an entry for each of"):
+        FusedColwiseGroup(("wq", "wk"), multiple_of={"wq": D})
+    with pytest.raises(TypeError, match="multiple_of must be an int"):
+        FusedRowwiseParallel(multiple_of=1.5)  # type: ignore[arg-type]
+
+
+def test_errors(ranks: Ranks) -> None:
+    ranks.run(3, refuses)
+
+
+def one_rank_refuses(group: dist.ProcessGroup) -> None:
+    own = dist.new_group(list(range(group.size())))
+    mesh, bad = mesh_of(own), own.rank() == 1
+    row = FusedRowwiseParallel(output_layouts=Replicate(), multiple_of=D)
+    linear = parallelize_module(nn.Linear(5 * D, 6), mesh, row)
+    good = torch.ones(2, 3, [8, 8, 4][own.rank()])
+    linear(good)
+    with pytest.raises(ValueError if bad else RuntimeError, match="has 7 features on this rank"):
+        linear(torch.ones(2, 3, 7) if bad else good)
+    assert linear(good).shape == (2, 3, 6)
+
+
+def test_errors_on_one_rank_reach_the_others(ranks: Ranks) -> None:
+    ranks.run(3, one_rank_refuses)

@@ -109,9 +109,10 @@ def _scatter_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
     )
 
 
-def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) -> Case:
+def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
+    """Few rows are in few_rows.py."""
     name, baselines = group.group_name, unfused_groups(group)
-    a, weight = torch.randn(rows, K).to(dtype), torch.randn(K, N).to(dtype)
+    a, weight = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
     all_reduce = torch.ops.symm_mem.one_shot_all_reduce.default
 
     def unfused(over: str) -> torch.Tensor:
@@ -125,7 +126,7 @@ def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) ->
             torch.testing.assert_close(fused(), unfused(over), rtol=4e-2, atol=5e-1)
 
     return Case(
-        f"matmul_all_reduce {str(dtype)[6:]}, {rows} rows",
+        f"matmul_all_reduce {str(dtype)[6:]}",
         {
             "matmul alone": lambda: a @ weight,
             "fused": fused,
@@ -133,7 +134,7 @@ def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) ->
             **{label: partial(unfused, over) for label, over in baselines.items()},
         },
         check,
-        repetitions=9 if rows > 1 else 99,
+        repetitions=9,
     )
 
 
@@ -142,8 +143,7 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16):
         yield from _gather_cases(group, dtype)
         yield _scatter_case(group, dtype)
-        for rows in (M, 128, 1):
-            yield _all_reduce_case(group, dtype, rows)
+        yield _all_reduce_case(group, dtype)
 
 
 if __name__ == "__main__":

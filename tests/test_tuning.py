@@ -231,13 +231,14 @@ def test_a_way_can_be_forced(ranks: Ranks) -> None:
 
 
 def disagree(group: dist.ProcessGroup) -> None:
-    with (
-        tuning.forced(tuning.WAYS[group.rank() % 2]),
-        pytest.raises(RuntimeError, match=r"ranks disagree|gave up"),
-    ):
+    """An all-gather-matmul exchanges the same either way; a matmul-all-reduce does not."""
+    x, weight = torch.randn(2, 8), torch.randn(8, 3)
+    with tuning.forced(tuning.WAYS[group.rank() % 2]):
         run(group)
+        with pytest.raises(RuntimeError, match=r"ranks disagree|gave up"):
+            symm_cp.matmul_all_reduce(x, weight, group=group)
     dist.barrier(group)
-    run(group)
+    symm_cp.matmul_all_reduce(x, weight, group=group)
 
 
 def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:

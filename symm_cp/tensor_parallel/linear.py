@@ -25,7 +25,8 @@ from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.shared_gather import SharedGather
 
 
-def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
+def sequence_dim_in(style: str, dim: int, x: torch.Tensor) -> int:
+    """Returns the sequence dimension of activations, as a number >= 0."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{style}: sequence_dim={dim} is out of range for a {x.dim()}-D input")
     if dim % x.dim() == x.dim() - 1:
@@ -83,6 +84,7 @@ class FusedColwiseLinear(nn.Linear):
     features: Features
     group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
+    gathers_output: bool
     local_output: bool
     shared: SharedGather | None
 
@@ -115,14 +117,20 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
             product if bias is None else product + bias.to(product.dtype)
             for product, bias in zip(products, biases, strict=True)
         ]
-    return [
-        output if linear.local_output else _as_features(output, mesh, linear.features)
-        for output, linear in zip(outputs, linears, strict=True)
-    ]
+    return [_output(output, mesh, linear) for output, linear in zip(outputs, linears, strict=True)]
 
 
-def _as_features(part: torch.Tensor, mesh: DeviceMesh, features: Features) -> torch.Tensor:
-    """The DTensor of which this rank has a part of the last dimension."""
+def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) -> torch.Tensor:
+    """Gathers this rank's features of an output and makes it a DTensor, as the linear is told."""
+    features = linear.features
+    if linear.gathers_output:
+        sizes = features.computed.sizes
+        whole_output = replicated.gather_columns(part, sizes, features.rank, linear.group)
+        if linear.local_output:
+            return whole_output
+        return DTensor.from_local(whole_output, mesh, [Replicate()], run_check=False)
+    if linear.local_output:
+        return part
     whole = torch.Size([*part.shape[:-1], features.length])
     strides = contiguous_strides(whole)
     return DTensor.from_local(
@@ -140,7 +148,7 @@ def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placement:
-    return Replicate() if sequence_dim is None else Shard(_sequence_dim(style, sequence_dim, x))
+    return Replicate() if sequence_dim is None else Shard(sequence_dim_in(style, sequence_dim, x))
 
 
 def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> torch.Tensor:

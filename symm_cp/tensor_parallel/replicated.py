@@ -12,6 +12,8 @@ alone). Each function below has the gradient of one rank's program for the value
 
 Each gradient is made of these functions, so gradients of any order are right. (The ops themselves
 follow torch's functional collectives, where the gradient of an all-reduce is an all-reduce.)
+Where no gradient is recorded, a function calls its op at once: that is faster, and torch.compile
+does not trace an `autograd.Function` that is applied in the backward pass of another.
 """
 
 from __future__ import annotations
@@ -22,19 +24,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from symm_cp.ops.matmul import all_gather_matmul
+
 _ops = torch.ops.symm_mem
 
 
 def copy(x: torch.Tensor, group: str) -> torch.Tensor:
     """The identity; the gradient is summed over the ranks."""
+    if not torch.is_grad_enabled():
+        return x
     result: torch.Tensor = _Copy.apply(x, group)
     return result
 
 
 def sum_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over the ranks; the gradient is that of the sum, unchanged."""
+    if not torch.is_grad_enabled():
+        return _summed(part, group)
     result: torch.Tensor = _SumRanks.apply(part, group)
     return result
+
+
+def _summed(part: torch.Tensor, group: str) -> torch.Tensor:
+    # Unlike torch's all-reduces, this op takes plain tensors on any device, and several hosts.
+    rows = part.reshape(-1, part.shape[-1])
+    total: torch.Tensor = _ops._fused_matmuls_all_reduce([], [], rows, None, "sum", group)
+    return total.view(part.shape)
 
 
 def columns(
@@ -47,7 +62,15 @@ def columns(
 
     The input's gradients are added up over linears and ranks in one fused op.
     """
+    if not torch.is_grad_enabled():
+        return _linears(x, weights, biases)
     return list(_Columns.apply(group, len(weights), x, *weights, *biases))
+
+
+def _linears(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    return [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
 
 
 def sum_products(
@@ -57,8 +80,45 @@ def sum_products(
     group: str,
 ) -> torch.Tensor:
     """Returns the sum over the ranks of all `lefts[i] @ rights[i]`, plus a replicated bias."""
+    if not torch.is_grad_enabled():
+        return _summed_products(lefts, rights, bias, group)
     result: torch.Tensor = _SumProducts.apply(group, len(lefts), bias, *lefts, *rights)
     return result
+
+
+def _summed_products(
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    group: str,
+) -> torch.Tensor:
+    total: torch.Tensor = (
+        _ops.fused_matmul_all_reduce(lefts[0], rights[0], bias, "sum", group)
+        if len(lefts) == 1
+        else _ops._fused_matmuls_all_reduce(list(lefts), list(rights), None, bias, "sum", group)
+    )
+    return total
+
+
+def gather_columns(part: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
+    """Returns the parts of all ranks side by side, of these sizes along the last dimension."""
+    if not torch.is_grad_enabled():
+        return _side_by_side(part, sizes, group)
+    result: torch.Tensor = _GatherColumns.apply(part, sizes, rank, group)
+    return result
+
+
+def _side_by_side(part: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:
+    uneven = sizes if len(set(sizes)) > 1 else None
+    gathered: torch.Tensor
+    gathered, _ = all_gather_matmul(
+        part, [], gather_dim=-1, group=group, sizes=uneven, return_gathered=True
+    )
+    return gathered
+
+
+def _own_columns(whole: torch.Tensor, sizes: Sequence[int], rank: int) -> torch.Tensor:
+    return whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -76,10 +136,7 @@ class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        # Unlike torch's all-reduces, this op takes plain tensors on any device, and several hosts.
-        rows = part.reshape(-1, part.shape[-1])
-        total: torch.Tensor = _ops._fused_matmuls_all_reduce([], [], rows, None, "sum", group)
-        return total.view(part.shape)
+        return _summed(part, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -99,10 +156,7 @@ class _Columns(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         weights, biases = weights_biases[:count], weights_biases[count:]
         ctx.save_for_backward(x, *weights)
-        return tuple(
-            F.linear(x, weight, bias)  # type: ignore[arg-type]
-            for weight, bias in zip(weights, biases, strict=True)
-        )
+        return tuple(_linears(x, weights, biases))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -113,7 +167,7 @@ class _Columns(torch.autograd.Function):
             if need_x:
                 conjugates = [weight.conj() for weight in weights]
                 grad_x = sum_products(grads, conjugates, None, ctx.group)
-            part = copy(x, ctx.group) if torch.is_grad_enabled() else x
+            part = copy(x, ctx.group)
             of_weights = [
                 _outer(grad, part) if needed else None
                 for grad, needed in zip(grads, need[: ctx.count], strict=True)
@@ -132,13 +186,7 @@ class _SumProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(*factors)
-        lefts, rights = list(factors[:count]), list(factors[count:])
-        total: torch.Tensor = (
-            _ops.fused_matmul_all_reduce(*lefts, *rights, bias, "sum", group)
-            if count == 1
-            else _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
-        )
-        return total
+        return _summed_products(factors[:count], factors[count:], bias, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -146,7 +194,7 @@ class _SumProducts(torch.autograd.Function):
         lefts, rights = factors[: ctx.count], factors[ctx.count :]
         need_bias, *need = ctx.needs_input_grad[2:]
         with torch.autocast(grad.device.type, enabled=False):
-            part = copy(grad, ctx.group) if torch.is_grad_enabled() else grad
+            part = copy(grad, ctx.group)
             of_lefts = [
                 part @ right.mH if needed else None
                 for right, needed in zip(rights, need[: ctx.count], strict=True)
@@ -159,3 +207,31 @@ class _SumProducts(torch.autograd.Function):
             # Every rank computes the whole gradient of the bias.
             of_bias = grad.flatten(0, -2).sum(0) if need_bias else None
         return None, None, of_bias, *of_lefts, *of_rights
+
+
+class _GatherColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, part: torch.Tensor, sizes: Sequence[int], rank: int, group: str
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
+        return _side_by_side(part, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return _own_columns(grad, ctx.sizes, ctx.rank), None, None, None
+        return _OwnColumns.apply(grad, ctx.sizes, ctx.rank, ctx.group), None, None, None
+
+
+class _OwnColumns(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, whole: torch.Tensor, sizes: Sequence[int], rank: int, group: str
+    ) -> torch.Tensor:
+        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
+        return _own_columns(whole, sizes, rank)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return gather_columns(grad, ctx.sizes, ctx.rank, ctx.group), None, None, None

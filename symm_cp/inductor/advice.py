@@ -32,7 +32,7 @@ _BY_REASON = {
     "not followed": "do what lies between the collective and the matmul before the collective",
     "several tensors at once": "call the collective once for each tensor",
     "no fused op exists for all_to_all": (
-        "around attention, symm_cp.all_gather_attention hides what is sent behind the computation"
+        "if it is for attention, symm_cp.all_gather_attention hides what is sent behind computation"
     ),
     "no fused op exists for broadcast": "broadcast what stays the same once, outside of the graph",
 }

@@ -40,17 +40,17 @@ from symm_cp.inductor.sums import (
 )
 from symm_cp.ops.common import check_reduce_op
 
-_ops = torch.ops.symm_mem
-_NATIVE = _ops._all_reduce.default
+_NATIVE = "_all_reduce"
 
 
 def replace_all_reduces(graph: Graph, options: Options) -> None:
     """Fuses or replaces all-reduces of CPU tensors, and records a decision for each all-reduce."""
+    # What the report calls those that the next two have inserted.
     names: dict[Node, str] = {}
     if options.async_tp or options.all_reduce:
-        _take_apart(graph)
+        _take_apart(graph, names)
     if options.async_tp:
-        names = _merge(graph)
+        _merge(graph, names)
     tracer = Tracer(graph, SUMS_OF_MATMULS)
     for node in graph.find_nodes(op="call_function", target=ALL_REDUCE):
         name, group = names.get(node, node.name), str(node.args[2])
@@ -75,7 +75,7 @@ def replace_all_reduces(graph: Graph, options: Options) -> None:
         if not not_native:
             _run_natively(graph, node)
         text = "; ".join(dict.fromkeys(filter(None, (reason, not_native))))
-        runs_as = None if not_native else str(_NATIVE)
+        runs_as = None if not_native else _NATIVE
         record(Decision(name, group, None, text, critical, runs_as))
 
 
@@ -105,7 +105,7 @@ def _fuse(graph: Graph, tracer: Tracer, node: Node, total: Node, terms: list[Nod
         # Every rank adds its own biases before the sum over the ranks: they are terms of it.
         name, addend = "_fused_matmuls_all_reduce", _expanded(emitter, biases, first)
         args = (lefts, [right(term) for term in terms], addend, None, *node.args[1:])
-    fused = emitter.call(getattr(_ops, name).default, *args)
+    fused = emitter.call(_op(name), *args)
     total.replace_all_uses_with(_viewed(emitter, tracer, fused, first, total))
     tracer.forget(total)
     _take_out(graph, node, _dense(graph, node))
@@ -205,7 +205,11 @@ def _torch_buckets() -> bool:
 
 
 def _run_natively(graph: Graph, node: Node) -> None:
-    _take_out(graph, node, Emitter(graph, node).call(_NATIVE, *node.args))
+    _take_out(graph, node, Emitter(graph, node).call(_op(_NATIVE), *node.args))
+
+
+def _op(name: str) -> Any:
+    return getattr(torch.ops.symm_mem, name).default
 
 
 def _device(node: Any) -> str:
@@ -213,7 +217,7 @@ def _device(node: Any) -> str:
     return "an unknown device" if tensor is None else tensor.device.type
 
 
-def _take_apart(graph: Graph) -> None:
+def _take_apart(graph: Graph, names: dict[Node, str]) -> None:
     """Replaces coalesced all-reduces of CPU tensors by all-reduces of one tensor each."""
     for node in graph.find_nodes(op="call_function", target=ALL_REDUCE_COALESCED):
         inputs: Any = node.args[0]
@@ -222,19 +226,20 @@ def _take_apart(graph: Graph) -> None:
             continue
         emitter = Emitter(graph, node)
         apart = [emitter.call(ALL_REDUCE, tensor, *node.args[1:]) for tensor in inputs]
+        names |= {part: f"{node.name}[{index}]" for index, part in enumerate(apart)}
         for item in items:
             item.replace_all_uses_with(apart[item.args[1]])  # type: ignore[index]
             graph.erase_node(item)
         graph.erase_node(node)
 
 
-def _merge(graph: Graph) -> dict[Node, str]:
-    """Replaces sums of all-reduces by all-reduces of sums; returns these, with what they replace.
+def _merge(graph: Graph, names: dict[Node, str]) -> None:
+    """Replaces sums of all-reduces by all-reduces of sums.
 
     Each column-parallel layer all-reduces the gradient of its input, and layers that share their
     input add these up.
     """
-    tracer, names = Tracer(graph, {WAIT, ADD}), dict[Node, str]()
+    tracer = Tracer(graph, {WAIT, ADD})
     for total in reversed(graph.find_nodes(op="call_function", target=ADD)):
         if (waits := terms_of(tracer, total, _is_reduced)) is None:
             continue
@@ -250,8 +255,7 @@ def _merge(graph: Graph) -> dict[Node, str]:
         total.replace_all_uses_with(
             waited, delete_user_cb=lambda user, own=reduced: user is not own
         )
-        names[reduced] = ", ".join(node.name for node in reductions)
-    return names
+        names[reduced] = ", ".join(names.get(node, node.name) for node in reductions)
 
 
 def _is_reduced(wait: Node) -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from symm_cp.tensor_parallel import wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
 from symm_cp.tensor_parallel.checkpoint import load
+from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
 from symm_cp.tensor_parallel.style import (
@@ -132,18 +133,13 @@ class _Application:
                 rule, "must be an nn.Linear itself; leave the rule out to replicate it"
             )
         width = linear.out_features if rule.kind in COLWISE else linear.in_features
-        heads, world_size = self._units(rule), self.seat.world_size
-        if heads is not None and heads < world_size:
+        units, world_size = self._units(rule), self.seat.world_size
+        if units is not None and units < world_size:
             raise ValueError(
-                f"apply: {rule.name} has {width} features in {heads} groups of heads that share a "
-                f"key head; world size {world_size} needs at least {world_size}: use at most "
-                f"{heads} ranks for this mesh, or leave the rules of this attention out"
-            )
-        if (heads if heads is not None else width) % world_size:
-            counted = f"{heads} heads" if heads is not None else f"{width} features"
-            raise ValueError(
-                f"apply: {rule.name} has {counted}, which is not divisible by world size "
-                f"{world_size}; leave the rules of this module out to replicate it"
+                f"apply: {rule.name} (kind {rule.kind!r}) has {units} heads, or groups of query "
+                f"heads that share a key head, in its {width} features: fewer than world size "
+                f"{world_size}. Use a mesh of at most {units} ranks, or replicate this attention: "
+                "leave its rules out of the plan"
             )
 
     def _units(self, rule: Rule) -> int | None:
@@ -163,6 +159,13 @@ class _Application:
         if not widths or any(width % head_dim for width in widths):
             return None
         return math.gcd(*(width // head_dim for width in widths))
+
+    def _multiple_of(self, rule: Rule) -> int:
+        units, linear = self._units(rule), self.module(rule.owner)
+        if units is None:
+            return 1
+        width: int = linear.out_features if rule.kind in COLWISE else linear.in_features
+        return width // units
 
     def _check_parameter(self, rule: Rule) -> None:
         parameter = self.module(rule.owner).get_parameter(rule.parameter)
@@ -249,21 +252,21 @@ class _Application:
     def _apply_styles(self) -> None:
         groups: dict[tuple[str, int], list[Rule]] = {}
         for rule in self.linears:
+            layout = self._layout(rule)
             if rule.kind == "colwise":
                 key = rule.owner.rpartition(".")[0], self.module(rule.owner).in_features
                 groups.setdefault(key, []).append(rule)
             elif rule.kind in COLWISE:
-                self._apply_style(
-                    rule.owner, FusedColwiseParallel(input_layouts=self._layout(rule))
-                )
+                self._apply_style(rule.owner, FusedColwiseParallel(input_layouts=layout))
             else:
-                self._apply_style(
-                    rule.owner, FusedRowwiseParallel(output_layouts=self._layout(rule))
-                )
+                unit = self._multiple_of(rule)
+                style = FusedRowwiseParallel(output_layouts=layout, multiple_of=unit)
+                self._apply_style(rule.owner, style)
         for (parent, _), rules in groups.items():
+            units = {rule.owner.rpartition(".")[2]: self._multiple_of(rule) for rule in rules}
             layout = self._layout(rules[0])
-            names = [rule.owner.rpartition(".")[2] for rule in rules]
-            self._apply_style(parent, FusedColwiseGroup(names, input_layouts=layout))
+            group = FusedColwiseGroup(tuple(units), input_layouts=layout, multiple_of=units)
+            self._apply_style(parent, group)
 
     def _layout(self, rule: Rule) -> Placement:
         return Shard(1) if self.blocks is not None and self.blocks.is_fused(rule) else Replicate()
@@ -309,11 +312,11 @@ class _Application:
         if rule.parameter:
             return
         if rule.kind in _GATHERED:
-            part = module.out_features // seat.world_size
-            wrappers.wrap(module, wrappers.GatheredOutput, seat=seat, sizes=seat.equal_parts(part))
+            sizes = module.features.computed.sizes
+            wrappers.wrap(module, wrappers.GatheredOutput, seat=seat, sizes=sizes)
         elif rule.kind in _SPLIT_INPUT:
-            part = module.in_features // seat.world_size
-            wrappers.wrap(module, wrappers.PartOfInput, seat=seat, sizes=seat.equal_parts(part))
+            sizes = module.features.computed.sizes
+            wrappers.wrap(module, wrappers.PartOfInput, seat=seat, sizes=sizes)
         elif rule.kind == "embedding_rowwise":
             self._wrap_embedding(module)
         elif rule.kind == "all_reduce":
@@ -332,10 +335,9 @@ class _Application:
             )
 
     def _wrap_embedding(self, module: nn.Embedding) -> None:
-        size, start = Shard.local_shard_size_and_offset(
-            module.num_embeddings, self.seat.world_size, self.seat.rank
-        )
-        rows = range(start, start + size)
+        stored = chunks(module.num_embeddings, self.seat.world_size)
+        start = stored.start(self.seat.rank)
+        rows = range(start, start + stored.sizes[self.seat.rank])
         padding = module.padding_idx
         if padding is not None:  # it has no gradient, on the rank that holds it
             module.padding_idx = padding - start if padding in rows else None

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.stored import Folder, Region, Stored
 
 _FILE_BYTES = 4 << 30
@@ -89,7 +90,8 @@ class _Slot:
             return [tuple(whole)]
         dim, mesh = placement.dim, self.tensor.device_mesh
         length = self.tensor.shape[dim]
-        size, start = Shard.local_shard_size_and_offset(length, mesh.size(), mesh.get_local_rank())
+        stored, rank = chunks(length, mesh.size()), mesh.get_local_rank()
+        start, size = stored.start(rank), stored.sizes[rank]
         if self.packed is None:
             return [(*whole[:dim], slice(start, start + size), *whole[dim + 1 :])]
         begins = [half * length + start for half in range(2)]

@@ -87,7 +87,7 @@ class GatheredOutput(nn.Module):
     """The module's output is this rank's part of the last dimension; returns the whole one."""
 
     seat: Seat
-    sizes: list[int]
+    sizes: tuple[int, ...]
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Gathers the output."""
@@ -98,7 +98,7 @@ class PartOfInput(nn.Module):
     """The module takes this rank's part of the last dimension of a whole input."""
 
     seat: Seat
-    sizes: list[int]
+    sizes: tuple[int, ...]
 
     def forward(self, input: torch.Tensor) -> Any:
         """Calls the module with this rank's features."""

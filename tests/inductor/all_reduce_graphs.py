@@ -262,3 +262,11 @@ def graphs(W: int) -> dict[str, GraphCase]:
         ),
     }
     return {f"all-reduce: {name}": case for name, case in cases.items()}
+
+
+_OFTEN = {
+    "transposed", "bias", "sum of three", "shared input", "reduced twice", "coalesced", "cast up",
+    "some rows", "alone", "integers", "scaled rows", "scaled, bias",
+}  # fmt: skip
+#: The graphs that run with `--all` only.
+RARE = {name for name in graphs(2) if name.removeprefix("all-reduce: ") not in _OFTEN}

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply
-from tests.exhaustive import some
+from symm_cp.tensor_parallel.features import chunks
+from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
-from tests.tensor_parallel.common import mesh_of
+from tests.tensor_parallel.common import Recorder, mesh_of
 from tests.tensor_parallel.models import FAMILIES, model_of, tokens_of
 
 
@@ -43,9 +44,12 @@ def as_in_one_process(
     dense = model_of(family, **changes)
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
     assert all(isinstance(p, DTensor) for p in model.parameters())
-    split = [p for p in model.parameters() if not p.placements[0].is_replicate()]
-    assert split
-    assert all(p.to_local().numel() * group.size() == p.numel() for p in split)
+    split = {n: p for n, p in model.named_parameters() if not p.placements[0].is_replicate()}
+    assert sum("layers" in name for name in split) >= 2 * 2  # of two layers
+    for parameter in split.values():
+        sizes = chunks(parameter.shape[parameter.placements[0].dim], group.size()).sizes
+        rows = parameter.numel() // sum(sizes)
+        assert parameter.to_local().numel() == sizes[group.rank()] * rows
     # Norms and rotary embeddings of transformers compute in float32, routers choose by them.
     single = next(dense.parameters()).dtype == torch.float32
     limits = {"rtol": 1e-4, "atol": 1e-5} if single else {"rtol": 1e-6, "atol": 1e-7}
@@ -69,3 +73,157 @@ def as_in_one_process(
 )
 def test_models(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
     ranks.run(world_size, as_in_one_process, family, sequence_parallel)
+
+
+#: Heads, features and vocabularies that no world size divides.
+UNEVEN = {
+    "hidden_size": 40,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 5,
+    "intermediate_size": 37,
+    "vocab_size": 61,
+}
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(
+        ("qwen3", 3),
+        of=[(f, w) for f in ("llama", "tied llama", "qwen3", "gemma3", "phi3") for w in (2, 3, 4)],
+    ),
+)
+def test_uneven(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
+    ranks.run(world_size, as_in_one_process, family, sequence_parallel, **UNEVEN)
+
+
+# --- what else people do with models ---------------------------------------------------------
+
+
+def generates(group: dist.ProcessGroup, family: str) -> None:
+    dense = model_of(family)
+    model = apply(copy.deepcopy(dense), mesh_of(group))
+    tokens = tokens_of(dense, 7)
+    options = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(model.generate(tokens, **options), dense.generate(tokens, **options))
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(("llama", 2), of=[(family, size) for family in FAMILIES for size in (2, 4)]),
+)
+def test_generates(ranks: Ranks, family: str, world_size: int) -> None:
+    ranks.run(world_size, generates, family)
+
+
+def trains(group: dist.ProcessGroup, sequence_parallel: bool, recompute: bool) -> None:
+    """Copies, recomputation, clipping and an optimizer: three steps as in one process."""
+    dense = model_of("qwen3")
+    applied = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
+    model = copy.deepcopy(applied)
+    del applied
+    model.train()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    # The large eps keeps the rounding of small gradients (norms compute in float32) small.
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-3) for m in (model, dense)]
+    for _ in range(3):
+        tokens = tokens_of(dense)
+        losses = []
+        for m, optimizer in zip((model, dense), optimizers, strict=True):
+            optimizer.zero_grad()
+            loss = m(tokens, labels=tokens, use_cache=False).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            optimizer.step()
+            losses.append(loss.detach())
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel", "recompute"),
+    some(
+        (2, True, True),
+        of=[(w, s, r) for w in (2, 4) for s in (False, True) for r in (False, True)],
+    ),
+)
+def test_trains(ranks: Ranks, world_size: int, sequence_parallel: bool, recompute: bool) -> None:
+    ranks.run(world_size, trains, sequence_parallel, recompute)
+
+
+def computes_in_autocast(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    dense = model_of("qwen3").float()
+    model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens = tokens_of(dense)
+    errors = []
+    exact = dense(tokens, use_cache=False).logits
+    for m in (model, dense):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = m(tokens, labels=tokens, use_cache=False)
+        output.loss.backward()
+        errors.append((output.logits.float() - exact).abs().max())
+    assert errors[0] <= 2 * errors[1]  # that of torch's own products in bfloat16
+    assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@exhaustive
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_autocast(ranks: Ranks, sequence_parallel: bool) -> None:
+    ranks.run(2, computes_in_autocast, sequence_parallel)
+
+
+def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    dense = model_of("qwen3")
+    model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
+    # Masks are what breaks graphs in transformers, so the blocks are compiled.
+    blocks = model.model.layers
+    for block in blocks:
+        block.compile(backend="aot_eager", fullgraph=True)
+    tokens = tokens_of(dense)
+    for m in (model, dense):
+        m(tokens, labels=tokens, use_cache=False).loss.backward()
+    same_gradients(model, dense, rtol=1e-6, atol=1e-7)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"),
+    some((2, True), of=[(w, s) for w in (1, 2, 4) for s in (False, True)]),
+)
+def test_compiled(ranks: Ranks, world_size: int, sequence_parallel: bool) -> None:
+    ranks.run(world_size, compiled_as_eager, sequence_parallel)
+
+
+# --- communication ---------------------------------------------------------------------------
+
+
+def communicates(group: dist.ProcessGroup, sequence_parallel: bool) -> tuple[list[str], list[str]]:
+    model = apply(model_of("llama"), mesh_of(group), sequence_parallel=sequence_parallel)
+    tokens = tokens_of(model)
+    lengths = []
+    for block in model.model.layers:
+        block.post_attention_layernorm.register_forward_hook(
+            lambda module, inputs, output: lengths.append(output.shape[1])
+        )
+    with Recorder() as forward:
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+    with Recorder() as backward:
+        loss.backward()
+    share = group.size() if sequence_parallel else 1
+    assert lengths == [tokens.shape[1] // share] * 2
+    ours = "symm_mem::"
+    return [
+        [name.removeprefix(ours) for name in recorder.communicating()]
+        for recorder in (forward, backward)
+    ]
+
+
+def test_what_communicates(ranks: Ranks) -> None:
+    around = {"one_shot_all_reduce", "_low_contention_all_gather"}  # embedding, head
+    parts = {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
+    for sequence_parallel, inside in ((False, {"fused_matmul_all_reduce"}), (True, parts)):
+        forward, backward = ranks.run(2, communicates, sequence_parallel)[0]
+        counts = {name: forward.count(name) for name in inside}
+        assert counts == dict.fromkeys(inside, 4)
+        for name in (*forward, *backward):  # nothing but ours, and what waits for it
+            assert name in around | inside or "fused" in name or "_c10d_functional" in name, name

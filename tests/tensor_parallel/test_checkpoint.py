@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import resource
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from symm_cp.tensor_parallel import apply
-from tests.exhaustive import some
+from symm_cp.tensor_parallel import apply, load, save, stored
+from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 from tests.tensor_parallel import models
 from tests.tensor_parallel.common import mesh_of
@@ -27,17 +33,45 @@ def on_meta(family: str, **changes: Any) -> nn.Module:
         return models.built(family, **changes)
 
 
+def same_logits(model: nn.Module, dense: nn.Module) -> None:
+    tokens = models.tokens_of(dense)
+    with torch.no_grad():
+        logits = [m(tokens, use_cache=False).logits for m in (model, dense)]
+    # Norms and rotary embeddings of transformers compute in float32.
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
+
+
+# --- files of transformers -------------------------------------------------------------------
+
+
+class Reads:
+    """The sizes of all tensors that were read."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[str, int] = {}
+
+    def note(self, read: Any) -> Any:
+        def noting(single: stored.Single, region: stored.Region) -> torch.Tensor:
+            part: torch.Tensor = read(single, region)
+            self.sizes[single.name] = self.sizes.get(single.name, 0) + part.numel()
+            return part
+
+        return noting
+
+
 def loads_from_transformers(group: dist.ProcessGroup, family: str, folder: str) -> None:
     dense = models.model_of(family)
     if group.rank() == 0:
         dense.save_pretrained(folder, max_shard_size="40KB")  # several files
     dist.barrier(group)
-    model = apply(on_meta(family), mesh_of(group), checkpoint=folder)
+    reads = Reads()
+    with mock.patch.object(stored.Single, "read", reads.note(stored.Single.read)):
+        model = apply(on_meta(family), mesh_of(group), checkpoint=folder)
+    # Nothing was read that is not this rank's.
+    assert sum(reads.sizes.values()) == sum(p.to_local().numel() for p in model.parameters())
     assert not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
-    tokens = models.tokens_of(dense)
-    with torch.no_grad():
-        logits = [m(tokens, use_cache=False).logits for m in (model, dense)]
-    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-6)
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in dense.named_parameters()]
+    same_logits(model, dense)
 
 
 @pytest.mark.parametrize(
@@ -52,3 +86,165 @@ def test_loads_what_transformers_saved(
     ranks: Ranks, family: str, world_size: int, tmp_path: Path
 ) -> None:
     ranks.run(world_size, loads_from_transformers, family, str(tmp_path))
+
+
+def loads_into_a_real_model(group: dist.ProcessGroup, folder: str) -> None:
+    dense = models.model_of("tied llama")
+    if group.rank() == 0:
+        dense.model.save_pretrained(folder)  # the base model: names have no prefix
+    dist.barrier(group)
+    model = apply(models.model_of("tied llama"), mesh_of(group))
+    kept = {id(p) for p in model.parameters()}
+    load(model, folder)
+    assert {id(p) for p in model.parameters()} == kept
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    same_logits(model, dense)
+
+
+def test_loads_into_a_real_model_from_a_base_model(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, loads_into_a_real_model, str(tmp_path))
+
+
+def saves_for_transformers(group: dist.ProcessGroup, family: str, folder: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    dense = models.model_of(family)
+    model = apply(copy.deepcopy(dense), mesh_of(group))
+    save(model, folder, file_bytes=30_000)
+    index = json.loads(Path(folder, "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    if group.rank() == 0:
+        dense.config.save_pretrained(folder)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+        expected = dict(dense.named_parameters())
+        assert dict(loaded.named_parameters()).keys() == expected.keys()
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(("mixtral", 2), of=[(family, size) for family in models.FAMILIES for size in (2, 4)]),
+)
+def test_transformers_loads_what_was_saved(
+    ranks: Ranks, family: str, world_size: int, tmp_path: Path
+) -> None:
+    ranks.run(world_size, saves_for_transformers, family, str(tmp_path))
+
+
+def peak_memory(group: dist.ProcessGroup, folder: str) -> int:
+    """How much the peak of resident memory grows by loading, in bytes."""
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(4096, 8192, bias=False)})
+    apply(model, mesh_of(group), {"a": "colwise"})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    load(model, folder)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+@exhaustive
+def test_no_rank_holds_a_whole_tensor(ranks: Ranks, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    whole_bytes = 4 * 4096 * 8192
+    save_file({"a.weight": torch.zeros(8192, 4096)}, tmp_path / "model.safetensors")
+    with ranks.own(4, peak_memory, str(tmp_path)) as running:
+        for outcome in running.outcomes():
+            # A quarter, and the same in pages of the file.
+            assert whole_bytes / 4 <= outcome.result < 0.75 * whole_bytes, outcome
+
+
+def refuses(group: dist.ProcessGroup, folder: str) -> None:
+    from safetensors.torch import save_file
+
+    mesh, path = mesh_of(group), Path(folder) / str(group.rank())
+    model = apply(nn.ModuleDict({"a": nn.Linear(4, 8)}), mesh, {"a": "colwise"})
+    before = [p.to_local().clone() for p in model.parameters()]
+    with pytest.raises(FileNotFoundError, match="no safetensors files in"):
+        load(model, path)
+    path.mkdir()
+    save_file({"a.weight": torch.zeros(8, 4)}, path / "x.safetensors")
+    with pytest.raises(ValueError, match=r"lack \['a.bias'\]"):
+        load(model, path)
+    save_file({"a.bias": torch.zeros(7)}, path / "y.safetensors")
+    with pytest.raises(ValueError, match=r"a.bias has shape \[7\], must have \[8\]"):
+        load(model, path)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.to_local(), old)  # nothing was loaded
+    with torch.device("meta"):
+        model = nn.ModuleDict({"a": nn.Linear(4, 8)})
+    with pytest.raises(ValueError, match=r"\['a.weight', 'a.bias'\] are on the meta device"):
+        save(apply(model, mesh, {"a": "colwise"}), folder)
+
+
+def test_errors(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, refuses, str(tmp_path))
+
+
+# --- torch.distributed.checkpoint ------------------------------------------------------------
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    # The large eps keeps the rounding of small gradients (norms compute in float32) small.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: torch.Tensor) -> None:
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(tokens, labels=tokens, use_cache=False).loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    names = ("model", "optimizer")
+    return dict(zip(names, get_state_dict(model, optimizer), strict=True))
+
+
+def trains_and_saves(group: dist.ProcessGroup, family: str, folder: str) -> None:
+    dense = models.model_of(family)
+    model = apply(copy.deepcopy(dense), mesh_of(group))
+    tokens = models.tokens_of(dense)
+    optimizer, other = optimizer_of(model), optimizer_of(dense)
+    steps(model, optimizer, tokens)
+    steps(dense, other, tokens)
+    dcp.save(states(model, optimizer), checkpoint_id=folder, process_group=group)
+    if group.rank() == 0:
+        steps(dense, other, tokens)  # what the loaded model has to become
+        torch.save((tokens, dense.state_dict()), f"{folder}/expected")
+    dist.barrier(group)
+
+
+def loads_and_trains(group: dist.ProcessGroup, family: str, folder: str) -> None:
+    tokens, expected = torch.load(f"{folder}/expected")
+    model = apply(models.model_of(family), mesh_of(group))
+    optimizer = optimizer_of(model)
+    loaded = states(model, optimizer)
+    dcp.load(loaded, checkpoint_id=folder, process_group=group)
+    set_state_dict(
+        model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+    )
+    steps(model, optimizer, tokens)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(
+            whole(value).view_as(expected[name]), expected[name], rtol=1e-5, atol=1e-6
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(
+        ("llama", 4),
+        of=[
+            (family, size)
+            for family in ("llama", "tied llama", "qwen3", "mixtral", "gemma2")
+            for size in (1, 2, 4)
+        ],
+    ),
+)
+def test_goes_on_at_another_world_size(
+    ranks: Ranks, family: str, world_size: int, tmp_path: Path
+) -> None:
+    ranks.run(2, trains_and_saves, family, str(tmp_path))
+    ranks.run(world_size, loads_and_trains, family, str(tmp_path))

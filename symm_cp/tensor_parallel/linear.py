@@ -23,6 +23,7 @@ from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.shared_gather import SharedGather
+from symm_cp.tensor_parallel.whole import Seat, gather
 
 
 def sequence_dim_in(style: str, dim: int, x: torch.Tensor) -> int:
@@ -125,7 +126,7 @@ def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) ->
     features = linear.features
     if linear.gathers_output:
         sizes = features.computed.sizes
-        whole_output = replicated.gather_columns(part, sizes, features.rank, linear.group)
+        whole_output = gather(part, -1, Seat(linear.group, features.rank, len(sizes)), sizes)
         if linear.local_output:
             return whole_output
         return DTensor.from_local(whole_output, mesh, [Replicate()], run_check=False)

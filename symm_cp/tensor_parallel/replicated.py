@@ -8,7 +8,6 @@ alone). Each function below has the gradient of one rank's program for the value
     sum_ranks       the sum of parts over the ranks    the same on each rank: the identity
     columns         parts x @ w_i^T + b_i              of x: the sum over the ranks of all products
     sum_products    sum over i and ranks, + bias       of the factors: local products
-    gather_columns  parts side by side                 this rank's part
 
 Each gradient is made of these functions, so gradients of any order are right. (The ops themselves
 follow torch's functional collectives, where the gradient of an all-reduce is an all-reduce.)
@@ -23,8 +22,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-
-from symm_cp.ops.matmul import all_gather_matmul
 
 _ops = torch.ops.symm_mem
 
@@ -98,27 +95,6 @@ def _summed_products(
         else _ops._fused_matmuls_all_reduce(list(lefts), list(rights), None, bias, "sum", group)
     )
     return total
-
-
-def gather_columns(part: torch.Tensor, sizes: Sequence[int], rank: int, group: str) -> torch.Tensor:
-    """Returns the parts of all ranks side by side, of these sizes along the last dimension."""
-    if not torch.is_grad_enabled():
-        return _side_by_side(part, sizes, group)
-    result: torch.Tensor = _GatherColumns.apply(part, sizes, rank, group)
-    return result
-
-
-def _side_by_side(part: torch.Tensor, sizes: Sequence[int], group: str) -> torch.Tensor:
-    uneven = sizes if len(set(sizes)) > 1 else None
-    gathered: torch.Tensor
-    gathered, _ = all_gather_matmul(
-        part, [], gather_dim=-1, group=group, sizes=uneven, return_gathered=True
-    )
-    return gathered
-
-
-def _own_columns(whole: torch.Tensor, sizes: Sequence[int], rank: int) -> torch.Tensor:
-    return whole.narrow(-1, sum(sizes[:rank]), sizes[rank]).contiguous()
 
 
 class _Copy(torch.autograd.Function):
@@ -207,31 +183,3 @@ class _SumProducts(torch.autograd.Function):
             # Every rank computes the whole gradient of the bias.
             of_bias = grad.flatten(0, -2).sum(0) if need_bias else None
         return None, None, of_bias, *of_lefts, *of_rights
-
-
-class _GatherColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, part: torch.Tensor, sizes: Sequence[int], rank: int, group: str
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
-        return _side_by_side(part, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return _own_columns(grad, ctx.sizes, ctx.rank), None, None, None
-        return _OwnColumns.apply(grad, ctx.sizes, ctx.rank, ctx.group), None, None, None
-
-
-class _OwnColumns(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, sizes: Sequence[int], rank: int, group: str
-    ) -> torch.Tensor:
-        ctx.sizes, ctx.rank, ctx.group = sizes, rank, group
-        return _own_columns(whole, sizes, rank)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return gather_columns(grad, ctx.sizes, ctx.rank, ctx.group), None, None, None

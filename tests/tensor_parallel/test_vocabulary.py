@@ -142,10 +142,8 @@ def one_op_each(group: dist.ProcessGroup) -> None:
     )
     with torch.no_grad(), Recorder() as recorder:
         model(torch.randint(12, (2, 3)))
-    assert recorder.communicating() == [
-        "symm_mem::_fused_matmuls_all_reduce",
-        "symm_mem::fused_all_gather_matmul",
-    ]
+    names = [name for name in recorder.communicating() if name.startswith("symm_mem")]
+    assert names == ["symm_mem::_fused_matmuls_all_reduce", "symm_mem::_low_contention_all_gather"]
 
 
 def test_communicates_once_at_each_end(ranks: Ranks) -> None:

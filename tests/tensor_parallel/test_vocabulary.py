@@ -98,7 +98,6 @@ PLAIN = [
     (2, 12, "replicated", False, False),
     (4, 5, "replicated", True, False),
     (4, 5, "sequence", False, False),
-    (2, 7, "replicated", True, True),
 ]
 
 
@@ -136,18 +135,21 @@ def test_loss_parallel(ranks: Ranks, layout: str) -> None:
     ranks.run(2, computes_the_loss, layout)
 
 
-def one_op_each(group: dist.ProcessGroup) -> None:
-    model = parallelize_module(
-        Model(12, tied=False), mesh_of(group), plan("replicated", Replicate())
-    )
-    with torch.no_grad(), Recorder() as recorder:
-        model(torch.randint(12, (2, 3)))
-    names = [name for name in recorder.communicating() if name.startswith("symm_mem")]
-    assert names == ["symm_mem::_fused_matmuls_all_reduce", "symm_mem::_low_contention_all_gather"]
+def sums_once(group: dist.ProcessGroup) -> None:
+    mesh, tokens = mesh_of(group), torch.randint(12, (2, 4))
+    for layout, op in (
+        (Replicate(), "_fused_matmuls_all_reduce"),
+        (Shard(1), "_fused_matmuls_reduce_scatter"),
+    ):
+        style = FusedRowwiseParallel(output_layouts=layout)
+        embed = parallelize_module(nn.Embedding(12, DIM), mesh, style)
+        with Recorder() as recorder:
+            embed(tokens)
+        assert recorder.communicating() == [f"symm_mem::{op}"]
 
 
-def test_communicates_once_at_each_end(ranks: Ranks) -> None:
-    ranks.run(2, one_op_each)
+def test_communicates_once(ranks: Ranks) -> None:
+    ranks.run(2, sums_once)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

@@ -112,7 +112,8 @@ class FusedColwiseLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
         if _is_plain(self, input, self.in_features):
-            return replicated.linear(input, _constant(self.weight), _constant(self.bias))
+            part = replicated.linear(input, _constant(self.weight), _constant(self.bias))
+            return _output(part, self.weight.device_mesh, self) if self.gathers_output else part
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
             return gather_and_apply(input, [self])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,8 +149,23 @@ def sums_once(group: dist.ProcessGroup) -> None:
         assert recorder.communicating() == [f"symm_mem::{op}"]
 
 
-def test_communicates_once(ranks: Ranks) -> None:
-    ranks.run(2, sums_once)
+def communicates_at_each_end(group: dist.ProcessGroup) -> None:
+    model = parallelize_module(
+        Model(12, tied=False), mesh_of(group), plan("replicated", Replicate())
+    )
+    for grad in (False, True):
+        with torch.set_grad_enabled(grad), Recorder() as recorder:
+            model(torch.randint(12, (2, 3)))
+        names = [name for name in recorder.communicating() if name.startswith("symm_mem::")]
+        assert names == [
+            "symm_mem::_fused_matmuls_all_reduce",
+            "symm_mem::_low_contention_all_gather",
+        ]
+
+
+@pytest.mark.parametrize("check", [sums_once, communicates_at_each_end])
+def test_communicates_once(ranks: Ranks, check: Callable[..., None]) -> None:
+    ranks.run(2, check)
 
 
 def refuses(group: dist.ProcessGroup) -> None:

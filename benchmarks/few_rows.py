@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.rivals import unfused_groups
+from benchmarks.rivals import groups_over, unfused_groups
 from symm_cp import tuning
 from symm_cp.bench.measure import Row
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -53,8 +53,8 @@ def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) ->
     if rows > 1:
         forced = ways(run)
         variants |= {label: forced[label] for label in ("shards", "whole")}
-    for label, over in unfused_groups(group).items():
-        variants[label] = lambda over=over: dist.all_reduce(x @ weight, group=over)
+    for backend, over in {**groups_over(group, "symm_cp"), "gloo": group}.items():
+        variants[f"unfused ({backend})"] = lambda over=over: dist.all_reduce(x @ weight, group=over)
 
     def check() -> None:
         want = x @ weight

@@ -138,12 +138,14 @@ def _spread(
     if compile:
         passes = inductor.compile_options()
         functional = {name: variants.functional(over) for name, over in backends.items()}
+        # The passes leave the gather of the logits to the backend.
+        quick = next(iter(functional.values()), variants.functional(group))
         return [
             *(
                 variants.compiled(unfused_over(name), parts.with_exchanges(exchanges))
                 for name, exchanges in functional.items()
             ),
-            variants.compiled(FUSED, parts.with_exchanges(variants.functional(group)), passes),
+            variants.compiled(FUSED, parts.with_exchanges(quick), passes),
             variants.compiled(COMPUTE, alone),
         ]
     return [

@@ -1,6 +1,9 @@
 """Matmuls of few rows with large weights: by shards, whole, and as the op chooses.
 
-python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
+    python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
+
+Those with an all-reduce are served natively up to 512 KiB of result (csrc/matmul_all_reduce.cpp):
+"chosen" is the bare call; the ways that are forced are carried out by the kernel in Python.
 """
 
 from __future__ import annotations
@@ -17,11 +20,12 @@ import torch.distributed as dist
 
 import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.rivals import unfused_groups
+from benchmarks.rivals import groups_over, unfused_groups
 from symm_cp import tuning
+from symm_cp.bench.measure import Row
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
-ROWS, HIDDEN, FEED = 128, 4096, 14336
+ROWS, HIDDEN, FEED, REDUCED = 128, 4096, 14336, 1024
 
 
 def ways(run: Callable[[], object]) -> dict[str, Callable[[], object]]:
@@ -35,7 +39,49 @@ def ways(run: Callable[[], object]) -> dict[str, Callable[[], object]]:
     return {"shards": forced("shards"), "whole": forced("whole"), "chosen": forced(None)}
 
 
+def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype, rows: int) -> Case:
+    name, ops = group.group_name, torch.ops.symm_mem
+    fused, one_shot = ops.fused_matmul_all_reduce.default, ops.one_shot_all_reduce.default
+    x = torch.randn(rows, HIDDEN).to(dtype)
+    weight = (torch.randn(REDUCED, HIDDEN) * HIDDEN**-0.5).to(dtype).t()
+    run = partial(fused, x, weight, None, "sum", name)
+    variants: dict[str, Callable[[], object]] = {
+        "matmul alone": lambda: x @ weight,
+        "chosen": run,
+        "matmul, one_shot_all_reduce": lambda: one_shot(x @ weight, "sum", name),
+    }
+    if rows > 1:
+        forced = ways(run)
+        variants |= {label: forced[label] for label in ("shards", "whole")}
+    for backend, over in {**groups_over(group, "symm_cp"), "gloo": group}.items():
+        variants[f"unfused ({backend})"] = lambda over=over: dist.all_reduce(x @ weight, group=over)
+
+    def check() -> None:
+        want = x @ weight
+        dist.all_reduce(want, group=group)
+        for label in ("chosen", "matmul, one_shot_all_reduce"):
+            torch.testing.assert_close(variants[label](), want, rtol=2e-2, atol=5e-2)
+
+    kind = str(dtype)[6:]
+    label = f"matmul-all-reduce, {rows} rows, {kind}"
+    # A row is a timing of its own: the caches hold what the matmul left there.
+    return Case(label, variants, check, most=1000, after=_microseconds)
+
+
+def _microseconds(row: Row) -> dict[str, object]:
+    """What each variant takes longer than the matmul alone."""
+    limit = row.median(row.limit)
+    return {"us_above": {name: (row.median(name) - limit) * 1e6 for name in row.seconds}}
+
+
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        for rows in (1, 16, 128, 512, 1024):
+            yield _all_reduce_case(group, dtype, rows)
+    yield from _gather_and_scatter_cases(group)
+
+
+def _gather_and_scatter_cases(group: dist.ProcessGroup) -> Iterator[Case]:
     W, name = group.size(), group.group_name
     ops, baselines = torch.ops.symm_mem, unfused_groups(group)
     for dtype in (torch.float32, torch.bfloat16):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import symm_cp
 from benchmarks.rivals import groups_over
@@ -95,6 +96,17 @@ def alone(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
     return Parts(model, group.rank(), group.size()).with_exchanges(exchanges)
 
 
+def _with_own_weights(model: nn.Module) -> nn.Module:
+    """Copies weights of which a part, or all, is shared with the whole model; for training."""
+    for module in model.modules():
+        for name, weight in module._parameters.items():
+            if isinstance(weight, DTensor):
+                weight._local_tensor = weight._local_tensor.clone()
+            elif weight is not None:
+                module._parameters[name] = nn.Parameter(weight.detach().clone())
+    return model
+
+
 def variants(
     model: nn.Module, group: dist.ProcessGroup, applications: dict[str, dict[str, Any]]
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -102,10 +114,10 @@ def variants(
 
     `applications` are names of variants by `apply`, and its options.
     """
-    yield "limit", alone(model, group)
+    yield "limit", _with_own_weights(alone(model, group))
     for backend, over in groups_over(group, _NOTHING, "symm_cp").items():
         name = "nothing" if backend == _NOTHING else backend
-        yield f"transformers ({name})", by_transformers(model, over, backend)
-    yield "transformers (gloo)", by_transformers(model, group, "gloo")
+        yield f"transformers ({name})", _with_own_weights(by_transformers(model, over, backend))
+    yield "transformers (gloo)", _with_own_weights(by_transformers(model, group, "gloo"))
     for name, options in applications.items():
-        yield name, applied(model, group, **options)
+        yield name, _with_own_weights(applied(model, group, **options))

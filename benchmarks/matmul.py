@@ -20,6 +20,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.rivals import unfused_groups
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
+from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
 
 M, K, N = 4096, 4096, 1024
 
@@ -108,11 +109,41 @@ def _scatter_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
     )
 
 
+def _all_reduce_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
+    """Few rows are in few_rows.py."""
+    name, baselines = group.group_name, unfused_groups(group)
+    a, weight = torch.randn(M, K).to(dtype), torch.randn(K, N).to(dtype)
+    all_reduce = torch.ops.symm_mem.one_shot_all_reduce.default
+
+    def unfused(over: str) -> torch.Tensor:
+        return unfused_all_reduce(a @ weight, "sum", over)
+
+    def fused() -> torch.Tensor:
+        return symm_cp.matmul_all_reduce(a, weight, group=group)
+
+    def check() -> None:
+        for over in baselines.values():
+            torch.testing.assert_close(fused(), unfused(over), rtol=4e-2, atol=5e-1)
+
+    return Case(
+        f"matmul_all_reduce {str(dtype)[6:]}",
+        {
+            "matmul alone": lambda: a @ weight,
+            "fused": fused,
+            "matmul, native all-reduce": lambda: all_reduce(a @ weight, "sum", name),
+            **{label: partial(unfused, over) for label, over in baselines.items()},
+        },
+        check,
+        repetitions=9,
+    )
+
+
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields all cases."""
     for dtype in (torch.float32, torch.bfloat16):
         yield from _gather_cases(group, dtype)
         yield _scatter_case(group, dtype)
+        yield _all_reduce_case(group, dtype)
 
 
 if __name__ == "__main__":

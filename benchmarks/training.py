@@ -1,11 +1,11 @@
-"""Training steps of a model of 10 M parameters with torch's DDP and FSDP2, over both backends.
-
-FSDP2 also with `symm_cp.fsdp.use`, over gloo, which then all-reduces nothing but losses.
+"""Training steps: data parallel with torch's DDP and FSDP2, and tensor parallel.
 
     python benchmarks/training.py --json benchmarks/results/training.json
 
-The programs are the same but for that and the backend of the process group. The limit is the step
-without any communication.
+Data parallel, the programs are the same but for the backend of the process group; FSDP2 also with
+`symm_cp.fsdp.use`, over gloo, which then all-reduces nothing but losses. The model has 10 M
+parameters. Tensor parallel, a Llama of transformers is split by transformers or by this package:
+llama.py. The limit is the step without any communication.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp.fsdp
 from benchmarks.harness import Case, main
+from benchmarks.llama import ALONE, llama, variants
 from benchmarks.rivals import groups_over
 from symm_cp.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
 
 CONFIG = ModelConfig(dim=512, layers=3, heads=8, kv_heads=4, hidden=1536)
 SEQUENCE, BATCH = 128, 2  # on each rank
+TOKENS = 256  # of the Llama's training step, one sequence
 
 Wrap = Callable[[Transformer, dist.ProcessGroup], nn.Module]
 Step = Callable[[], torch.Tensor]
@@ -96,8 +98,49 @@ def _case(
     return Case(name, {"limit": _step(copy.deepcopy(model), group.rank()), **steps}, check)
 
 
+def _llama_step(model: nn.Module, tokens: torch.Tensor) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step() -> torch.Tensor:
+        logits = model(input_ids=tokens[:, :-1]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
+    whole = llama(dtype)
+    ways = {"apply": {}, "apply, sequence parallel": {"sequence_parallel": True}}
+    tokens = torch.randint(whole.config.vocab_size, (1, TOKENS + 1))
+    dist.broadcast(tokens, 0, group)
+    steps = {name: _llama_step(model, tokens) for name, model in variants(whole, group, ways)}
+    with torch.no_grad():
+        logits = whole(input_ids=tokens[:, :-1]).logits
+        untrained = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+    def check() -> None:
+        """Three steps: the first loss is that of the whole model, the third shows its gradients."""
+        losses = {
+            name: torch.stack([step() for _ in range(3)])
+            for name, step in steps.items()
+            if name not in ALONE
+        }
+        rtol = 50 * torch.finfo(dtype).eps
+        for loss in losses.values():
+            torch.testing.assert_close(loss[0], untrained, rtol=rtol, atol=0.0)
+            torch.testing.assert_close(loss, losses["transformers (gloo)"], rtol=rtol, atol=0.0)
+
+    return Case(f"Llama, training step of {TOKENS} tokens, {str(dtype)[6:]}", steps, check)
+
+
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
     """Yields all cases."""
+    for dtype in (torch.float32, torch.bfloat16):
+        yield _llama_case(group, dtype)
     ways = (("DDP", _ddp, None), ("FSDP2", _fsdp, {"fsdp.use": _fsdp_used}))
     for name, wrap, more in ways:
         case = _case(group, f"{name}, training step of 10 M parameters", wrap, more)

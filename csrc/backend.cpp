@@ -74,8 +74,8 @@ void Backend::find_peers() {
   StoreBootstrap store(store_);
   WaitBudget budget(timeout_.load());
   const std::string call_name = "making group '" + name_ + "'";
-  peers_ = std::make_shared<Peers>(store, name_, rank_, size_, timeout_.load(),
-                                   Rendezvous{"backend/0", call_name, budget});
+  peers_ = std::make_shared<Peers>(name_, rank_, size_, timeout_.load());
+  peers_->meet(store, {"backend/0", call_name, budget});
   std::lock_guard<std::mutex> lock(backends().mutex);
   backends().peers[name_] = peers_;
 }

@@ -155,7 +155,7 @@ void Workspace::fail(int64_t number, const std::string& cause, const CallSite* o
   if (const auto peers = group_.known_peers())
     peers->refuse(key, cause, other);
   else if (group_.world_size() > 1)
-    refuse_peers(group_.name(), key, cause);
+    refuse_peers(group_.name(), key, cause, other);
 }
 
 // --- Group ---------------------------------------------------------------------------------------

@@ -86,8 +86,10 @@ std::shared_ptr<Mapping> find_mapping(const Peers& peers, int64_t sequence);
 
 // Returns the peers of a group. Collective at the first call for a group; see Peers.
 std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous);
-// Refuses to take part in a rendezvous that makes the peers of a group. Not collective.
-void refuse_peers(const std::string& group, const std::string& key, const std::string& reason);
+// Refuses to take part in a rendezvous of a group whose peers this rank may not know yet. `other`:
+// see Workspace::fail. Not collective.
+void refuse_peers(const std::string& group, const std::string& key, const std::string& reason,
+                  const CallSite* other = nullptr);
 // Throws when a peer has refused so to meet for this call, or a later one.
 void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer);
 // How long ops of a group wait for a peer unless the user chose otherwise.

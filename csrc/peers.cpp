@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "error.h"
-#include "listener.h"
 
 namespace symm_cp {
 
@@ -20,31 +19,27 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr size_t kMaxWords = 8;
 constexpr size_t kMaxDescriptors = 2;
 constexpr size_t kMaxEnded = 1024;
-const char* const kBoards = "boards";    // the key under which boards are exchanged
-constexpr int kRefusal = -1;             // the round of a refusal
-constexpr milliseconds kExitGrace{500};  // between the end of a socket and that of its process
+constexpr int kRefusal = -1;  // the round of a refusal
 constexpr milliseconds kPollInterval{10};
 
 std::string text(int64_t value) { return std::to_string(value); }
-std::string key_of(int rank) { return "symm_cp/peer/" + text(rank); }
-std::string refusal_of(int rank) { return "symm_cp/refused/" + text(rank); }
+
+// A rendezvous has the key "CHANNEL/NUMBER".
+std::string channel_of(const std::string& key) { return key.substr(0, key.find('/')); }
+int64_t number_of(const std::string& key) { return std::atoll(key.c_str() + key.find('/') + 1); }
+
+// Where a rank notes the last rendezvous of a channel that it refused.
+std::string refusal_of(int rank, const std::string& key) {
+  return "symm_cp/refused/" + text(rank) + "/" + channel_of(key);
+}
 
 template <size_t N>
 void put(char (&to)[N], const std::string& from) {
   const size_t length = std::min(from.size(), N - 1);
   std::memcpy(to, from.data(), length);
   to[length] = 0;
-}
-
-// The number of a call's rendezvous, when both keys are of one channel.
-std::optional<int64_t> number_like(const std::string& key, const std::string& other) {
-  const size_t slash = key.find('/');
-  if (slash == std::string::npos || other.compare(0, slash + 1, key, 0, slash + 1) != 0)
-    return std::nullopt;
-  return std::atoll(other.c_str() + slash + 1);
 }
 
 }  // namespace
@@ -66,155 +61,41 @@ void require_descriptors(int count, const std::string& context) {
   }
 }
 
-struct Peers::Message {
-  char key[48];
-  int32_t round;
-  int32_t words;  // of a refusal: the other channel, and as its word the number there
-  int64_t word[kMaxWords];
-  char text[256];  // the call; of a refusal the reason
-};
+Peers::Message Peers::Message::of(const std::string& key, int32_t round, const std::string& text) {
+  Message message{};
+  put(message.key, key);
+  put(message.text, text);
+  message.round = round;
+  return message;
+}
 
-Peers::Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
-             milliseconds timeout, const Rendezvous& rendezvous)
+Peers::Peers(std::string group, int rank, int world_size, milliseconds timeout)
     : group_(std::move(group)),
       rank_(rank),
       world_size_(world_size),
       timeout_(timeout),
       forks_(fork_count()),
       peers_(static_cast<size_t>(world_size)),
-      boards_(static_cast<size_t>(world_size)) {
-  // On failure it is closed after the peers were told: those in its queue would see only that this
-  // rank has left.
-  std::optional<Listener> listener;
-  try {
-    // For each peer a socket, a process and, for a moment, a board; and what this rank opens.
-    require_descriptors(3 * world_size + 4, rendezvous.call_name);
-    boards_[rank_] = Segment::create(sizeof(Board), "symm_cp-board");
-    if (world_size_ == 1) return;
-    while (!meet(bootstrap, rendezvous, listener)) {
-      peers_ = std::vector<Peer>(static_cast<size_t>(world_size_));
-      ended_.clear();
-    }
-  } catch (const std::exception& error) {
-    refuse_before(bootstrap, rank_, rendezvous.key, cause_of(error, rank_));
-    refuse(kBoards, cause_of(error, rank_));  // for peers that are already connected
-    // A peer's refusal is a better error than that it has left.
-    for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_) check_refusal(bootstrap, rendezvous, peer);
-    throw;
-  }
-}
+      boards_(static_cast<size_t>(world_size)) {}
 
 void Peers::check_refusal(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer) {
-  const auto refusal = bootstrap.get(refusal_of(peer));
+  const auto refusal = bootstrap.get(refusal_of(peer, rendezvous.key));
   if (!refusal) return;
   const size_t line = refusal->find('\n');
-  const auto theirs = number_like(rendezvous.key, refusal->substr(0, line));
-  const auto own = number_like(rendezvous.key, rendezvous.key);
-  if (!theirs || !own || *theirs < *own) return;
+  if (number_of(refusal->substr(0, line)) < number_of(rendezvous.key)) return;
   const std::string cause = refusal->substr(line + 1);
   throw PeerError(rendezvous.call_name + ": rank " + text(peer) + " failed: " + cause, cause);
 }
 
 void Peers::refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
                           const std::string& reason) {
-  bootstrap.set(refusal_of(rank), key + "\n" + reason);
+  bootstrap.set(refusal_of(rank, key), key + "\n" + reason);
 }
 
 void Peers::check_owned(const std::string& context) const {
   if (!owned())
     throw PeerError(context + ": this process was forked from rank " + text(rank_) + " of group '" +
                     group_ + "' and is no rank of it: call it in the parent process only");
-}
-
-// Looks for a peer in the store, and connects to it if its rank is lower: one socket for each pair.
-void Peers::find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer, bool thorough,
-                      StaleEntry& stale) {
-  if (thorough) check_refusal(bootstrap, rendezvous, peer);
-  const auto entry = bootstrap.get(key_of(peer));
-  if (!entry) {
-    if (thorough && bootstrap.lost(peer))
-      throw_missing(peer, rendezvous.call_name, "died or left before its first call");
-    return;
-  }
-  if (thorough && Listener::process_ended(*entry)) {
-    // The entry may be of an earlier process, which the present one will replace.
-    if (stale.entry != *entry) stale = {*entry, Clock::now()};
-    if (Clock::now() - stale.since > kExitGrace) throw_missing(peer, rendezvous.call_name, "died");
-    return;
-  }
-  if (peer < rank_) connect_to(*entry, peer);
-}
-
-// A rank may be found while it makes the mesh for an earlier call, which it then gives up: its
-// socket closes, and it comes again. False: so it was. Of two ranks only: others have this one's
-// socket.
-bool Peers::meet(Bootstrap& bootstrap, const Rendezvous& rendezvous,
-                 std::optional<Listener>& listener) {
-  try {
-    connect_all(bootstrap, rendezvous, listener.emplace(group_, rank_, world_size_));
-    listener.reset();
-    exchange_boards(rendezvous);
-  } catch (const LeftGroup&) {
-    if (world_size_ > 2 || rendezvous.budget.left <= Clock::duration::zero()) throw;
-    return false;
-  }
-  return true;
-}
-
-void Peers::connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous, Listener& listener) {
-  bootstrap.set(key_of(rank_), listener.entry());
-  const Waiting waiting(rendezvous.budget);
-  std::vector<StaleEntry> stale_entries(peers_.size());
-  Clock::time_point next_look{};
-  while (true) {
-    const bool thorough = Clock::now() >= next_look;
-    if (thorough) next_look = Clock::now() + kSlice;
-    for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_ && !peers_[peer].socket.valid() && (peer < rank_ || thorough))
-        find_peer(bootstrap, rendezvous, peer, thorough, stale_entries[peer]);
-    for (auto& [peer, socket] : listener.accept_ranks()) add_connection(peer, std::move(socket));
-    int missing = -1;
-    for (int peer = 0; peer < world_size_; ++peer)
-      if (peer != rank_ && !peers_[peer].socket.valid()) missing = peer;
-    if (missing < 0) return;
-    throw_if_interrupted();
-    rendezvous.on_slice();
-    if (waiting.expired())
-      throw_missing(missing, rendezvous.call_name,
-                    "was not found on the host of rank " + text(rank_) + " within " +
-                        text(rendezvous.budget.limit.count()) + " ms");
-    listener.wait(milliseconds(5));
-  }
-}
-
-void Peers::connect_to(const std::string& entry, int peer) {
-  if (!Listener::same_host(entry))
-    throw PeerError("group '" + group_ + "' spans hosts: rank " + text(peer) +
-                    " is not on the host of rank " + text(rank_));
-  Descriptor socket = Listener::connect(entry, rank_, world_size_);
-  if (socket.valid()) add_connection(peer, std::move(socket));
-}
-
-void Peers::add_connection(int peer, Descriptor socket) {
-  const ucred credentials = Listener::credentials(socket.get());
-  if (credentials.uid != getuid())
-    throw PeerError("rendezvous of group '" + group_ + "': rank " + text(peer) +
-                    " belongs to another user");
-#ifdef SYS_pidfd_open
-  peers_[peer].process = Descriptor(static_cast<int>(syscall(SYS_pidfd_open, credentials.pid, 0)));
-#endif
-  peers_[peer].socket = std::move(socket);
-}
-
-// Not under the key of a call: the ranks' first calls may differ.
-void Peers::exchange_boards(const Rendezvous& rendezvous) {
-  const Payload own{{}, {boards_[rank_].fd()}};
-  auto received = exchange({kBoards, rendezvous.call_name, rendezvous.budget, rendezvous.on_slice},
-                           0, own, true);
-  for (int peer = 0; peer < world_size_; ++peer)
-    if (peer != rank_)
-      boards_[peer] = Segment::map(std::move(received[peer].fds.at(0)), boards_[rank_].size());
 }
 
 bool Peers::dead(int rank) const {
@@ -235,10 +116,12 @@ bool Peers::send_message(int peer, const Message& message, const std::vector<int
   header.msg_iovlen = 1;
   if (!fds.empty()) attach_descriptors(header, control, fds);
   const ssize_t sent = sendmsg(peers_[peer].socket.get(), &header, MSG_NOSIGNAL | MSG_DONTWAIT);
-  return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS);
+  return sent >= 0 || (errno != EAGAIN && errno != EWOULDBLOCK && errno != ENOBUFS &&
+                       errno != ETOOMANYREFS);  // descriptors of this user that nobody has read
 }
 
-// Reads one message; false when there is none.
+// Reads one message; false when there is none. Throws when there are too few descriptors for it,
+// and leaves it for later.
 bool Peers::read_message(Peer& peer) {
   Message message{};
   iovec data{&message, sizeof(message)};
@@ -248,13 +131,13 @@ bool Peers::read_message(Peer& peer) {
   header.msg_iovlen = 1;
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
-  const ssize_t bytes = recvmsg(peer.socket.get(), &header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  const ssize_t bytes =
+      recvmsg(peer.socket.get(), &header, MSG_PEEK | MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
   if (bytes < 0 && (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)) return false;
   if (bytes != sizeof(message)) {
     peer.closed = true;
     return false;
   }
-  message.key[sizeof(message.key) - 1] = message.text[sizeof(message.text) - 1] = 0;
   Received received;
   for (cmsghdr* rights = CMSG_FIRSTHDR(&header); rights != nullptr;
        rights = CMSG_NXTHDR(&header, rights)) {
@@ -263,9 +146,13 @@ bool Peers::read_message(Peer& peer) {
     const int* fds = reinterpret_cast<const int*>(CMSG_DATA(rights));
     for (size_t i = 0; i < count; ++i) received.fds.emplace_back(fds[i]);
   }
+  if ((header.msg_flags & MSG_CTRUNC) != 0)
+    throw ResourceError(std::string(message.text) +
+                        ": too few file descriptors; raise the limit (ulimit -n)");
+  recv(peer.socket.get(), &message, sizeof(message), MSG_DONTWAIT);
+  message.key[sizeof(message.key) - 1] = message.text[sizeof(message.text) - 1] = 0;
   if (std::find(ended_.begin(), ended_.end(), message.key) != ended_.end()) return true;
   Incoming& letter = peer.incoming[{message.key, message.round}];
-  letter.truncated = (header.msg_flags & MSG_CTRUNC) != 0;
   if (message.round == kRefusal) {
     letter.refused = true;
     letter.refusal = message.text;
@@ -297,17 +184,14 @@ void Peers::end(const std::string& key) {
 }
 
 void Peers::refuse(const std::string& key, const std::string& reason, const CallSite* other) {
-  Message message{};
+  Message message = Message::of(key, kRefusal, reason);
   if (other != nullptr) {
     message.words = other->channel;
     message.word[0] = other->number;
   }
-  put(message.key, key);
-  put(message.text, reason);
-  message.round = kRefusal;
+  std::lock_guard<std::mutex> lock(mutex_);
   for (int peer = 0; peer < world_size_; ++peer)
     if (peers_[peer].socket.valid()) send_message(peer, message, {});
-  std::lock_guard<std::mutex> lock(mutex_);
   end(key);
 }
 
@@ -340,9 +224,6 @@ bool Peers::collect(const std::string& key, int round, const std::string& contex
     throw_if_refused(key, context, peer);
     const auto letter = incoming.find({key, round});
     if (letter == incoming.end()) continue;
-    if (letter->second.truncated)
-      throw ResourceError(context + ": too few file descriptors for what rank " + text(peer) +
-                          " sent; raise the limit (ulimit -n)");
     all[peer] = std::move(*letter->second.payload);
     have[peer] = true;
     incoming.erase(letter);
@@ -350,31 +231,31 @@ bool Peers::collect(const std::string& key, int round, const std::string& contex
   return std::all_of(have.begin(), have.end(), [](bool accepted) { return accepted; });
 }
 
+// Throws when a peer has died or left. A message under this key that it sent before counts: it is
+// for the next `collect`.
+void Peers::throw_if_gone(int peer, const std::string& key, const std::string& context) {
+  bool closed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    read_messages();
+    closed = peers_[peer].closed;
+    const auto& incoming = peers_[peer].incoming;
+    const auto letter = incoming.lower_bound({key, kRefusal});
+    if (letter != incoming.end() && letter->first.first == key) return;
+  }
+  if (closed) {
+    const auto until = Clock::now() + kExitGrace;
+    while (!dead(peer) && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
+  }
+  if (dead(peer)) throw_missing(peer, context, "died");
+  if (closed) throw_missing(peer, context, "has left the group");
+}
+
 // Throws when a missing peer will never come, or the time is over.
 void Peers::check_missing(const std::string& key, const std::string& context,
                           const std::vector<bool>& have, bool expired, const WaitBudget& budget) {
-  for (int peer = 0; peer < world_size_; ++peer) {
-    if (have[peer]) continue;
-    bool closed;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      read_messages();
-      closed = peers_[peer].closed;
-      // A message sent just before its end counts: the next pass finds it.
-      const auto& incoming = peers_[peer].incoming;
-      const auto letter = incoming.lower_bound({key, kRefusal});
-      if (letter != incoming.end() && letter->first.first == key) continue;
-    }
-    if (closed) {
-      // The socket of a process closes a little before the process ends.
-      const auto until = Clock::now() + kExitGrace;
-      while (!dead(peer) && Clock::now() < until) std::this_thread::sleep_for(milliseconds(5));
-    }
-    if (dead(peer)) throw_missing(peer, context, "died");
-    if (!closed) continue;
-    const std::string who = "rank " + text(peer) + " has left the group";
-    throw LeftGroup(context + ": " + who, who + " (noticed by rank " + text(rank_) + ")");
-  }
+  for (int peer = 0; peer < world_size_; ++peer)
+    if (!have[peer]) throw_if_gone(peer, key, context);
   if (!expired) return;
   std::string late;
   for (int peer = 0; peer < world_size_; ++peer)
@@ -388,10 +269,7 @@ std::vector<Received> Peers::exchange(const Rendezvous& rendezvous, int round,
   std::vector<Received> all(static_cast<size_t>(world_size_));
   std::vector<bool> have(static_cast<size_t>(world_size_), false);
   have[rank_] = true;
-  Message message{};
-  put(message.key, rendezvous.key);
-  put(message.text, rendezvous.call_name);
-  message.round = round;
+  Message message = Message::of(rendezvous.key, round, rendezvous.call_name);
   message.words = static_cast<int32_t>(payload.words.size());
   std::copy(payload.words.begin(), payload.words.end(), message.word);
   const std::string context =

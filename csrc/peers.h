@@ -14,12 +14,11 @@
 
 #include "board.h"
 #include "error.h"
+#include "listener.h"
 #include "segment.h"
 #include "wait.h"
 
 namespace symm_cp {
-
-class Listener;
 
 // The group's key-value store, through which the ranks find each other.
 class Bootstrap {
@@ -52,12 +51,6 @@ class GaveUp : public PeerError {
   std::optional<CallSite> other;
 };
 
-// A peer that lives has closed its sockets.
-class LeftGroup : public PeerError {
- public:
-  using PeerError::PeerError;
-};
-
 // What was given up with a call that threw.
 inline const CallSite* other_of(const std::exception& error) {
   const auto* found = dynamic_cast<const GaveUp*>(&error);
@@ -77,12 +70,15 @@ struct Rendezvous {
 
 class Peers {
  public:
-  // Collective. Throws PeerError, naming the rank, when a peer does not come within the budget,
-  // died, refused to meet, or lives on another host. Sockets are in the abstract
-  // namespace: no file is left behind. Their names are public, so
-  // connections are checked by user id and a 128-bit token, and none can block a rank.
-  Peers(Bootstrap& bootstrap, std::string group, int rank, int world_size,
-        std::chrono::milliseconds timeout, const Rendezvous& rendezvous);
+  // Knows nobody yet.
+  Peers(std::string group, int rank, int world_size, std::chrono::milliseconds timeout);
+
+  // Collective: makes the mesh (mesh.cpp), or goes on with it after a rendezvous that was given up.
+  // Throws PeerError, naming the rank, when a peer does not come within the budget, died, refused
+  // this rendezvous, or lives on another host. Sockets are in the abstract namespace: no file is
+  // left behind. Their names are public, so connections are checked by user id and a 128-bit token,
+  // and none can block a rank. The rest of this class is for ranks that have met.
+  void meet(Bootstrap& bootstrap, const Rendezvous& rendezvous);
 
   // Tells ranks that look for this one that it refuses the rendezvous `key`. Not collective.
   static void refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
@@ -98,8 +94,8 @@ class Peers {
   std::vector<Received> exchange(const Rendezvous& rendezvous, int round, const Payload& payload,
                                  bool last);
 
-  // Tells all peers that this rank does not take part in the rendezvous (any more). Not
-  // collective: peers receive it when they come to the rendezvous.
+  // Tells all peers that are connected that this rank does not take part in the rendezvous (any
+  // more). Not collective: peers receive it when they come to the rendezvous.
   void refuse(const std::string& key, const std::string& reason, const CallSite* other = nullptr);
 
   // Throws when a peer has refused the rendezvous by a message that has arrived by now.
@@ -119,13 +115,20 @@ class Peers {
   void check_owned(const std::string& call_name) const;
 
  private:
-  struct Message;
+  static constexpr size_t kMaxWords = 8;
+  struct Message {
+    static Message of(const std::string& key, int32_t round, const std::string& text);
+    char key[48];
+    int32_t round;
+    int32_t words;  // of a refusal: the other channel, and as its word the number there
+    int64_t word[kMaxWords];
+    char text[256];  // the call; of a refusal the reason
+  };
   struct Incoming {
     std::optional<Received> payload;
     std::string refusal;
     std::optional<CallSite> other;
     bool refused = false;
-    bool truncated = false;
   };
   struct StaleEntry {  // an entry in the store whose process has ended
     std::string entry;
@@ -133,21 +136,31 @@ class Peers {
   };
   struct Peer {
     Descriptor socket;
-    Descriptor process;  // a pidfd; invalid where the kernel has none
+    Descriptor process;      // a pidfd; invalid where the kernel has none
+    std::string entry;       // by which this rank connected to it
+    bool has_board = false;  // the peer has this rank's
     bool closed = false;
     std::map<std::pair<std::string, int>, Incoming>
         incoming;  // by key and round; refusals: round -1
   };
-  bool meet(Bootstrap& bootstrap, const Rendezvous& rendezvous, std::optional<Listener>& listener);
-  void connect_all(Bootstrap& bootstrap, const Rendezvous& rendezvous, Listener& listener);
+  // mesh.cpp
+  void make_mesh(Bootstrap& bootstrap, const Rendezvous& rendezvous);
   void find_peer(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer, bool thorough,
                  StaleEntry& stale);
   void connect_to(const std::string& entry, int peer);
-  void add_connection(int peer, Descriptor socket);
-  void exchange_boards(const Rendezvous& rendezvous);
+  void add_connection(int peer, Descriptor socket, std::string entry);
+  void forget(int peer);
+  void check_connection(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer,
+                        bool thorough);
+  bool exchange_boards(const Rendezvous& rendezvous);
+  void take_board(int peer);
+  void wait_for_peers();
+  [[noreturn]] void throw_late(const Rendezvous& rendezvous);
+
   bool send_message(int peer, const Message& message, const std::vector<int>& fds);
   void read_messages();
   bool read_message(Peer& peer);
+  void throw_if_gone(int peer, const std::string& key, const std::string& context);
   void end(const std::string& key);
   bool collect(const std::string& key, int round, const std::string& call_name,
                std::vector<Received>& all, std::vector<bool>& have);
@@ -163,9 +176,13 @@ class Peers {
   int forks_;
   std::vector<Peer> peers_;
   std::vector<Segment> boards_;
-  std::mutex mutex_;               // messages, and which sockets are closed
-  std::deque<std::string> ended_;  // keys whose late messages are dropped
+  std::optional<Listener> listener_;  // until the mesh is made
+  std::mutex mutex_;                  // messages, which sockets there are, and which are closed
+  std::deque<std::string> ended_;     // keys whose late messages are dropped
 };
+
+// Between the end of a socket and that of its process.
+inline constexpr std::chrono::milliseconds kExitGrace{500};
 
 // Throws ResourceError unless this process can open `count` more files.
 void require_descriptors(int count, const std::string& call_name);

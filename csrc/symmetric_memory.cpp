@@ -51,6 +51,7 @@ struct Registry {
   std::mutex mutex;
   std::map<const char*, std::shared_ptr<Block>> blocks;  // by start address
   std::map<std::string, std::shared_ptr<GroupPeers>> groups;
+  std::map<std::string, std::shared_ptr<GroupPeers>> unmet;  // whose mesh was begun
   std::map<std::string, Count> rendezvous;
   std::set<std::string> in_progress;  // parties that a thread of this process makes now
 
@@ -118,24 +119,58 @@ std::shared_ptr<Peers> peers_of_its_backend(c10d::ProcessGroup& process_group,
   return backend && backend->getBackendName() == "symm_cp" ? peers_of_backend(name) : nullptr;
 }
 
-std::shared_ptr<GroupPeers> make_group_peers(
-    const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
-    const Rendezvous& rendezvous) {
+// Those of a group that this rank has met or begun to look for; null when there are none.
+std::shared_ptr<Peers> connected_peers_of(
+    const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+  {
+    Registry& all = registry();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (const auto* groups : {&all.groups, &all.unmet})
+      if (const auto it = groups->find(name);
+          it != groups->end() && current(*it->second, process_group, name))
+        return it->second->peers;
+  }
+  return process_group ? peers_of_its_backend(*process_group, name) : nullptr;
+}
+
+// Those of a group that this rank has begun to look for, or will now. For the thread that has put
+// the group's name into `in_progress`.
+std::shared_ptr<GroupPeers> unmet_peers_of(
+    const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
+  Registry& all = registry();
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const auto it = all.unmet.find(name);
+    if (it != all.unmet.end() && current(*it->second, process_group, name)) return it->second;
+  }
   auto group_peers = std::make_shared<GroupPeers>();
-  StoreBootstrap bootstrap = bootstrap_of(name, process_group);
   if (process_group) {
     group_peers->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
-    group_peers->peers = peers_of_its_backend(*process_group, name);
-    if (group_peers->peers != nullptr) return group_peers;
-    group_peers->peers =
-        std::make_shared<Peers>(bootstrap, name, process_group->getRank(), process_group->getSize(),
-                                timeout_of(*process_group), rendezvous);
+    group_peers->peers = std::make_shared<Peers>(
+        name, process_group->getRank(), process_group->getSize(), timeout_of(*process_group));
   } else {
     const auto& info = symm::get_group_info(name);
     group_peers->store = info.store;
-    group_peers->peers = std::make_shared<Peers>(bootstrap, name, info.rank, info.world_size,
-                                                 info.store->getTimeout(), rendezvous);
+    group_peers->peers =
+        std::make_shared<Peers>(name, info.rank, info.world_size, info.store->getTimeout());
   }
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.unmet[name] = group_peers;
+}
+
+std::shared_ptr<GroupPeers> make_group_peers(
+    const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+    const Rendezvous& rendezvous) {
+  StoreBootstrap bootstrap = bootstrap_of(name, process_group);
+  if (auto known = process_group ? peers_of_its_backend(*process_group, name) : nullptr) {
+    auto group_peers = std::make_shared<GroupPeers>();
+    group_peers->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
+    group_peers->peers = std::move(known);
+    return group_peers;
+  }
+  auto group_peers = unmet_peers_of(name, process_group);
+  group_peers->peers->check_owned(rendezvous.call_name);
+  group_peers->peers->meet(bootstrap, rendezvous);
   return group_peers;
 }
 
@@ -176,6 +211,7 @@ std::shared_ptr<GroupPeers> group_peers_of(const std::string& name, const Rendez
   }
   std::lock_guard<std::mutex> lock(all.mutex);
   all.in_progress.erase(name);
+  all.unmet.erase(name);
   return all.groups[name] = group_peers;
 }
 
@@ -358,11 +394,15 @@ std::shared_ptr<Peers> peers_of(const std::string& name, const Rendezvous& rende
   return group_peers_of(name, rendezvous)->peers;
 }
 
-void refuse_peers(const std::string& name, const std::string& key, const std::string& reason) {
+void refuse_peers(const std::string& name, const std::string& key, const std::string& reason,
+                  const CallSite* other) {
   const auto process_group = try_resolve(name);
   const int rank = process_group ? process_group->getRank() : symm::get_group_info(name).rank;
   StoreBootstrap bootstrap = bootstrap_of(name, process_group);
   Peers::refuse_before(bootstrap, rank, key, reason);
+  // Those that are connected may have met, and no longer look in the store.
+  const auto known = connected_peers_of(name, process_group);
+  if (known != nullptr && known->owned()) known->refuse(key, reason, other);
 }
 
 void check_refused_peers(const std::string& name, const Rendezvous& rendezvous, int peer) {
@@ -379,11 +419,12 @@ milliseconds timeout_of(const std::string& name) {
 void release_groups() {
   std::vector<std::shared_ptr<GroupPeers>> ended;  // their sockets close after the lock is released
   std::lock_guard<std::mutex> lock(registry().mutex);
-  for (auto it = registry().groups.begin(); it != registry().groups.end();) {
-    const bool gone = !it->second->store && it->second->process_group.use_count() == 0;
-    if (gone) ended.push_back(std::move(it->second));
-    it = gone ? registry().groups.erase(it) : std::next(it);
-  }
+  for (auto* groups : {&registry().groups, &registry().unmet})
+    for (auto it = groups->begin(); it != groups->end();) {
+      const bool gone = !it->second->store && it->second->process_group.use_count() == 0;
+      if (gone) ended.push_back(std::move(it->second));
+      it = gone ? groups->erase(it) : std::next(it);
+    }
 }
 
 }  // namespace symm_cp

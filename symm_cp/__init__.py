@@ -73,18 +73,19 @@ __all__ = [
     "scaled_matmul_reduce_scatter",
     "set_rotate_method",
     "shard_batch",
+    "tensor_parallel",
     "trace",
 ]
 
 if _TYPE_CHECKING:
-    from symm_cp import fsdp, inductor
+    from symm_cp import fsdp, inductor, tensor_parallel
     from symm_cp.context_parallel import ContextParallel
     from symm_cp.devices import nvshmem
 
 
 def __getattr__(name: str) -> object:
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
-    if name in ("fsdp", "inductor"):
+    if name in ("fsdp", "inductor", "tensor_parallel"):
         return _import_module(f"symm_cp.{name}")
     if name == "nvshmem":
         return _import_module("symm_cp.devices.nvshmem")

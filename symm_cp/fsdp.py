@@ -274,7 +274,7 @@ def _reduce_op(op: Any, gradients: torch.Tensor) -> str:
 def _param_groups(module: nn.Module) -> list[_ParamGroup]:
     """What a module that was passed to `fully_shard` communicates, apart from its submodules."""
     state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)  # since torch 2.12; one at most before
+    groups = getattr(state, "_fsdp_param_groups", None)  # of older torch: one at most
     return [group for group in groups or [getattr(state, "_fsdp_param_group", None)] if group]
 
 

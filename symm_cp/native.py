@@ -394,6 +394,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_links_close": (None, [_VOID]),
     "symm_cp_gather_runs": (_LONG, []),
     "symm_cp_serve_cpu": (None, [_INT]),
+    "symm_cp_serve_few_rows": (None, [_INT]),
     "symm_cp_keep_results": (None, [_LONG]),
     "symm_cp_empty_cache": (_LONG, []),
     "symm_cp_result_memory": (None, [ctypes.POINTER(_LONG)]),

@@ -18,17 +18,17 @@ All ranks of a group choose identically, from the files that the group's first r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
-from symm_cp import accelerators, env, trusted
+from symm_cp import accelerators, env, native, trusted
 from symm_cp.liveness import read, share
 from symm_cp.memory import Group, StateKey, on_first_use
 from symm_cp.runtime.all_reduce_ways import in_one_shot
@@ -162,22 +162,29 @@ _forced: dict[tuple[str, ...], str] = {}
 _listening: dict[str, Choice] | None = None
 
 
-@contextmanager
+@contextlib.contextmanager
 def forced(way: str | None) -> Iterator[None]:
     """Forces one way for all ops in the `with` block that have it; None: no way is forced.
 
     Use it on all ranks. Raises `ValueError` for an unknown way.
     """
-    global _forced
     kinds = [ways for ways in (WAYS, ATTENTION_WAYS) if way in ways]
     if way is not None and not kinds:
         raise ValueError(f"forced: unknown {way=}; must be one of {WAYS + ATTENTION_WAYS}")
     before = _forced
-    _forced = {} if way is None else {**_forced, kinds[0]: way}
+    _force({} if way is None else {**_forced, kinds[0]: way})
     try:
         yield
     finally:
-        _forced = before
+        _force(before)
+
+
+def _force(ways: dict[tuple[str, ...], str]) -> None:
+    global _forced
+    _forced = ways
+    with contextlib.suppress(native.BuildError):  # then there is no native kernel either
+        # It would take few rows before this module is asked for a way.
+        native.load().symm_cp_serve_few_rows(WAYS not in ways)
 
 
 def forced_ways() -> dict[tuple[str, ...], str]:
@@ -328,7 +335,7 @@ def _on(device: torch.device, key: str) -> str:
     return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 
-@contextmanager
+@contextlib.contextmanager
 def listening() -> Iterator[dict[str, Choice]]:
     """Yields the choices made in the `with` block, by `Question.key`, in all threads."""
     global _listening

@@ -17,3 +17,4 @@ from tests.rank_process import die_with
 die_with(os.getppid())
 with contextlib.suppress(native.BuildError):  # each rank says why
     native.load()
+    native.build_glue()

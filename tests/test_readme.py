@@ -69,9 +69,11 @@ def test_the_example_that_needs_gpus_uses_existing_functions() -> None:
 
 @pytest.mark.exhaustive
 def test_the_examples_run_under_torchrun(tmp_path: Path) -> None:
-    code, long_sequences, compiled = blocks("python")
+    code, tensor_parallel, long_sequences, compiled = blocks("python")
     setting = """
+import copy
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -79,10 +81,11 @@ torch.manual_seed(0)
 config = LlamaConfig(
     vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2
 )
-llama = LlamaForCausalLM(config)
+whole = LlamaForCausalLM(config)
+llama, vision_model = copy.deepcopy(whole), torch.nn.Linear(8, 8)
 ids = torch.randint(64, (1, 24))
 ones = torch.ones(1, 24 // dist.get_world_size())
-model = lambda ids, **options: llama(ids, attention_mask=ones, **options).logits
+model = lambda ids, **options: whole(ids, attention_mask=ones, **options).logits
 """
     collectives = """
 from torch.distributed._functional_collectives import (
@@ -90,8 +93,12 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor_autograd,
 )
 """
+    split = """
+vision_model(torch.ones(2, 8)).sum().backward()
+torch.testing.assert_close(llama(ids).logits, whole(ids).logits)
+"""
     ends = "assert loss.item() > 0", collectives, compiled
-    code = "\n".join([code, setting, long_sequences, *ends])
+    code = "\n".join([code, setting, tensor_parallel, split, long_sequences, *ends])
     script = tmp_path / "example.py"
     script.write_text(code + "\ndist.barrier()\ndist.destroy_process_group()\n")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

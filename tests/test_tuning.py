@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import memory, tuning
-from symm_cp.schedule.machine import TYPICAL_CPU, Curve, to_toml
+from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, to_toml
 from symm_cp.tuning import Question
 from tests.pool import Ranks
 
@@ -35,6 +35,23 @@ def gather(rows: int, inner: int, columns: int, dtype: torch.dtype = F32) -> Que
 def scatter(rows: int, inner: int, columns: int) -> Question:
     partial = rows * columns * 4
     return Question("matmul_reduce_scatter", F32, ((rows, inner, columns),), partial=partial)
+
+
+def all_reduce(rows: int, columns: int) -> Question:
+    nbytes = rows * columns * 4
+    products = ((rows, columns, columns),)
+    return Question("matmul_all_reduce", F32, products, partial=nbytes, everywhere=True)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_few_rows_are_summed_whole_and_many_part_by_part_on_gpus(ranks: int) -> None:
+    def fastest(rows: int) -> str:
+        seconds = all_reduce(rows, 4096).seconds(MACHINES["h100"], ranks, device="cuda")
+        return min(seconds, key=seconds.__getitem__)
+
+    assert fastest(1) == "whole"
+    assert fastest(8192) == "shards"
+    assert faster(all_reduce(1, 4096), ranks) == "whole"
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -214,13 +231,14 @@ def test_a_way_can_be_forced(ranks: Ranks) -> None:
 
 
 def disagree(group: dist.ProcessGroup) -> None:
-    with (
-        tuning.forced(tuning.WAYS[group.rank() % 2]),
-        pytest.raises(RuntimeError, match=r"ranks disagree|gave up"),
-    ):
+    """An all-gather-matmul exchanges the same either way; a matmul-all-reduce does not."""
+    x, weight = torch.randn(2, 8), torch.randn(8, 3)
+    with tuning.forced(tuning.WAYS[group.rank() % 2]):
         run(group)
+        with pytest.raises(RuntimeError, match=r"ranks disagree|gave up"):
+            symm_cp.matmul_all_reduce(x, weight, group=group)
     dist.barrier(group)
-    run(group)
+    symm_cp.matmul_all_reduce(x, weight, group=group)
 
 
 def test_ranks_that_choose_differently_get_an_error(ranks: Ranks) -> None:

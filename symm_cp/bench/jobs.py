@@ -24,6 +24,7 @@ from symm_cp.demo import arguments as demo_arguments
 from symm_cp.demo import variants
 from symm_cp.devices import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
+from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
 from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
@@ -179,6 +180,29 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
         check=lambda: _close(setting, run(), unfused_reduce_scatter(full, "sum", 0, setting.name)),
     )
     return Job(case, work, lambda: torch.mm(x[:rows], weight, out=out))
+
+
+def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> Job:
+    """Returns the matmul-all-reduce of W * `rows` x `inner` with `inner` x `columns`."""
+    x, weight = setting.normal(setting.ranks * rows, inner), setting.normal(inner, columns)
+    fused, full = torch.ops.symm_mem.fused_matmul_all_reduce.default, x @ weight
+
+    def run() -> torch.Tensor:
+        return fused(x, weight, None, "sum", setting.name)
+
+    def unfused(product: torch.Tensor) -> torch.Tensor:
+        return unfused_all_reduce(product, "sum", setting.name)
+
+    variants: Variants = {
+        LIMIT: lambda: x @ weight,
+        COMMUNICATION: lambda: unfused(full),
+        UNFUSED: lambda: unfused(x @ weight),
+        FUSED: run,
+    }
+    name = f"matmul-all-reduce, {rows} x {inner} for a rank, {columns} columns"
+    return Job(
+        setting.case(name, variants, check=lambda: _close(setting, run(), unfused(full))),
+    )
 
 
 def _variant(setting: Setting, pattern: Pattern) -> Variant:

@@ -88,13 +88,14 @@ def products(
 
     Raises `ValueError` as `wanted` does.
     """
-    gather, scatter = "all-gather-matmul", "matmul-reduce-scatter"
+    gather, scatter, reduce = "all-gather-matmul", "matmul-reduce-scatter", "matmul-all-reduce"
     for shape in wanted_shapes.split(","):
         model = MODELS.get(shape)
         if model is None:
             rows, inner, columns = _numbers(shape, "ROWSxINNERxCOLUMNS")
             yield gather, (rows, inner, columns)
             yield scatter, (rows, inner, columns)
+            yield reduce, (rows, inner, columns)
             continue
         rows = _split("tokens", tokens, ranks)
         query = _split(f"{shape}, query features", model.query, ranks)
@@ -107,7 +108,11 @@ def products(
 
 
 def _matmuls(shape: str, ranks: int, tokens: int) -> Iterator[Wanted]:
-    makers = {"all-gather-matmul": jobs.gather_matmul, "matmul-reduce-scatter": jobs.matmul_scatter}
+    makers = {
+        "all-gather-matmul": jobs.gather_matmul,
+        "matmul-reduce-scatter": jobs.matmul_scatter,
+        "matmul-all-reduce": jobs.matmul_all_reduce,
+    }
     for kind, (rows, inner, columns) in products(shape, ranks, tokens):
         make = partial(makers[kind], rows=rows, inner=inner, columns=columns)
         yield Wanted(kind, 2.0 * ranks * rows * inner * columns, "operations", make)

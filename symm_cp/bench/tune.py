@@ -100,6 +100,10 @@ def _matmuls(setting: Setting, kind: str, sizes: tuple[int, ...]) -> Runs:
         yield f"{kind}, {shape}", gather
         again = partial(ops._fused_all_gather_weight_grad, x, [grad], 0, name)
         yield f"weight gradient, {shape}", again
+    elif kind == "matmul-all-reduce":
+        x = setting.normal(all_rows, inner)
+        reduce = partial(ops.fused_matmul_all_reduce, x, weight, None, "sum", name)
+        yield f"{kind}, {shape}", reduce
     else:
         x, grad = setting.normal(all_rows, inner), setting.normal(rows, columns)
         scatter = partial(ops.fused_matmul_reduce_scatter, x, weight, "sum", 0, name)

@@ -69,6 +69,26 @@ def _as_autocast_casts(*tensors: Any) -> tuple[Any, ...]:
     return autocast.cast(tensors, device) if torch.is_autocast_enabled(device) else tensors
 
 
+def _is_plain(
+    linear: FusedColwiseLinear | FusedRowwiseLinear, x: torch.Tensor, features: int
+) -> bool:
+    """Tells whether a linear of `features` input features has nothing to do but call its op.
+
+    Generation, one token after the other, takes this way: the other one takes as long as a matmul
+    with one row.
+    """
+    return (
+        linear.sequence_dim is None
+        and not torch.is_grad_enabled()
+        and not isinstance(x, DTensor)
+        and x.dim() > 1
+        and x.shape[-1] == features
+        and linear.local_output
+        and linear.features.as_stored
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
 class FusedColwiseLinear(nn.Linear):
     """A linear whose output features are split over the ranks.
 
@@ -88,6 +108,8 @@ class FusedColwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
+        if _is_plain(self, input, self.in_features):
+            return replicated.linear(input, _constant(self.weight), _constant(self.bias))
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
             return gather_and_apply(input, [self])[0]
@@ -135,7 +157,14 @@ def _own_bias(linear: FusedColwiseLinear) -> torch.Tensor | None:
     return None if bias is None else linear.features.own(bias, 0, linear.group)
 
 
-def _local(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def _constant(parameter: Any) -> Any:
+    """As `_local`, for use without gradients: `to_local` makes a view each time."""
+    if torch.compiler.is_compiling() or not isinstance(parameter, DTensor):
+        return _local(parameter)
+    return parameter._local_tensor
+
+
+def _local(parameter: Any) -> Any:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -174,7 +203,11 @@ class FusedRowwiseLinear(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S / W, N) or (B, S, N) for (B, S, K / W); errors as the fused op's."""
-        mesh, group, bias = self.weight.device_mesh, self.group, _local(self.bias)
+        group = self.group
+        if _is_plain(self, input, self.features.count):
+            weight, bias = _constant(self.weight), _constant(self.bias)
+            return replicated.sum_products([input], [weight.t()], bias, group)
+        mesh, bias = self.weight.device_mesh, _local(self.bias)
         check = _check_rowwise_telling_peers if input.device.type == "cpu" else _check_rowwise
         x_part, placement = check(input, self, group)
         weight = self.features.own(self.weight.to_local(), 1, group)

@@ -10,6 +10,9 @@ alone). Each function below has the gradient of one rank's program for the value
     sum_products    sum over i and ranks, + bias       of the factors: local products
     gather_columns  parts side by side                 this rank's part
 
+Without gradients they call their ops and nothing else: `torch.autograd.Function` takes as long as a
+matmul with one row.
+
 Each gradient is made of these functions, so gradients of any order are right. (The ops themselves
 follow torch's functional collectives, where the gradient of an all-reduce is an all-reduce.)
 """
@@ -27,12 +30,16 @@ _ops = torch.ops.symm_mem
 
 def copy(x: torch.Tensor, group: str) -> torch.Tensor:
     """The identity; the gradient is summed over the ranks."""
+    if not torch.is_grad_enabled():
+        return x
     result: torch.Tensor = _Copy.apply(x, group)
     return result
 
 
 def sum_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over the ranks; the gradient is that of the sum, unchanged."""
+    if not torch.is_grad_enabled():
+        return _sum_ranks(part, group)
     result: torch.Tensor = _SumRanks.apply(part, group)
     return result
 
@@ -47,6 +54,8 @@ def columns(
 
     The input's gradients are added up over linears and ranks in one fused op.
     """
+    if not torch.is_grad_enabled():
+        return _columns(x, weights, biases)
     return list(_Columns.apply(group, len(weights), x, *weights, *biases))
 
 
@@ -57,8 +66,47 @@ def sum_products(
     group: str,
 ) -> torch.Tensor:
     """Returns the sum over the ranks of all `lefts[i] @ rights[i]`, plus a replicated bias."""
+    if not torch.is_grad_enabled():
+        return _sum_products(lefts, rights, bias, group)
     result: torch.Tensor = _SumProducts.apply(group, len(lefts), bias, *lefts, *rights)
     return result
+
+
+def _sum_ranks(part: torch.Tensor, group: str) -> torch.Tensor:
+    # Unlike torch's all-reduces, this op takes plain tensors on any device, and several hosts.
+    rows = part.reshape(-1, part.shape[-1])
+    total: torch.Tensor = _ops._fused_matmuls_all_reduce([], [], rows, None, "sum", group)
+    return total.view(part.shape)
+
+
+def _columns(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    return [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear`, which is slow for the last tokens of several sequences, a slice of 3-D input.
+
+    It multiplies them one by one, after a copy of the weight, unless that requires a gradient.
+    """
+    if x.dim() == 3 and x.stride(0) != x.shape[1] * x.stride(1):
+        return F.linear(x.flatten(0, 1), weight, bias).view(*x.shape[:-1], -1)
+    return F.linear(x, weight, bias)
+
+
+def _sum_products(
+    lefts: Sequence[torch.Tensor],
+    rights: Sequence[torch.Tensor],
+    bias: torch.Tensor | None,
+    group: str,
+) -> torch.Tensor:
+    total: torch.Tensor = (
+        _ops.fused_matmul_all_reduce(*lefts, *rights, bias, "sum", group)
+        if len(lefts) == 1
+        else _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
+    )
+    return total
 
 
 class _Copy(torch.autograd.Function):
@@ -76,10 +124,7 @@ class _SumRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, group: str) -> torch.Tensor:
         ctx.group = group
-        # Unlike torch's all-reduces, this op takes plain tensors on any device, and several hosts.
-        rows = part.reshape(-1, part.shape[-1])
-        total: torch.Tensor = _ops._fused_matmuls_all_reduce([], [], rows, None, "sum", group)
-        return total.view(part.shape)
+        return _sum_ranks(part, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -99,10 +144,7 @@ class _Columns(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         weights, biases = weights_biases[:count], weights_biases[count:]
         ctx.save_for_backward(x, *weights)
-        return tuple(
-            F.linear(x, weight, bias)  # type: ignore[arg-type]
-            for weight, bias in zip(weights, biases, strict=True)
-        )
+        return tuple(_columns(x, weights, biases))  # type: ignore[arg-type]
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -133,12 +175,7 @@ class _SumProducts(torch.autograd.Function):
         ctx.group, ctx.count = group, count
         ctx.save_for_backward(*factors)
         lefts, rights = list(factors[:count]), list(factors[count:])
-        total: torch.Tensor = (
-            _ops.fused_matmul_all_reduce(*lefts, *rights, bias, "sum", group)
-            if count == 1
-            else _ops._fused_matmuls_all_reduce(lefts, rights, None, bias, "sum", group)
-        )
-        return total
+        return _sum_products(lefts, rights, bias, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:

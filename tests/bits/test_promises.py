@@ -98,6 +98,19 @@ def matmuls(group: dist.ProcessGroup) -> dict[str, Run]:
             x,
             w,
         )
+    for shape in ((7, 5), (2, 5, 33)):
+        x, w, bias = torch.randn(shape), torch.randn(shape[-1], 3), torch.ones(3)
+        runs[f"all-reduce {shape}"] = with_grads(
+            lambda x, w, bias: torch.ops.symm_mem._fused_matmuls_all_reduce(
+                [x], [w], None, bias, "sum", group.group_name
+            ),
+            x,
+            w,
+            bias,
+        )
+        runs[f"native all-reduce {shape}"] = with_grads(
+            lambda x, w, bias: symm_cp.matmul_all_reduce(x, w, bias, group=group), x, w, bias
+        )
     return runs
 
 

@@ -39,6 +39,7 @@ def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> No
         for index in range(count):
             test_random.gathers(group, index)
             test_random.scatters(group, index)
+            test_random.all_reduces(group, index)
 
 
 @MODES

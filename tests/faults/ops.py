@@ -32,6 +32,18 @@ def matmul_scatter(group: dist.ProcessGroup) -> Results:
         return [symm_cp.matmul_reduce_scatter(x, torch.randn(6, 4), group=group)]
 
 
+def matmul_all_reduce(group: dist.ProcessGroup) -> Results:
+    name = group.group_name
+    return [OPS.fused_matmul_all_reduce(torch.randn(5, 6), torch.randn(6, 4), None, "sum", name)]
+
+
+def matmuls_all_reduce(group: dist.ProcessGroup) -> Results:
+    """By the kernel in Python, in two shots, part by part."""
+    args = [torch.randn(5, 6)], [torch.randn(6, 4)], None, None, "sum", group.group_name
+    with tuning.forced("shards"):
+        return [OPS._fused_matmuls_all_reduce(*args)]
+
+
 def attention(group: dist.ProcessGroup) -> Results:
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in range(3))
     return [symm_cp.all_gather_attention(q, k, v, group=group, is_causal=True)]
@@ -140,9 +152,9 @@ def backend_async(group: dist.ProcessGroup) -> Results:
 ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
     run.__name__: run
     for run in (
-        gather_matmul, gather_matmul_whole, matmul_scatter, attention, attention_backward,
-        attention_ring, low_contention, one_shot, two_shot, scatter_out, two_shot_in_place,
-        gather_in_place, backend, backend_async,
+        gather_matmul, gather_matmul_whole, matmul_scatter, matmul_all_reduce, matmuls_all_reduce,
+        attention, attention_backward, attention_ring, low_contention, one_shot, two_shot,
+        scatter_out, two_shot_in_place, gather_in_place, backend, backend_async,
     )
 }  # fmt: skip
 

@@ -18,6 +18,8 @@ NAMES = {
     "gather_matmul": "fused_all_gather_matmul",
     "gather_matmul_whole": "fused_all_gather_matmul",
     "matmul_scatter": "fused_matmul_reduce_scatter",
+    "matmul_all_reduce": "fused_matmul_all_reduce",
+    "matmuls_all_reduce": "_fused_matmuls_all_reduce",
     "attention": "fused_all_gather_attention",
     "attention_backward": "fused_all_gather_attention",
     "attention_ring": "fused_all_gather_attention",
@@ -36,6 +38,7 @@ LIMIT = 2.0
 OPS = some(
     (2, "gather_in_place"),
     (2, "matmul_scatter"),
+    (2, "matmuls_all_reduce"),
     (2, "low_contention"),
     (2, "two_shot_in_place"),
     (2, "attention_ring"),

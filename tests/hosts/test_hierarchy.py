@@ -70,6 +70,7 @@ def all_ops(group: dist.ProcessGroup, seed: int, layouts: int = 2) -> None:
     for index in range(4):
         test_random.gathers(group, index)
         test_random.scatters(group, index)
+        test_random.all_reduces(group, index)
         test_random.scaled_gathers(group, index)
         test_random.scaled_scatters(group, index)
     W, rank = group.size(), group.rank()

@@ -45,6 +45,12 @@ CASES = [
     Case("failures", "-DRANKS=2 -DPIECES=3 -DNO_MARK", right=False),
     Case("failures", "-DRANKS=2 -DPIECES=3 -DNO_DEBT", right=False),
     Case("failures", "-DRANKS=2 -DPIECES=3 -DSHORT_MARK", right=False),
+    Case("mesh", "-DRANKS=2 -DCALLS=3 -DQUITS=3"),
+    Case("mesh", "-DRANKS=3 -DCALLS=1 -DQUITS=1"),
+    Case("mesh", "-DRANKS=2 -DNO_NOTE", right=False),
+    Case("mesh", "-DRANKS=2 -DNO_MESSAGE", right=False),
+    Case("mesh", "-DRANKS=2 -DNO_LAST_LOOK", right=False),
+    Case("mesh", "-DRANKS=3 -DCLOSE", right=False),
     Case("sleep", "-DRANKS=3"),
     Case("sleep", "-DEARLY", right=False),
     Case("sleep", "-DLATE", right=False),
@@ -65,6 +71,7 @@ MORE = [
     Case("failures", "-DRANKS=3 -DCALLS=3"),
     Case("failures", "-DRANKS=2 -DCALLS=3 -DPIECES=3"),
     Case("failures", "-DRANKS=3 -DCALLS=2 -DPIECES=2"),
+    Case("mesh", "-DRANKS=3 -DCALLS=2 -DQUITS=1"),
 ]
 
 

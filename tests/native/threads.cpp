@@ -51,6 +51,7 @@ struct GroupPeers {
   int world_size;
   std::mutex mutex;
   std::shared_ptr<Peers> peers;
+  std::shared_ptr<Peers> unmet;  // whose mesh was begun
 };
 std::mutex groups_mutex;
 std::map<std::string, std::unique_ptr<GroupPeers>> groups;
@@ -184,16 +185,19 @@ std::shared_ptr<Mapping> find_mapping(const void* address, const std::string& gr
 std::shared_ptr<Peers> peers_of(const std::string& group, const Rendezvous& rendezvous) {
   GroupPeers& group_peers = group_peers_of(group);
   std::lock_guard<std::mutex> lock(group_peers.mutex);
-  if (group_peers.peers == nullptr)
-    group_peers.peers =
-        std::make_shared<Peers>(*group_peers.notes, group, group_peers.rank, group_peers.world_size,
-                                std::chrono::seconds(30), rendezvous);
-  return group_peers.peers;
+  if (group_peers.peers != nullptr) return group_peers.peers;
+  if (group_peers.unmet == nullptr)
+    group_peers.unmet = std::make_shared<Peers>(group, group_peers.rank, group_peers.world_size,
+                                                std::chrono::seconds(30));
+  group_peers.unmet->meet(*group_peers.notes, rendezvous);
+  return group_peers.peers = group_peers.unmet;
 }
 
-void refuse_peers(const std::string& group, const std::string& key, const std::string& reason) {
+void refuse_peers(const std::string& group, const std::string& key, const std::string& reason,
+                  const CallSite* other) {
   GroupPeers& group_peers = group_peers_of(group);
   Peers::refuse_before(*group_peers.notes, group_peers.rank, key, reason);
+  if (group_peers.unmet != nullptr) group_peers.unmet->refuse(key, reason, other);
 }
 
 void check_refused_peers(const std::string& group, const Rendezvous& rendezvous, int peer) {

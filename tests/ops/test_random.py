@@ -98,6 +98,28 @@ def scatters(group: dist.ProcessGroup, index: int) -> None:
     expected.check(output)
 
 
+def all_reduces(group: dist.ProcessGroup, index: int) -> None:
+    """Every rank has another inner dimension, perhaps none."""
+    W, rank, name = group.size(), group.rank(), group.group_name
+    dtype, columns = random.choice(FLOATING), random.choice([1, 3, 8, 17])
+    lead = random_shape(random.choice([1, 2, 3]), [1, 2, 3, 5], [1, 4, 7, 33])
+    inner = [random.choice([0, 1, 4, 16]) for _ in range(W)]
+    a = [torch.randn(*lead, k).to(dtype) for k in inner]
+    b = [torch.randn(k, columns).to(dtype) for k in inner]
+    bias = torch.randn(columns).to(dtype) if index % 2 else None
+    reduce_op = random.choice(["sum", "avg"])
+    given = laid_out(a[rank], group, random.randrange(3))
+    with tuning.forced(random.choice(tuning.WAYS)):
+        # The second goes the way that is forced, however few rows there are.
+        outputs = [
+            OPS.fused_matmul_all_reduce(given, b[rank], bias, reduce_op, name),
+            OPS._fused_matmuls_all_reduce([given], [b[rank]], None, bias, reduce_op, name),
+        ]
+    for output in outputs:
+        assert output.is_contiguous()
+        reference.matmul_all_reduce(a, b, reduce_op, bias).check(output)
+
+
 def scaled_dtype() -> torch.dtype:
     """What products of float8 are rounded to: cuBLAS knows only one type for rows with scales."""
     on_cpu = device.name() == "cpu"
@@ -225,7 +247,14 @@ def repeat(group: dist.ProcessGroup, case: Callable[..., None], count: int) -> N
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("case", "count"),
-    [(gathers, 60), (scatters, 60), (scaled_gathers, 30), (scaled_scatters, 30), (collectives, 40)],
+    [
+        (gathers, 60),
+        (scatters, 60),
+        (all_reduces, 40),
+        (scaled_gathers, 30),
+        (scaled_scatters, 30),
+        (collectives, 40),
+    ],
 )
 def test_random(ranks: Ranks, world_size: int, case: Callable[..., None], count: int) -> None:
     ranks.run(world_size, repeat, case, count)

@@ -173,12 +173,10 @@ def test_autocast(ranks: Ranks, sequence_parallel: bool) -> None:
 
 
 def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
-    dense = model_of("qwen3")
+    dense = model_of("qwen3", num_hidden_layers=1)  # the first and the last block
     model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
-    # Masks are what breaks graphs in transformers, so the blocks are compiled.
-    blocks = model.model.layers
-    for block in blocks:
-        block.compile(backend="aot_eager", fullgraph=True)
+    # Masks are what breaks graphs in transformers, so the block is compiled.
+    model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
     tokens = tokens_of(dense)
     for m in (model, dense):
         m(tokens, labels=tokens, use_cache=False).loss.backward()
@@ -219,7 +217,9 @@ def communicates(group: dist.ProcessGroup, sequence_parallel: bool) -> tuple[lis
 
 
 def test_what_communicates(ranks: Ranks) -> None:
-    around = {"one_shot_all_reduce", "_low_contention_all_gather"}  # embedding, head
+    # Of the embedding and the head; and of the whole sequence after the last block.
+    gathers = {"_low_contention_all_gather", "_low_contention_all_gather_split"}
+    around = {"one_shot_all_reduce", *gathers}
     parts = {"fused_all_gather_matmul", "fused_matmul_reduce_scatter"}
     for sequence_parallel, inside in ((False, {"fused_matmul_all_reduce"}), (True, parts)):
         forward, backward = ranks.run(2, communicates, sequence_parallel)[0]
@@ -227,3 +227,93 @@ def test_what_communicates(ranks: Ranks) -> None:
         assert counts == dict.fromkeys(inside, 4)
         for name in (*forward, *backward):  # nothing but ours, and what waits for it
             assert name in around | inside or "fused" in name or "_c10d_functional" in name, name
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(6, 4)
+        self.up = nn.Linear(4, 8)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.up(self.table(ids)) * 2
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    replaced = Tiny()
+    replaced.up.forward = replaced.up.forward
+    narrow = model_of("llama", num_key_value_heads=1)
+    tied = model_of("tied llama")
+    cases: list[tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = [
+        (Tiny(), "manual", {}, ValueError, "'manual'"),
+        (Tiny(), "auto", {}, ValueError, "Tiny has no tensor-parallel plan of its own"),
+        (Tiny(), {"up": 3}, {}, TypeError, "'up' to 3"),
+        (Tiny(), {"down": "colwise"}, {}, ValueError, r"\['down'\] of the plan name no module"),
+        (
+            Tiny(),
+            {"up": "mla_kv_a_proj"},
+            {},
+            NotImplementedError,
+            "gives up .Linear. the kind 'mla_kv_a_proj'.*leave the rule out",
+        ),
+        (
+            Tiny(),
+            {"up": "sequence_parallel"},
+            {},
+            NotImplementedError,
+            "leave the rule out: sequence_parallel=True splits",
+        ),
+        (Tiny(), {"table": "colwise"}, {}, NotImplementedError, "table .*must be an nn.Linear"),
+        (Tiny(), {"up": "embedding_rowwise"}, {}, NotImplementedError, "must be an nn.Embedding"),
+        (
+            Tiny(),
+            {"scale": "colwise"},
+            {},
+            NotImplementedError,
+            "only if the plan gives its module",
+        ),
+        (replaced, {"up": "colwise"}, {}, NotImplementedError, "forward of up was replaced"),
+        (
+            Tiny(),
+            {"up": "colwise"},
+            {"sequence_parallel": True},
+            ValueError,
+            "names no module in a ModuleList of Tiny",
+        ),
+        (narrow, "auto", {}, ValueError, "q_proj .* has 1 heads.*mesh of at most 1 ranks"),
+        (
+            tied,
+            {"lm_head": "colwise_gather_output"},
+            {},
+            ValueError,
+            "tied parameters must be split in the same way",
+        ),
+        (
+            apply(Tiny(), mesh, {"up": "colwise"}),
+            {"up": "colwise"},
+            {},
+            ValueError,
+            "is already a DTensor",
+        ),
+    ]
+    for model, plan, options, error, message in cases:
+        before = [(name, type(p), type(p.data)) for name, p in model.named_parameters()]
+        with pytest.raises(error, match=message):
+            apply(model, mesh, plan, **options)
+        assert before == [(name, type(p), type(p.data)) for name, p in model.named_parameters()]
+    parts = apply(model_of("llama"), mesh, sequence_parallel=True)
+    with pytest.raises(ValueError, match=r"\[2, 7, 32\], must be .* divisible by world size 2"):
+        parts(tokens_of(parts, 7), use_cache=False)
+    assert parts(tokens_of(parts), use_cache=False).logits.shape[1] == 12  # all is well after it
+    table = apply(Tiny(), mesh, {"table": "embedding_rowwise"})
+    with pytest.raises(RuntimeError, match="index out of range: must be below 6"):
+        table(torch.tensor([[1, 6]]))
+
+
+def test_errors(ranks: Ranks) -> None:
+    ranks.run(2, refuses)

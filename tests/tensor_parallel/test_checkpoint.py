@@ -202,8 +202,12 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]
     return dict(zip(names, get_state_dict(model, optimizer), strict=True))
 
 
+#: With 3 ranks, a rank computes other heads than it stores.
+SIZES = {"hidden_size": 40, "num_attention_heads": 10, "num_key_value_heads": 5}
+
+
 def trains_and_saves(group: dist.ProcessGroup, family: str, folder: str) -> None:
-    dense = models.model_of(family)
+    dense = models.model_of(family, **SIZES)
     model = apply(copy.deepcopy(dense), mesh_of(group))
     tokens = models.tokens_of(dense)
     optimizer, other = optimizer_of(model), optimizer_of(dense)
@@ -218,7 +222,7 @@ def trains_and_saves(group: dist.ProcessGroup, family: str, folder: str) -> None
 
 def loads_and_trains(group: dist.ProcessGroup, family: str, folder: str) -> None:
     tokens, expected = torch.load(f"{folder}/expected")
-    model = apply(models.model_of(family), mesh_of(group))
+    model = apply(models.model_of(family, **SIZES), mesh_of(group))
     optimizer = optimizer_of(model)
     loaded = states(model, optimizer)
     dcp.load(loaded, checkpoint_id=folder, process_group=group)
@@ -235,11 +239,10 @@ def loads_and_trains(group: dist.ProcessGroup, family: str, folder: str) -> None
 @pytest.mark.parametrize(
     ("family", "world_size"),
     some(
-        ("llama", 4),
+        ("llama", 3),
         of=[
-            (family, size)
-            for family in ("llama", "tied llama", "qwen3", "mixtral", "gemma2")
-            for size in (1, 2, 4)
+            *((f, w) for f in ("llama", "tied llama", "qwen3", "gemma2") for w in (1, 2, 3, 4)),
+            *(("mixtral", w) for w in (1, 2, 4)),
         ],
     ),
 )

@@ -107,8 +107,7 @@ def make(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     """Returns the whole model, with the same random weights on every rank."""
     torch.manual_seed(seed)
     model = _transformers().AutoModelForCausalLM.from_config(config)
-    # Each step of generation would otherwise look for the special tokens' meaning.
-    return model.to(dtype).eval().requires_grad_(False)
+    return model.to(dtype).eval()
 
 
 def static_cache(model: nn.Module, length: int) -> Any:

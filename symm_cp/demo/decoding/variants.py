@@ -20,8 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.demo.decoding.llama import Exchanges, Parts
+from symm_cp.demo.decoding.llama import Exchanges, sharing_weights
+from symm_cp.tensor_parallel import apply
 
 # Renamed in torch 2.13, where the old names warn.
 _gather_into: Callable[..., Any] = (
@@ -81,12 +83,8 @@ def compiled(name: str, model: nn.Module, passes: dict[str, Any] | None = None) 
 
 
 def fused(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
-    """Returns the model split by the package."""
-    name = group.group_name
-    parts = Parts(model, group.rank(), group.size())
-    return parts.with_exchanges(
-        Exchanges(
-            lambda partial: torch.ops.symm_mem.one_shot_all_reduce(partial, "sum", name),
-            over(group).all_gather,
-        )
-    )
+    """Returns the model as this package splits it, with communication inside the matmuls."""
+    model = sharing_weights(model)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    # All ranks have the same weights: each keeps its own part without communication.
+    return apply(model, mesh, src_data_rank=None)

@@ -1,0 +1,233 @@
+"""Matmul-all-reduce of few rows, natively: right, the same on all ranks, and left by all together.
+
+What is common to few rows and many is in test_matmul_all_reduce.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+from symm_cp import tuning
+from symm_cp.ops import matmul_all_reduce
+from tests import reference
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+OP = torch.ops.symm_mem.fused_matmul_all_reduce
+FEW_BYTES = 512 << 10  # kFewBytes of csrc/matmul_all_reduce.cpp
+#: Leading dimensions and columns: one row, none, several, two exchanges with 3 ranks and more, and
+#: parts that end within a row.
+SHAPES = (((1,), 1024), ((0,), 5), ((2, 3), 0), ((2, 5), 33), ((7,), 10_007), ((3, 1, 2), 20_000))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@contextmanager
+def natively() -> Iterator[None]:
+    """Fails where a call is served by the kernel in Python."""
+    calls: list[str] = []
+    check = matmul_all_reduce._check
+
+    def seen(op: str, *args: object) -> object:
+        calls.append(op)
+        return check(op, *args)
+
+    matmul_all_reduce._check = seen
+    try:
+        yield
+    finally:
+        matmul_all_reduce._check = check
+    assert calls == []
+
+
+def strided(matrix: torch.Tensor) -> torch.Tensor:
+    return torch.stack([matrix, matrix], -1)[..., 0]
+
+
+def results(
+    group: dist.ProcessGroup, lead: tuple[int, ...], columns: int, dtype: torch.dtype
+) -> list[torch.Tensor]:
+    """All that a rank gets; compares it with the products of all ranks, which each rank knows."""
+    name, rank, W = group.group_name, group.rank(), group.size()
+    inner = [5 * r for r in range(W)] if columns == 33 else [64] * W
+    lefts = [torch.randn(*lead, k).to(dtype) for k in inner]
+    rights = [torch.randn(columns, k).to(dtype).t() for k in inner]
+    bias = torch.randn(columns).to(dtype)
+    found = []
+    for reduce_op, has_bias in (("sum", False), ("sum", True), ("avg", False), ("avg", True)):
+        added = bias if has_bias else None
+        with natively():
+            got = OP(lefts[rank], rights[rank], added, reduce_op, name)
+            again = OP(strided(lefts[rank]), rights[rank], added, reduce_op, name)
+        assert got.is_contiguous()
+        assert got.dtype == dtype
+        torch.testing.assert_close(again, got)
+        exact = expected(lefts, rights, added, reduce_op)
+        exact.check(got)
+        found.append(got)
+    return found
+
+
+def expected(
+    lefts: list[torch.Tensor],
+    rights: list[torch.Tensor],
+    bias: torch.Tensor | None,
+    reduce_op: str,
+) -> reference.Expected:
+    """Partial sums are rounded, and so is an average before the bias is added."""
+    parts = [reference.matmul(a, b) for a, b in zip(lefts, rights, strict=True)]
+    share = len(parts) if reduce_op == "avg" else 1
+    value = sum(part.value for part in parts) / share
+    magnitude = sum(part.magnitude for part in parts) / share
+    partials = sum(part.value.abs() for part in parts) / share
+    if bias is not None:
+        partials = partials + (value.abs() if reduce_op == "avg" else 0)
+        value, magnitude = value + bias.double(), magnitude + bias.double().abs()
+    terms = sum(part.terms for part in parts) + 2
+    return reference.Expected(value, magnitude, terms, partials)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        (1, torch.float32),
+        (2, torch.float32),
+        (3, torch.bfloat16),
+        of=itertools.product([1, 2, 3, 4], DTYPES),
+    ),
+)
+def test_results(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    for lead, columns in SHAPES:
+        by_rank = ranks.run(world_size, results, lead, columns, dtype)
+        for found in zip(*by_rank, strict=True):
+            assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def who_serves(group: dist.ProcessGroup) -> None:
+    name, columns = group.group_name, FEW_BYTES // 4
+    for wide in (columns, columns + 1):
+        a, w = torch.randn(1, 2), torch.randn(2, wide)
+        if wide == columns:
+            with natively():
+                OP(a, w, None, "sum", name)
+            for way in ("shards", "whole"):  # what is forced is asked of Python
+                with tuning.forced(way), pytest.raises(AssertionError), natively():
+                    OP(a, w, None, "sum", name)
+        else:
+            with pytest.raises(AssertionError), natively():
+                OP(a, w, None, "sum", name)
+    with natively(), tuning.forced("pipeline"):  # of attention
+        OP(torch.ones(1, 1), torch.ones(1, 1), None, "sum", name)
+
+
+def test_all_ranks_serve_the_same_sizes(ranks: Ranks) -> None:
+    ranks.run(2, who_serves)
+
+
+def works(group: dist.ProcessGroup) -> None:
+    found = OP(torch.ones(3, 4), torch.ones(4, 2), None, "sum", group.group_name)
+    assert torch.equal(found, torch.full((3, 2), 4.0 * group.size()))
+
+
+def fails_on_one_rank(group: dist.ProcessGroup, failing: int) -> None:
+    name, fails = group.group_name, group.rank() == failing
+    works(group)
+    # More memory than there are addresses, which MKL would need a copy of.
+    inner = 1 << 46 if fails else 4
+    a, w = torch.ones(1).expand(2, inner), torch.ones(1).expand(inner, 3)
+    for _ in range(3):
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="allocate memory") as caught:
+            OP(a, w, None, "sum", name)
+        assert time.monotonic() - start < 5
+        assert fails or "RuntimeError: " in str(caught.value)
+        assert fails or f"(on rank {failing})" in str(caught.value)
+        works(group)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+def test_a_matmul_that_fails_on_one_rank_fails_on_all(ranks: Ranks, world_size: int) -> None:
+    for failing in range(world_size):
+        ranks.run(world_size, fails_on_one_rank, failing)
+
+
+def refused_on_one_rank(group: dist.ProcessGroup) -> None:
+    name, ones = group.group_name, torch.ones
+    bad = group.rank() == 0
+    for a, w, bias, reduce_op, error, message in (
+        (ones(4), ones(4, 2), None, "sum", ValueError, "A must have at least 2 dimensions"),
+        (ones(3, 5), ones(4, 2), None, "sum", ValueError, "needs 5 rows"),
+        (ones(3, 4), ones(4, 2), ones(3), "sum", ValueError, r"bias has shape \[3\]"),
+        (ones(3, 4), ones(4, 2), ones(2).double(), "sum", TypeError, "bias is torch.float64"),
+        (ones(3, 4), ones(4, 2).double(), None, "sum", TypeError, "they must agree"),
+        (ones(3, 4), ones(4, 2), None, "max", ValueError, "reduce_op='max' must be"),
+    ):
+        args = (a, w, bias, reduce_op) if bad else (ones(3, 4), ones(4, 2), None, "sum")
+        with pytest.raises(error if bad else RuntimeError, match=message):
+            OP(*args, name)
+        works(group)
+
+
+def test_what_one_rank_refuses_fails_on_all(ranks: Ranks) -> None:
+    ranks.run(3, refused_on_one_rank)
+
+
+def disagree(group: dist.ProcessGroup) -> None:
+    name, first = group.group_name, group.rank() == 0
+    ones = torch.ones
+    good = ones(3, 4), ones(4, 2), None, "sum"
+    for other in (
+        (ones(2, 4), ones(4, 2), None, "sum"),
+        (ones(3, 4), ones(4, 5), None, "sum"),
+        (ones(3, 4), ones(4, 2), ones(2), "sum"),
+        (ones(3, 4), ones(4, 2), None, "avg"),
+        (ones(3, 4).bfloat16(), ones(4, 2).bfloat16(), None, "sum"),
+    ):
+        with pytest.raises(RuntimeError, match=r"ranks disagree: rank \d calls fused_matmul_all_"):
+            OP(*(other if first else good), name)
+        works(group)
+
+
+def test_ranks_that_disagree_hear_of_it(ranks: Ranks) -> None:
+    ranks.run(3, disagree)
+
+
+def modes(group: dist.ProcessGroup) -> None:
+    """Inference first: what it keeps must not reach calls with gradients."""
+    name, W = group.group_name, group.size()
+    a, w, b = torch.randn(2, 3, 4), torch.randn(4, 5), torch.randn(5)
+    with torch.inference_mode():
+        assert OP(a, w, b, "sum", name).is_inference()
+    given = [t.requires_grad_() for t in (a, w, b)]
+
+    def loss(run: Callable[[], torch.Tensor]) -> list[torch.Tensor]:
+        total = run()
+        return list(torch.autograd.grad(total.square().sum(), given))
+
+    # All ranks have the same loss of the same inputs.
+    want = loss(lambda: W * (a @ w) + b)
+    for run in (
+        lambda: OP(a, w, b, "sum", name),
+        lambda: checkpoint(lambda *args: OP(*args, "sum", name), a, w, b, use_reentrant=False),
+    ):
+        for got, exact in zip(loss(run), want, strict=True):
+            torch.testing.assert_close(got, exact)
+    (only,) = torch.autograd.grad(OP(a.detach(), w.detach(), b, "sum", name).sum(), b)
+    assert torch.equal(only, torch.full_like(b, 6))
+    (only,) = torch.autograd.grad(OP(a.detach(), w, None, "avg", name).sum(), w)
+    torch.testing.assert_close(only, a.detach().flatten(0, 1).sum(0)[:, None].expand(4, 5))
+    with torch.no_grad():
+        assert not OP(a, w, b, "sum", name).requires_grad
+    with pytest.raises(NotImplementedError, match="forward-mode derivatives"):
+        torch.func.jvp(lambda x: OP(x, w.detach(), None, "sum", name), (a.detach(),), (a.detach(),))
+
+
+def test_modes_of_the_caller(ranks: Ranks) -> None:
+    ranks.run(2, modes)

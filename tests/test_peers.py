@@ -1,0 +1,89 @@
+"""The mesh of a group's ranks: one of them gives up while it is made, and all meet again."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+from torch._C._distributed_c10d import _SymmetricMemory
+from torch.distributed.distributed_c10d import _get_process_group_store
+
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+#: A rank that finds its peers waiting looks at the store less often.
+POINTS = 24
+LIMIT = 2.0
+
+
+class Unreliable(dist.Store):
+    """A store that is slow at one access, and fails at another; 0: at none."""
+
+    def __init__(self, inner: dist.Store, *, slow_at: int, fails_at: int) -> None:
+        super().__init__()
+        self.inner, self.slow_at, self.fails_at, self.accesses = inner, slow_at, fails_at, 0
+
+    def _count(self) -> None:
+        self.accesses += 1
+        if self.accesses == self.slow_at:
+            time.sleep(0.1)
+        if self.accesses == self.fails_at:
+            raise RuntimeError("no luck with the store")
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._count()
+        self.inner.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self._count()
+        return self.inner.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        self._count()
+        return self.inner.check(keys)
+
+
+def meet(name: str) -> None:
+    """A rendezvous, and a barrier in the memory that it made."""
+    tensor = symm_mem.empty(16, device="cpu")
+    handle = _SymmetricMemory.rendezvous(tensor, name)
+    assert handle is not None
+    handle.barrier()
+
+
+def gives_up(group: dist.ProcessGroup, quitter: int) -> None:
+    """One rank gives up at each of its steps: all are told, and the next rendezvous succeeds."""
+    choose = random.Random(torch.initial_seed() + group.rank())
+    for point in range(1, POINTS + 1):
+        name = f"rank {quitter} of {group.size()} gives up at {point}"
+        store = Unreliable(
+            dist.PrefixStore(name, _get_process_group_store(group)),
+            slow_at=choose.randrange(10),
+            fails_at=point if group.rank() == quitter else 0,
+        )
+        _SymmetricMemory.set_group_info(name, group.rank(), group.size(), store)
+        begin = time.monotonic()
+        try:
+            meet(name)
+            told = ""
+        except RuntimeError as error:
+            told = str(error)
+        assert time.monotonic() - begin < LIMIT, (point, told)
+        meet(name)  # at once: others may still be in the one that was given up
+        heard = [told] * group.size()
+        dist.all_gather_object(heard, told, group=group)
+        happened = heard[quitter] != ""
+        for text in heard:
+            assert ("no luck with the store" in text) == happened, (point, heard)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "quitter"),
+    some((3, 1), of=[(w, q) for w in (2, 3, 4) for q in range(w)]),
+)
+def test_a_rank_gives_up_at_each_point(ranks: Ranks, world_size: int, quitter: int) -> None:
+    ranks.run(world_size, gives_up, quitter)

@@ -346,7 +346,7 @@ def use(model: nn.Module) -> None:
 
     Same result as::
 
-        pass  # torch's own collectives
+        fully_shard(model)  # without what follows: torch's own collectives
 
     Args:
         model: a module that `torch.distributed.fsdp.fully_shard` was called on, or that contains

@@ -55,7 +55,7 @@ class Features:
     @property
     def length(self) -> int:
         """How many features all ranks have together."""
-        return self.stored.length
+        return sum(self.stored.sizes)  # torch.compile traces no cached property
 
     @property
     def as_stored(self) -> bool:

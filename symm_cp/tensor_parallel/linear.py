@@ -23,9 +23,11 @@ from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.shared_gather import SharedGather
+from symm_cp.tensor_parallel.whole import Seat, gather
 
 
-def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
+def sequence_dim_in(style: str, dim: int, x: torch.Tensor) -> int:
+    """Returns the sequence dimension of activations, as a number >= 0."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{style}: sequence_dim={dim} is out of range for a {x.dim()}-D input")
     if dim % x.dim() == x.dim() - 1:
@@ -103,13 +105,15 @@ class FusedColwiseLinear(nn.Linear):
     features: Features
     group: str  # the mesh of a DTensor may be an equal one, with another group
     sequence_dim: int | None
+    gathers_output: bool
     local_output: bool
     shared: SharedGather | None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Returns (B, S, N / W) for (B, S / W, K) or (B, S, K); errors as the fused op's."""
         if _is_plain(self, input, self.in_features):
-            return replicated.linear(input, _constant(self.weight), _constant(self.bias))
+            part = replicated.linear(input, _constant(self.weight), _constant(self.bias))
+            return _output(part, self.weight.device_mesh, self) if self.gathers_output else part
         # Without gradients, a replicated input has nothing to share.
         if self.shared is None or (self.sequence_dim is None and not torch.is_grad_enabled()):
             return gather_and_apply(input, [self])[0]
@@ -137,14 +141,20 @@ def gather_and_apply(x: torch.Tensor, linears: Sequence[FusedColwiseLinear]) -> 
             product if bias is None else product + bias.to(product.dtype)
             for product, bias in zip(products, biases, strict=True)
         ]
-    return [
-        output if linear.local_output else _as_features(output, mesh, linear.features)
-        for output, linear in zip(outputs, linears, strict=True)
-    ]
+    return [_output(output, mesh, linear) for output, linear in zip(outputs, linears, strict=True)]
 
 
-def _as_features(part: torch.Tensor, mesh: DeviceMesh, features: Features) -> torch.Tensor:
-    """The DTensor of which this rank has a part of the last dimension."""
+def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) -> torch.Tensor:
+    """Gathers this rank's features of an output and makes it a DTensor, as the linear is told."""
+    features = linear.features
+    if linear.gathers_output:
+        sizes = features.computed.sizes
+        whole_output = gather(part, -1, Seat(linear.group, features.rank, len(sizes)), sizes)
+        if linear.local_output:
+            return whole_output
+        return DTensor.from_local(whole_output, mesh, [Replicate()], run_check=False)
+    if linear.local_output:
+        return part
     whole = torch.Size([*part.shape[:-1], features.length])
     strides = contiguous_strides(whole)
     return DTensor.from_local(
@@ -169,7 +179,7 @@ def _local(parameter: Any) -> Any:
 
 
 def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placement:
-    return Replicate() if sequence_dim is None else Shard(_sequence_dim(style, sequence_dim, x))
+    return Replicate() if sequence_dim is None else Shard(sequence_dim_in(style, sequence_dim, x))
 
 
 def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> torch.Tensor:

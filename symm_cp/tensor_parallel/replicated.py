@@ -8,10 +8,9 @@ alone). Each function below has the gradient of one rank's program for the value
     sum_ranks       the sum of parts over the ranks    the same on each rank: the identity
     columns         parts x @ w_i^T + b_i              of x: the sum over the ranks of all products
     sum_products    sum over i and ranks, + bias       of the factors: local products
-    gather_columns  parts side by side                 this rank's part
 
 Without gradients they call their ops and nothing else: `torch.autograd.Function` takes as long as a
-matmul with one row.
+matmul with one row, and torch.compile does not trace one that is applied in another's backward.
 
 Each gradient is made of these functions, so gradients of any order are right. (The ops themselves
 follow torch's functional collectives, where the gradient of an all-reduce is an all-reduce.)
@@ -155,7 +154,7 @@ class _Columns(torch.autograd.Function):
             if need_x:
                 conjugates = [weight.conj() for weight in weights]
                 grad_x = sum_products(grads, conjugates, None, ctx.group)
-            part = copy(x, ctx.group) if torch.is_grad_enabled() else x
+            part = copy(x, ctx.group)
             of_weights = [
                 _outer(grad, part) if needed else None
                 for grad, needed in zip(grads, need[: ctx.count], strict=True)
@@ -183,7 +182,7 @@ class _SumProducts(torch.autograd.Function):
         lefts, rights = factors[: ctx.count], factors[ctx.count :]
         need_bias, *need = ctx.needs_input_grad[2:]
         with torch.autocast(grad.device.type, enabled=False):
-            part = copy(grad, ctx.group) if torch.is_grad_enabled() else grad
+            part = copy(grad, ctx.group)
             of_lefts = [
                 part @ right.mH if needed else None
                 for right, needed in zip(rights, need[: ctx.count], strict=True)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from symm_cp.memory import group_name
+from symm_cp.tensor_parallel.embedding import VocabParallelEmbedding, check_embedding
 from symm_cp.tensor_parallel.features import Features, check_units
 from symm_cp.tensor_parallel.linear import (
     FusedColwiseLinear,
@@ -88,14 +89,37 @@ def _features(
 
 
 def _distribute(
-    module: nn.Linear, mesh: DeviceMesh, weight: Placement, bias: Placement, source: int | None
+    module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement, source: int | None
 ) -> None:
     for name, placement in (("weight", weight), ("bias", bias)):
-        parameter = getattr(module, name)
+        parameter = getattr(module, name, None)
         if parameter is not None:
-            sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
-            new = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            new = _sharded(parameter, mesh, placement, source)
             module.register_parameter(name, new)
+
+
+def _sharded(
+    parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement, source: int | None
+) -> nn.Parameter:
+    """Returns a parameter's DTensor; the same one for all modules that it is tied to."""
+    known: nn.Parameter | None = getattr(parameter, _SHARDED, None)
+    if known is not None:
+        assert isinstance(known, DTensor)
+        if known.placements != (placement,) or known.device_mesh != mesh:
+            raise ValueError(
+                f"a parameter of shape {list(parameter.shape)} is tied to one that is placed "
+                f"{known.placements} on {known.device_mesh}, and cannot be placed {(placement,)} "
+                f"on {mesh} as well"
+            )
+        return known
+    sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=source)
+    new = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    setattr(parameter, _SHARDED, new)
+    return new
+
+
+#: The attribute of a dense parameter that holds its DTensor, for other modules that it is tied to.
+_SHARDED = "_symm_cp_sharded"
 
 
 class FusedColwiseParallel(ParallelStyle):
@@ -107,14 +131,18 @@ class FusedColwiseParallel(ParallelStyle):
 
     Args:
         input_layouts: `Shard(sequence_dim)` or `Replicate()`; by default the former.
-        use_local_output: returns plain tensors; otherwise DTensors with `Shard(-1)`.
+        output_layouts: `Shard(-1)`, the default, or `Replicate()`: the features of all ranks are
+            gathered, for an output layer (`lm_head`) split by vocabulary. With the former and
+            `use_local_output=False`, torch's `loss_parallel` computes the loss without gathering.
+        use_local_output: returns plain tensors; otherwise DTensors placed as `output_layouts`.
         sequence_dim: the dimension of the input that is split over the ranks; negative counts from
             the end. The last one holds the features and is refused.
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
             so that no head is split. See features.py for sizes that the ranks do not divide.
 
     The input is what this rank has, a plain tensor or a DTensor placed as `input_layouts` says;
-    shards are equal on all ranks. The output has the whole sequence and this rank's features.
+    shards are equal on all ranks. The output has the whole sequence and this rank's features, or
+    all. Parameters that modules share (an embedding and an output layer) stay shared.
     Weight and bias become DTensors with `Shard(0)`. Under autocast it computes in the dtype of
     autocast, as `nn.Linear` does.
 
@@ -126,6 +154,7 @@ class FusedColwiseParallel(ParallelStyle):
         self,
         *,
         input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
         use_local_output: bool = True,
         sequence_dim: int = 1,
         multiple_of: int = 1,
@@ -133,6 +162,9 @@ class FusedColwiseParallel(ParallelStyle):
         super().__init__()
         style = type(self).__name__
         self.sequence_dim = _sequence_dim_of(style, "input_layouts", input_layouts, sequence_dim)
+        if output_layouts not in (None, Shard(-1), Replicate()):
+            raise ValueError(f"{style}: {output_layouts=} must be Shard(-1) or Replicate()")
+        self.gathers_output = output_layouts == Replicate()
         self.use_local_output = _check_local_output(style, use_local_output)
         self.multiple_of = _check_multiple_of(style, multiple_of)
 
@@ -155,6 +187,7 @@ class FusedColwiseParallel(ParallelStyle):
         linear.group = group
         linear.sequence_dim = self.sequence_dim
         linear.local_output = self.use_local_output
+        linear.gathers_output = self.gathers_output
         linear.shared = None
         return linear
 
@@ -283,6 +316,8 @@ class FusedColwiseGroup(ParallelStyle):
 class FusedRowwiseParallel(ParallelStyle):
     """Splits an `nn.Linear` by input features, and fuses the communication of its output.
 
+    Splits an `nn.Embedding` by vocabulary: it takes the same tokens on all ranks.
+
     Same result as torch's `RowwiseParallel(output_layouts=...)`. For an output that is sharded by
     sequence (the default), the reduce-scatter of the forward and the all-gather of the backward are
     fused into the matmuls; for a replicated one, the all-reduce of the forward is.
@@ -317,6 +352,8 @@ class FusedRowwiseParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         style = "FusedRowwiseParallel"
+        if isinstance(module, nn.Embedding):
+            return self._apply_embedding(module, device_mesh)
         group = group_name(device_mesh)
         linear = _check_linear(style, module)
         features = _features(
@@ -334,6 +371,20 @@ class FusedRowwiseParallel(ParallelStyle):
         linear.sequence_dim = self.sequence_dim
         linear.local_output = self.use_local_output
         return linear
+
+    def _apply_embedding(self, module: nn.Embedding, mesh: DeviceMesh) -> nn.Module:
+        style, group = "FusedRowwiseParallel", group_name(mesh)
+        check_embedding(style, module)
+        if self.multiple_of != 1:
+            raise ValueError(f"{style}: multiple_of={self.multiple_of} is for linears only")
+        features = Features.divided(module.num_embeddings, mesh.get_local_rank(), mesh.size())
+        _distribute(module, mesh, Shard(0), Shard(0), self.src_data_rank)
+        module.__class__ = VocabParallelEmbedding
+        module.features = features
+        module.group = group
+        module.sequence_dim = self.sequence_dim
+        module.local_output = self.use_local_output
+        return module
 
     def __repr__(self) -> str:
         return (

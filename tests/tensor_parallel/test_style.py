@@ -336,7 +336,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         (ValueError, "must have the same in_features", apply(mixed, FusedColwiseGroup(("a", "b")))),
         (ValueError, "is already a DTensor", apply(fused, FusedRowwiseParallel())),
         (NotImplementedError, "not OwnForward", apply(OwnForward(6, 6), FusedColwiseParallel())),
-        (NotImplementedError, "not Embedding", apply(nn.Embedding(6, 6), FusedRowwiseParallel())),
+        (NotImplementedError, "not Embedding", apply(nn.Embedding(6, 6), FusedColwiseParallel())),
         (ValueError, "out of range for a 1-D input", lambda: fused(torch.ones(K))),
         (ValueError, "is the last dimension of an input", lambda: fused(torch.ones(3, K))),
         (

@@ -1,0 +1,93 @@
+"""Embeddings split by vocabulary: each rank looks up the tokens that it has, and they are summed.
+
+The weight is a DTensor with `Shard(0)`, as that of an output layer split by output features, so
+both may be the same parameter (tied weights).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from symm_cp.ops.common import tells_peers
+from symm_cp.tensor_parallel import replicated
+from symm_cp.tensor_parallel.features import Features
+from symm_cp.tensor_parallel.linear import sequence_dim_in
+
+
+class VocabParallelEmbedding(nn.Embedding):
+    """An embedding whose vocabulary is split over the ranks; all of them take the same tokens.
+
+    Same result as::
+
+        x = F.embedding(tokens, weight.full_tensor(), padding_idx)
+        x_shard = x.chunk(W, sequence_dim)[rank]  # unless the output is replicated
+
+    Made by the style, not by its constructor.
+    """
+
+    features: Features
+    group: str
+    sequence_dim: int | None
+    local_output: bool
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Returns (B, S, N) or (B, S / W, N) for tokens (B, S); `IndexError` for unknown tokens."""
+        look_up = _look_up_telling_peers if input.device.type == "cpu" else _look_up
+        found, placement = look_up(input, self, self.group)
+        if isinstance(placement, Shard):
+            output: torch.Tensor = torch.ops.symm_mem._fused_matmuls_reduce_scatter(
+                [], [], found, "sum", placement.dim, self.group
+            )
+        else:
+            output = replicated.sum_ranks(found, self.group)
+        if self.local_output:
+            return output
+        return DTensor.from_local(output, self.weight.device_mesh, [placement], run_check=False)
+
+
+def _look_up(
+    tokens: torch.Tensor, module: VocabParallelEmbedding, group: str
+) -> tuple[torch.Tensor, Placement]:
+    """Returns the embeddings of this rank's tokens, zeros for the others; and how to sum them."""
+    style, mesh = "FusedRowwiseParallel", module.weight.device_mesh
+    if isinstance(tokens, DTensor):
+        if tokens.placements != (Replicate(),) or tokens.device_mesh != mesh:
+            raise ValueError(
+                f"{style}: the tokens are a DTensor placed {tokens.placements} on "
+                f"{tokens.device_mesh}, must be placed {(Replicate(),)} on {mesh}"
+            )
+        tokens = tokens.to_local()
+    weight, features = module.weight.to_local(), module.features
+    start, count = features.computed.start(features.rank), features.count
+    if count == 0:  # its gradient, empty, still takes part in the backward pass
+        weight = F.pad(weight, (0, 0, 0, 1))
+    index = tokens - start
+    # Tokens that no rank has keep an index out of range: torch raises what it always does.
+    elsewhere = (tokens >= 0) & (tokens < features.length) & ((index < 0) | (index >= count))
+    padding = None
+    if module.padding_idx is not None and 0 <= module.padding_idx - start < count:
+        padding = module.padding_idx - start
+    found = F.embedding(index.masked_fill(elsewhere, 0), weight, padding)
+    found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
+    if module.sequence_dim is None:
+        return found, Replicate()
+    return found, Shard(sequence_dim_in(style, module.sequence_dim, found))
+
+
+_look_up_telling_peers = tells_peers(_look_up)
+
+
+def check_embedding(style: str, module: nn.Embedding) -> None:
+    """Raises `NotImplementedError` for what a rank cannot do with a part of the vocabulary."""
+    if type(module) is not nn.Embedding or "forward" in vars(module):
+        name = type(module).__name__
+        raise NotImplementedError(f"{style}: must be applied to an nn.Embedding itself, not {name}")
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(module, option):
+            raise NotImplementedError(
+                f"{style}: an embedding with {option}={getattr(module, option)} cannot be split by "
+                "vocabulary"
+            )

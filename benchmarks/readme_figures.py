@@ -223,9 +223,11 @@ def collectives(file: str, wanted: dict[str, tuple[str, ...]]) -> list[str]:
     return table([title, *own, "vLLM", "Intel MPI", "gloo"], lines)
 
 
-def model_steps(file: str, kind: str, title: str, names: dict[str, str]) -> list[str]:
-    """Ratios to the compute alone, one row for each case of a kind."""
-    rows = {case: row for case, row in load(file)[1].items() if kind in case}
+def model_steps(
+    file: str, kind: str | tuple[str, ...], title: str, names: dict[str, str]
+) -> list[str]:
+    """Ratios to the compute alone, one row for each case of a kind, with which its name begins."""
+    rows = {case: row for case, row in load(file)[1].items() if case.startswith(kind)}
     lines = [[case, "1", *(ratio(row, name) for name in names)] for case, row in rows.items()]
     return table([title, "compute alone", *names.values()], lines)
 
@@ -238,18 +240,51 @@ def inference() -> list[str]:
     return [
         *model_steps("inference", "decode", title, sums),
         *model_steps("inference", "prefill", title, dict(zip(ways, ways, strict=True))),
+        *llama("inference", "8 layers of 1024 features"),
     ]
 
 
+def llama(file: str, what: str) -> list[str]:
+    """A model of transformers, split by transformers and by this package."""
+    own = {"apply": "`apply`", "apply, sequence parallel": "`apply`, sequence parallel"}
+    theirs = {"nothing": "no communication", "symm_cp": "over `symm_cp`", "gloo": "over gloo"}
+    names = {f"transformers ({over})": f"transformers, {text}" for over, text in theirs.items()}
+    measured_here = {name for row in load(file)[1].values() for name in row["ratio"]}
+    names = {name: text for name, text in (names | own).items() if name in measured_here}
+    title = f"`python benchmarks/{file}.py` (Llama of transformers, {what})"
+    return model_steps(file, "Llama", title, names)
+
+
 def training() -> list[str]:
-    names = {"symm_cp": "over `symm_cp`", "gloo": "over gloo"}
-    return model_steps("training", "", "`python benchmarks/training.py`", names)
+    names = {"symm_cp": "over `symm_cp`", "gloo": "over gloo", "fsdp.use": "`fsdp.use`"}
+    title = "`python benchmarks/training.py`"
+    return [
+        *model_steps("training", ("DDP", "FSDP2"), title, names),
+        *llama("training", "8 layers of 1024 features"),
+    ]
+
+
+def decode(file: str, command: str) -> list[str]:
+    """The tokens of `symm-cp demo --decode --json benchmarks/results/decode.json`."""
+    report = json.loads((RESULTS / f"{file}.json").read_text())
+    lines = []
+    for name, seconds in report["timed"].items():
+        median = statistics.median(seconds)
+        against = share = ""
+        if name in report["to_compute"]:
+            against = str(ratio_of_steps(seconds, report["timed"]["compute alone"]))
+            share = f"{report['communication'][name]:.1%}"
+        lines.append([name, f"{1 / median:.1f}", duration(median), against, share])
+    head = [f"`{command}`", "tokens/s", "a token", "to compute alone (95% interval)", "the rest"]
+    return table(head, lines)
 
 
 SIZES = ("8 KiB", "64 KiB", "512 KiB", "32 MiB")
 #: Sections that are there once their benchmark has run.
 OPTIONAL: dict[str, Callable[[], list[str]]] = {
     "demo": demo,
+    "decode": lambda: decode("decode", "symm-cp demo --decode"),
+    "decode_compiled": lambda: decode("decode_compiled", "symm-cp demo --decode --compile"),
     "inference": inference,
     "training": training,
     "collectives": lambda: collectives(

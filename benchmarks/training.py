@@ -99,7 +99,7 @@ def _case(
 
 
 def _llama_step(model: nn.Module, tokens: torch.Tensor) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> torch.Tensor:
         logits = model(input_ids=tokens[:, :-1]).logits
@@ -123,16 +123,18 @@ def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
         untrained = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
     def check() -> None:
-        """Three steps: the first loss is that of the whole model, the third shows its gradients."""
+        """Two steps: the first loss is that of the whole model, the second shows its gradients."""
         losses = {
-            name: torch.stack([step() for _ in range(3)])
+            name: torch.stack([step() for _ in range(2)])
             for name, step in steps.items()
             if name not in ALONE
         }
-        rtol = 50 * torch.finfo(dtype).eps
+        # Of a mean over tokens, in which most of the rounding cancels out.
+        rtol = 1e-5 if dtype == torch.float32 else 2e-3
         for loss in losses.values():
             torch.testing.assert_close(loss[0], untrained, rtol=rtol, atol=0.0)
             torch.testing.assert_close(loss, losses["transformers (gloo)"], rtol=rtol, atol=0.0)
+            assert loss[1] < (1 - 2 * rtol) * loss[0], loss
 
     return Case(f"Llama, training step of {TOKENS} tokens, {str(dtype)[6:]}", steps, check)
 

@@ -1,6 +1,10 @@
-"""Styles for torch's `parallelize_module` whose communication is fused into the matmuls.
+"""Tensor parallelism whose communication is fused into the matmuls: whole models, and styles.
 
-Between the blocks of a model, activations are split by sequence; inside a block, by features.
+`apply(model, mesh)` splits a model of transformers as its own plan says; `load` and `save` read and
+write its checkpoints part by part. For other models there are styles for torch's
+`parallelize_module`.
+
+By default activations are split by sequence between blocks, and by features inside a block.
 Column-wise linears gather a sequence shard while they multiply; row-wise linears reduce-scatter
 their products by sequence::
 

@@ -120,6 +120,8 @@ class _Application:
                 self._check_parameter(rule)
             elif rule.kind == "embedding_rowwise":
                 self._check_embedding(rule)
+            elif rule.kind in EXPERTS:
+                self._check_experts(rule)
         self._check_ties()
 
     def _refuse(self, rule: Rule, reason: str) -> NotImplementedError:
@@ -181,6 +183,26 @@ class _Application:
             raise ValueError(
                 f"apply: {rule.name} of shape {list(parameter.shape)}, kind {rule.kind!r}: "
                 f"dimension {dim} is not divisible by {unit}world size {self.seat.world_size}"
+            )
+
+    def _check_experts(self, rule: Rule) -> None:
+        """All parameters of experts are split, or whole ones would be added up once a rank."""
+        experts, by_expert = self.module(rule.owner), rule.kind == "ep_dispatch_experts"
+        for name, _ in experts.named_parameters():
+            kind = self.kinds.get(_name_in(rule.owner, name), "")
+            if not kind or (kind == "grouped_gemm") != by_expert:
+                needed = "'grouped_gemm'" if by_expert else "'packed_colwise' or 'rowwise'"
+                raise self._refuse(
+                    rule,
+                    f"needs a rule for its parameter {name} with the kind {needed}, not {kind!r}",
+                )
+        # How transformers marks experts whose weights are laid out in other ways.
+        transposed = getattr(experts, "is_transposed", False)
+        if not by_expert and (transposed or not getattr(experts, "is_concatenated", True)):
+            raise self._refuse(
+                rule,
+                "supports weights of (output, input) features with gate and up in one piece each; "
+                "split these by expert, with 'ep_dispatch_experts' and 'grouped_gemm'",
             )
 
     def _check_embedding(self, rule: Rule) -> None:

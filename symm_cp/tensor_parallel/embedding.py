@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from symm_cp.ops.common import tells_peers
 from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
-from symm_cp.tensor_parallel.linear import sequence_dim_in
+from symm_cp.tensor_parallel.linear import output_placement
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -72,9 +72,8 @@ def _look_up(
         padding = module.padding_idx - start
     found = F.embedding(index.masked_fill(elsewhere, 0), weight, padding)
     found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-    if module.sequence_dim is None:
-        return found, Replicate()
-    return found, Shard(sequence_dim_in(style, module.sequence_dim, found))
+    ranks = len(features.computed.sizes)
+    return found, output_placement(style, module.sequence_dim, found, ranks)
 
 
 _look_up_telling_peers = tells_peers(_look_up)

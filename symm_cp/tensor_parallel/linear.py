@@ -26,7 +26,7 @@ from symm_cp.tensor_parallel.shared_gather import SharedGather
 from symm_cp.tensor_parallel.whole import Seat, gather
 
 
-def sequence_dim_in(style: str, dim: int, x: torch.Tensor) -> int:
+def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:
     """Returns the sequence dimension of activations, as a number >= 0."""
     if not -x.dim() <= dim < x.dim():
         raise ValueError(f"{style}: sequence_dim={dim} is out of range for a {x.dim()}-D input")
@@ -36,6 +36,19 @@ def sequence_dim_in(style: str, dim: int, x: torch.Tensor) -> int:
             f"{list(x.shape)}, which holds the features"
         )
     return dim % x.dim()
+
+
+def output_placement(
+    style: str, sequence_dim: int | None, x: torch.Tensor, ranks: int
+) -> Placement:
+    """Returns how an output is placed, given what has its sequence and is to be summed."""
+    placement = _placement(style, sequence_dim, x)
+    if isinstance(placement, Shard) and x.shape[placement.dim] % ranks != 0:
+        raise ValueError(
+            f"{style}: the sequence of length {x.shape[placement.dim]} is not divisible by world "
+            f"size {ranks}; pad it, or keep it whole with output_layouts=Replicate()"
+        )
+    return placement
 
 
 def _local_input(
@@ -179,7 +192,7 @@ def _local(parameter: Any) -> Any:
 
 
 def _placement(style: str, sequence_dim: int | None, x: torch.Tensor) -> Placement:
-    return Replicate() if sequence_dim is None else Shard(sequence_dim_in(style, sequence_dim, x))
+    return Replicate() if sequence_dim is None else Shard(_sequence_dim(style, sequence_dim, x))
 
 
 def _check_colwise(x: torch.Tensor, linear: FusedColwiseLinear, group: str) -> torch.Tensor:
@@ -240,7 +253,8 @@ def _check_rowwise(
 ) -> tuple[torch.Tensor, Placement]:
     """Returns what this rank has of the input, and how the output is placed."""
     style, mesh = "FusedRowwiseParallel", linear.weight.device_mesh
-    placement = _placement(style, linear.sequence_dim, x_part)
+    ranks = len(linear.features.computed.sizes)
+    placement = output_placement(style, linear.sequence_dim, x_part, ranks)
     own = _local_input(style, x_part, mesh, Shard(x_part.dim() - 1), linear.features.count)
     return own, placement
 

@@ -23,16 +23,15 @@ def _lists(group: dist.ProcessGroup, elements: int) -> list[torch.Tensor]:
     return [torch.ones(elements) for _ in range(group.size())]
 
 
-def _ring(group: dist.ProcessGroup) -> None:
-    # The last rank is the one that fails: who waits for another first, which has heard of that and
-    # gone on, would wait until the time-out.
+def _to_and_from_the_last(group: dist.ProcessGroup) -> None:
+    # The last rank is the one that fails. Others must not wait for each other: one that has heard
+    # of the failure sends no more, and who waits for it would do so until the time-out.
     size, rank = group.size(), group.rank()
-    before, after = (rank - 1) % size, (rank + 1) % size
-    works = [
-        (before, dist.irecv(torch.ones(100_000), group=group, group_src=before)),
-        (after, dist.isend(torch.ones(100_000), group=group, group_dst=after)),
-    ]
-    for _, work in sorted(works, key=lambda pair: -pair[0]):
+    works = []
+    for peer in range(size - 1) if rank == size - 1 else (size - 1,):
+        works.append(dist.irecv(torch.ones(100_000), group=group, group_src=peer))
+        works.append(dist.isend(torch.ones(100_000), group=group, group_dst=peer))
+    for work in works:
         assert work is not None
         work.wait()
 
@@ -54,7 +53,7 @@ CALLS: dict[str, Call] = {
         torch.ones(70_000), _lists(group, 70_000), group=group
     ),
     "barrier": lambda group: dist.barrier(group=group),
-    "recv": _ring,
+    "recv": _to_and_from_the_last,
 }
 
 

@@ -249,6 +249,10 @@ def refuses(group: dist.ProcessGroup) -> None:
     replaced.up.forward = replaced.up.forward
     narrow = model_of("llama", num_key_value_heads=1)
     tied = model_of("tied llama")
+    mixtral, gpt_oss = model_of("mixtral"), model_of("gpt_oss")
+    experts = "model.layers.*.mlp.experts"
+    weights = dict(gpt_oss.model.layers[0].mlp.experts.named_parameters())
+    by_feature = {f"{experts}.{name}": "rowwise" for name in weights}
     cases: list[tuple[nn.Module, Any, dict[str, Any], type[Exception], str]] = [
         (Tiny(), "manual", {}, ValueError, "'manual'"),
         (Tiny(), "auto", {}, ValueError, "Tiny has no tensor-parallel plan of its own"),
@@ -292,6 +296,27 @@ def refuses(group: dist.ProcessGroup) -> None:
             {},
             ValueError,
             "tied parameters must be split in the same way",
+        ),
+        (
+            mixtral,
+            {experts: "ep_dispatch_experts", f"{experts}.down_proj": "grouped_gemm"},
+            {},
+            NotImplementedError,
+            "needs a rule for its parameter gate_up_proj with the kind 'grouped_gemm'",
+        ),
+        (
+            mixtral,
+            {experts: "moe_tp_experts", f"{experts}.gate_up_proj": "packed_colwise"},
+            {},
+            NotImplementedError,
+            "needs a rule for its parameter down_proj",
+        ),
+        (
+            gpt_oss,
+            {experts: "moe_tp_experts", **by_feature},
+            {},
+            NotImplementedError,
+            "split these by expert",
         ),
         (
             apply(Tiny(), mesh, {"up": "colwise"}),

@@ -205,6 +205,21 @@ def second_derivatives(group: dist.ProcessGroup) -> None:
         same(actual.full_tensor() if isinstance(actual, DTensor) else actual, expected)
 
 
+def second_derivatives_of_parts(group: dist.ProcessGroup) -> None:
+    """Of a function of the gradient of each rank's weight, for x."""
+    x = torch.randn(2, 3, K, dtype=torch.float64)
+    weight = torch.randn(N, K, dtype=torch.float64)
+    seconds = []
+    for own in (weight, part(weight, group, 0)):
+        y, w = leaf(x), leaf(own)
+        out = (
+            y @ w.t() if own is weight else replicated.columns(y, [w], [None], group.group_name)[0]
+        )
+        (grad,) = torch.autograd.grad(out.pow(3).sum(), [w], create_graph=True)
+        seconds += torch.autograd.grad(grad.square().sum(), [y])
+    torch.testing.assert_close(seconds[1], seconds[0], rtol=1e-10, atol=0)
+
+
 def some_need_gradients(group: dist.ProcessGroup) -> None:
     """Each subset of (input, weight, bias) that needs gradients gets those, and no others."""
     x = torch.randn(2, 3, K, dtype=torch.float64)
@@ -242,7 +257,9 @@ def some_need_gradients(group: dist.ProcessGroup) -> None:
                     same(actual, expected if by_columns else part(expected, group, -1))
 
 
-@pytest.mark.parametrize("check", [second_derivatives, some_need_gradients])
+@pytest.mark.parametrize(
+    "check", [second_derivatives, second_derivatives_of_parts, some_need_gradients]
+)
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3]))
 def test_gradients(ranks: Ranks, world_size: int, check: Callable[..., None]) -> None:
     ranks.run(world_size, check)

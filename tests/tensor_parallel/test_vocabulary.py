@@ -184,6 +184,9 @@ def refuses(group: dist.ProcessGroup) -> None:
     with pytest.raises(ValueError, match="is tied to one that is placed"):
         parallelize_module(tied, mesh, {"a": FusedColwiseParallel(), "b": FusedRowwiseParallel()})
 
+    by_sequence = parallelize_module(nn.Embedding(7, 4), mesh, FusedRowwiseParallel())
+    with pytest.raises(ValueError, match="length 4 is not divisible by world size 3; pad it"):
+        by_sequence(torch.zeros(1, 4, dtype=torch.long))
     embed = parallelize_module(nn.Embedding(7, 4), mesh, style)
     tokens = torch.tensor([[0, 6, 3]])
     embed(tokens)

@@ -160,5 +160,6 @@ def show(result: DecodeResult) -> None:
             "to_compute": {name: asdict(result.ratio(name)) for name in spread},
             "communication": {name: result.share(name) for name in spread},
             "seconds": result.seconds,
+            "timed": {name: result.timed(name) for name in result.seconds},
         }
         write_output(path, json.dumps(report, indent=1) + "\n")

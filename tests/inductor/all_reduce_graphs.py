@@ -270,8 +270,8 @@ def graphs(W: int) -> dict[str, GraphCase]:
 
 
 _OFTEN = {
-    "transposed", "bias", "sum of three", "sum and mean", "shared input", "reduced twice", "coalesced",
-    "cast up", "some rows", "alone", "integers", "scaled rows", "scaled, bias",
+    "transposed", "bias", "sum of three", "sum and mean", "shared input", "reduced twice",
+    "coalesced", "cast up", "some rows", "alone", "integers", "scaled rows", "scaled, bias",
 }  # fmt: skip
 #: The graphs that run with `--all` only.
 RARE = {name for name in graphs(2) if name.removeprefix("all-reduce: ") not in _OFTEN}

@@ -1,4 +1,4 @@
-"""A compiled feed-forward block: fused by the passes, not fused, and fused by hand.
+"""A compiled feed-forward block: fused by the passes, not fused, reordered by torch, by hand.
 
 python benchmarks/compile.py --ranks 2 --json benchmarks/results/compile.json
 """
@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,61 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.rivals import unfused_groups
-from symm_cp import inductor
+from symm_cp.inductor import Options, compile_options
 
 ROWS, DIM, HIDDEN = 2048, 2048, 2048  # rows of a rank, features, hidden features of a rank
 
+# The passes of torch 2.13 that start collectives earlier and wait for them later, and work on CPU.
+# (enable_overlap_scheduling fails there: it asks Triton for a GPU.)
+TORCHS_OVERLAP = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
+
 Block = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+#: A block over the group of a name.
+Over = Callable[[str], Block]
+
+
+class _InputOfColumns(torch.autograd.Function):
+    """What goes into column-parallel layers: its gradient is all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, over: str) -> torch.Tensor:
+        ctx.over = over
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return funcol.all_reduce(grads[0], "sum", ctx.over), None
+
+
+class _OutputOfRows(torch.autograd.Function):
+    """What comes out of a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, over: str) -> torch.Tensor:
+        return funcol.all_reduce(x, "sum", over)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+def _sequence_parallel(over: str) -> Block:
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        full = funcol.all_gather_tensor_autograd(x, 0, over)
+        return funcol.reduce_scatter_tensor_autograd(F.gelu(full @ up) @ down, "sum", 0, over)
+
+    return block
+
+
+def _tensor_parallel(over: str) -> Block:
+    def block(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        hidden = F.gelu(_InputOfColumns.apply(x, over) @ up)
+        return _OutputOfRows.apply(hidden @ down, over)
+
+    return block
 
 
 def _trained(block: Block, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
@@ -35,53 +86,81 @@ def _trained(block: Block, inputs: tuple[torch.Tensor, ...]) -> Callable[[], obj
     return step
 
 
+def _variants(
+    group: dist.ProcessGroup, over: Over, alone: Block, by_hand: Block | None
+) -> dict[str, Block]:
+    """The compute alone, then the ways to compile a block."""
+    name, unfused = group.group_name, unfused_groups(group)
+    strict, natively = Options(strict=True), Options(async_tp=False)
+    blocks = {
+        "compiled, compute alone": torch.compile(alone),
+        "compiled, fused": torch.compile(over(name), options=compile_options(strict)),
+        "eager, fused by hand": by_hand,
+        **{f"compiled, {label}": torch.compile(over(g)) for label, g in unfused.items()},
+        **{
+            f"compiled, reordered by torch {label[8:]}": torch.compile(
+                over(g), options=TORCHS_OVERLAP
+            )
+            for label, g in unfused.items()
+        },
+    }
+    if over is _tensor_parallel:
+        blocks["compiled, native all-reduces"] = torch.compile(
+            over(name), options=compile_options(natively)
+        )
+    return {label: block for label, block in blocks.items() if block is not None}
+
+
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:
-    """Yields the case: forward and backward of one block."""
+    """Yields the cases: forward and backward of one block, with and without sequence parallelism.
+
+    Without it every rank has all rows. Few rows are those of decoding, forward only.
+    """
     warnings.simplefilter("ignore", FutureWarning)
-    torch.manual_seed(group.rank())
-    x = torch.randn(ROWS, DIM, requires_grad=True)
+    torch._dynamo.config.recompile_limit = 64  # one function, many groups and sizes
+    size = group.size()
     up = (torch.randn(DIM, HIDDEN) / DIM**0.5).requires_grad_()
     down = (torch.randn(HIDDEN, DIM) / HIDDEN**0.5).requires_grad_()
-    inputs = (x, up, down)
 
-    def plain_over(over: str) -> Block:
-        def plain(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-            full = funcol.all_gather_tensor_autograd(x, 0, over)
-            return funcol.reduce_scatter_tensor_autograd(F.gelu(full @ up) @ down, "sum", 0, over)
+    def plain(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x @ up) @ down
 
-        return plain
+    def gathered(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        # As many rows as after a gather, without communication.
+        return plain(x.expand(size, -1, -1).reshape(-1, DIM), up, down)
 
     def by_hand(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         hidden = F.gelu(symm_cp.all_gather_matmul(x, up, group=group))
         return symm_cp.matmul_reduce_scatter(hidden, down, group=group)
 
-    size = group.size()
+    shard = torch.randn(ROWS, DIM, requires_grad=True)
+    whole = torch.randn(size * ROWS, DIM, requires_grad=True)
+    blocks = _variants(group, _sequence_parallel, gathered, by_hand)
+    trained = {label: _trained(block, (shard, up, down)) for label, block in blocks.items()}
+    yield _case("block, forward and backward, float32", trained)
+    blocks = _variants(group, _tensor_parallel, plain, None)
+    trained = {label: _trained(block, (whole, up, down)) for label, block in blocks.items()}
+    yield _case("block with all-reduces, forward and backward, float32", trained)
+    for rows in (128, 1):
+        few = torch.randn(rows, DIM)
+        with torch.no_grad():
+            blocks = _variants(group, _tensor_parallel, plain, None)
+            runs = {label: _inferred(block, (few, up, down)) for label, block in blocks.items()}
+            yield _case(f"block with all-reduces, forward, {rows} rows, float32", runs)
 
-    def alone(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-        # As many rows as after a gather, without communication.
-        return F.gelu(x.expand(size, -1, -1).reshape(-1, DIM) @ up) @ down
 
-    fused = torch.compile(
-        plain_over(group.group_name),
-        options=inductor.compile_options(inductor.Options(strict=True)),
-    )
-    variants = {
-        "compiled, compute alone": _trained(torch.compile(alone), inputs),
-        "compiled, fused": _trained(fused, inputs),
-        "eager, fused by hand": _trained(by_hand, inputs),
-        **{
-            f"compiled, {label}": _trained(torch.compile(plain_over(over)), inputs)
-            for label, over in unfused_groups(group).items()
-        },
-    }
+def _inferred(block: Block, inputs: tuple[torch.Tensor, ...]) -> Callable[[], object]:
+    inputs = tuple(t.detach() for t in inputs)
+    return lambda: block(*inputs)
 
+
+def _case(name: str, variants: dict[str, Callable[[], object]]) -> Case:
     def check() -> None:
-        names = list(variants)[1:]
-        results = [variants[name]() for name in names]
+        results = [variants[label]() for label in list(variants)[1:]]
         for result in results[1:]:
             torch.testing.assert_close(result, results[0], rtol=1e-3, atol=1e-2)
 
-    yield Case("block, forward and backward, float32", variants, check, repetitions=11)
+    return Case(name, variants, check, repetitions=11)
 
 
 if __name__ == "__main__":

@@ -178,11 +178,13 @@ def predictions() -> list[str]:
 
 def compiled() -> list[str]:
     _, rows = load("compile")
-    (row,) = rows.values()
-    names = list(row["ratio"])
-    title = "`python benchmarks/compile.py` (2048 x 2048 a rank, forward and backward)"
-    cells = ["1", *(ratio(row, name) for name in names[1:])]
-    return table([title, *names], [["feed-forward block, float32", *cells]])
+    names = list(dict.fromkeys(name for row in rows.values() for name in row["ratio"]))
+    title = "`python benchmarks/compile.py` (a feed-forward block, 2048 x 2048 a rank)"
+    lines = [
+        [case, "1", *(ratio(row, name) if name in row["ratio"] else "" for name in names[1:])]
+        for case, row in rows.items()
+    ]
+    return table([title, *names], lines)
 
 
 def microseconds(row: dict[str, Any], name: str) -> str:

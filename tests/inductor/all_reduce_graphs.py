@@ -89,6 +89,10 @@ def sum_of_unlike(group: Any, x: Any, w: Any) -> Any:
     return reduce(x @ w, group) + reduce(x, group, "max")[..., : w.shape[1]]
 
 
+def sum_and_mean(group: Any, x: Any, w: Any, y: Any, u: Any) -> Any:
+    return reduce(x @ w, group) + mean(group, y, u)
+
+
 def sum_used_twice(group: Any, x: Any, w: Any, y: Any, u: Any) -> Any:
     first, second = reduce(x @ w, group), reduce(y @ u, group)
     return first + second, second.exp()
@@ -127,7 +131,7 @@ def in_turn(group: Any, x: Any, w: Any, u: Any) -> Any:
 
 def reduced_twice(group: Any, x: Any, w: Any, u: Any) -> Any:
     once = reduce(x @ w, group)
-    return reduce(once.clone(), group), reduce(once + x @ u, group)
+    return reduce(once, group), reduce(once + x @ u, group)
 
 
 def coalesced(group: Any, x: Any, w: Any) -> Any:
@@ -225,6 +229,7 @@ def graphs(W: int) -> dict[str, GraphCase]:
         "sum of sums": GraphCase(sum_of_sums, (X3, W2, Y3, U2), (SUM,)),
         "sum of three": GraphCase(sum_of_three, (X3, W2, X3, W2), (SUM,)),
         "sum of unlike": GraphCase(sum_of_unlike, (X3, W2), (AR,), ("reduces by max",)),
+        "sum and mean": GraphCase(sum_and_mean, (X3, W2, Y3, U2), (AR, AR)),
         "sum used twice": GraphCase(sum_used_twice, (X3, W2, Y3, U2), (AR, AR)),
         "shared input": GraphCase(shared_input, (X3, W2, (6, 3)), (SUM,), grad=True),
         "shared all-reduce": GraphCase(shared_all_reduce, (X3, W2, W2), (SUM,), grad=True),
@@ -265,8 +270,8 @@ def graphs(W: int) -> dict[str, GraphCase]:
 
 
 _OFTEN = {
-    "transposed", "bias", "sum of three", "shared input", "reduced twice", "coalesced", "cast up",
-    "some rows", "alone", "integers", "scaled rows", "scaled, bias",
+    "transposed", "bias", "sum of three", "sum and mean", "shared input", "reduced twice",
+    "coalesced", "cast up", "some rows", "alone", "integers", "scaled rows", "scaled, bias",
 }  # fmt: skip
 #: The graphs that run with `--all` only.
 RARE = {name for name in graphs(2) if name.removeprefix("all-reduce: ") not in _OFTEN}

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Iterator
 from typing import Any
@@ -67,7 +68,7 @@ def by_transformers(model: nn.Module, over: dist.ProcessGroup, backend: str) -> 
 
 def applied(model: nn.Module, over: dist.ProcessGroup, **options: Any) -> nn.Module:
     """Returns the model as this package splits it."""
-    model = sharing_weights(model)
+    model = copy.deepcopy(model)
     symm_cp.tensor_parallel.apply(model, _mesh(over, "apply"), **options)
     return model
 

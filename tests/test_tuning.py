@@ -58,6 +58,7 @@ def test_few_rows_are_summed_whole_and_many_part_by_part_on_gpus(ranks: int) -> 
 @pytest.mark.parametrize("make", [gather, scatter])
 def test_few_rows_for_a_large_weight_go_whole(make, ranks: int) -> None:  # type: ignore[no-untyped-def]
     assert faster(make(1, 4096, 4096), ranks) == "whole"
+    assert faster(make(128, 4096, 4096), ranks) == "whole"
     assert faster(make(4096, 4096, 256), ranks) == "shards"
     assert faster(make(0, 16, 16), ranks) in tuning.WAYS
 

@@ -134,11 +134,15 @@ MACHINES = {
     )
 }
 
+# Matmul libraries rearrange the second matrix in each call, wide numbers more slowly.
+_WEIGHT_RATES = {"float64": 1e10, "float32": 1e10, "bfloat16": 25e9, "float16": 25e9}
+
 #: About the rates of one server core, for machines that were not calibrated.
 TYPICAL_CPU = Machine(
     "typical CPU", 1e11, 64e9, 2e10, 1e10,
     matmul_reached=1.0, attention_reached=1.0, link_reached=1.0, kernel_seconds=1e-5,
     signal_seconds=1e-6,
+    curves={f"weight.{dtype}": Curve((1.0,), (1 / rate,)) for dtype, rate in _WEIGHT_RATES.items()},
 )  # fmt: skip
 
 _FIGURES = {field.name for field in fields(Machine)} - {"calls", "curves"}

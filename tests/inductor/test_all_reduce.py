@@ -149,6 +149,7 @@ def sizes_that_are_not_known(group: dist.ProcessGroup, seed: int) -> None:
         assert [d.fused_into for d in compiled.report.decisions] == [SUM, SUM], compiled.report
 
 
+@pytest.mark.exhaustive
 def test_batch_and_length_that_are_not_known(ranks: Ranks) -> None:
     ranks.run(2, sizes_that_are_not_known, draw_seed())
 

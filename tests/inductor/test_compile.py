@@ -299,6 +299,7 @@ def reports(group: dist.ProcessGroup) -> None:
             torch.compile(lambda x: funcol.all_gather_tensor(x, 0, group).exp())(x)
 
 
+@pytest.mark.exhaustive
 def test_explain_and_strict(ranks: Ranks) -> None:
     ranks.run(2, reports, timeout=300)
 
@@ -350,6 +351,7 @@ def hides_collectives(group: dist.ProcessGroup) -> None:
     assert text.index("extern_kernels.mm(", started) < text.index("wait_tensor.default(", started)
 
 
+@pytest.mark.exhaustive
 def test_low_contention(ranks: Ranks) -> None:
     ranks.run(2, hides_collectives, timeout=300)
 

@@ -186,8 +186,9 @@ def compiled_as_eager(group: dist.ProcessGroup, sequence_parallel: bool) -> None
 
 @pytest.mark.parametrize(
     ("world_size", "sequence_parallel"),
-    some((2, True), of=[(w, s) for w in (1, 2, 4) for s in (False, True)]),
+    [(w, s) for w in (1, 2, 4) for s in (False, True)],
 )
+@pytest.mark.exhaustive
 def test_compiled(ranks: Ranks, world_size: int, sequence_parallel: bool) -> None:
     ranks.run(world_size, compiled_as_eager, sequence_parallel)
 

@@ -157,7 +157,6 @@ def trains_replicated(group: dist.ProcessGroup, around: str, backend: str) -> No
     ("around", "backend"),
     some(
         ("", "counted"),
-        ("norm", "counted"),
         of=[(a, "counted") for a in ("", "norm", "colwise", "rowwise")] + [("", "inductor")],
     ),
 )

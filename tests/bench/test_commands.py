@@ -39,7 +39,7 @@ def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
     written = json.loads(out.read_text())
     assert {"command", "date", "machine", "torch", "rows"} == written.keys()
     rows = written["rows"]
-    assert [row["ranks"] for row in rows] == [1] * 4 + [2] * 4
+    assert [row["ranks"] for row in rows] == [1] * 6 + [2] * 6
     assert [row["size"] for row in rows if row["kind"] == "all-gather-matmul"] == [
         1024, 2048, 2048, 4096
     ]  # fmt: skip
@@ -56,7 +56,8 @@ def test_bench(tmp_path: Path, run: Callable[..., str]) -> None:
     assert len(lines) == sum(len(row["ms"]) for row in rows)
     assert float(lines[0]["ms"]) == rows[0]["ms"]["limit"]
     assert {path.name for path in plots.iterdir()} == {
-        "all-gather-matmul.png", "matmul-reduce-scatter.png", "scaling.png"
+        "all-gather-matmul.png", "matmul-reduce-scatter.png", "matmul-all-reduce.png",
+        "scaling.png",
     }  # fmt: skip
 
 

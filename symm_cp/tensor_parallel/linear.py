@@ -170,8 +170,14 @@ def _output(part: torch.Tensor, mesh: DeviceMesh, linear: FusedColwiseLinear) ->
         return part
     whole = torch.Size([*part.shape[:-1], features.length])
     strides = contiguous_strides(whole)
+    # A gather along the sequence may lay its result out otherwise, and DTensor goes by `strides`.
     return DTensor.from_local(
-        part, mesh, [Shard(part.dim() - 1)], run_check=False, shape=whole, stride=strides
+        part.contiguous(),
+        mesh,
+        [Shard(part.dim() - 1)],
+        run_check=False,
+        shape=whole,
+        stride=strides,
     )
 
 

@@ -140,7 +140,7 @@ def matmul_reduce_scatter(
         reduce_scatter_tensor(a @ weight, reduce_op, scatter_dim, group)
 
     Args:
-        a: (..., M, K); equal shapes on all ranks.
+        a: (..., M, K); K may differ from rank to rank, all else is equal on all ranks.
         weight: (K, N).
         scatter_dim: the dimension of the product to scatter.
         reduce_op: "sum" or "avg".

@@ -91,7 +91,7 @@ def _why_not(
 
 
 def _fuse(graph: Graph, tracer: Tracer, node: Node, total: Node, terms: list[Node]) -> str:
-    """Puts a fused op in the place of the sum `total` of products; returns the op's name."""
+    """Replaces `total`, a sum of products, with a fused op; returns the op's name."""
     emitter, first = Emitter(graph, total), terms[0]
     rows = (static_shape(first) or ())[:-1]
     lefts = [emitter.reshape(left(term), (*rows, _inner(term))) for term in terms]

@@ -138,7 +138,8 @@ class FusedColwiseParallel(ParallelStyle):
         sequence_dim: the dimension of the input that is split over the ranks; negative counts from
             the end. The last one holds the features and is refused.
         multiple_of: each rank has a multiple of this many features; set it to the head dimension,
-            so that no head is split. See features.py for sizes that the ranks do not divide.
+            so that no head is split. features.py says what happens to sizes that are not divisible
+            by the world size.
 
     The input is what this rank has, a plain tensor or a DTensor placed as `input_layouts` says;
     shards are equal on all ranks. The output has the whole sequence and this rank's features, or
@@ -303,10 +304,10 @@ class FusedColwiseGroup(ParallelStyle):
         uneven = any(count % ranks for count in units.values())
         if uneven and len(set(units.values())) > 1:
             raise ValueError(
-                f"{style}: {ranks} ranks do not divide {units} units of multiple_of evenly, so "
-                "those that belong together could be on different ranks; give multiple_of for each "
-                "linear, so that all have the same number of units (for grouped queries: those of "
-                "one key head)"
+                f"{style}: the numbers of units of multiple_of, {units}, are not divisible by "
+                f"world size {ranks}, so units that belong together could be on different ranks; "
+                "give multiple_of for each linear, so that all have the same number of units (for "
+                "grouped queries: those of one key head)"
             )
 
     def __repr__(self) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from symm_cp.devices.kept import HostReads, capturing
 from symm_cp.memory import Group
+from symm_cp.ops.attention.masks import HiddenKeys
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import NO_MASK, Mask, Tile, for_samples, tiles, tiles_of_rows
@@ -63,6 +64,8 @@ class AttentionSpec:
     layout: SequenceLayout
     #: Which keys a query sees, by positions in the sequence: one mask, or one for each sample.
     mask: Mask | tuple[Mask, ...] = NO_MASK
+    #: Further hidden keys, in short gaps between visible ones; None if there are none.
+    hidden: HiddenKeys | None = None
     #: What scores are multiplied by; None is 1 / sqrt(E).
     scale: float | None = None
     #: How gradients of keys and values travel: see `set_rotate_method`.
@@ -116,6 +119,12 @@ class AttentionSpec:
         if isinstance(self.mask, Mask):
             return self._tiles(self.mask, rank, owner, rows)
         return tuple(for_samples(self.mask, lambda mask: self._tiles(mask, rank, owner, rows)))
+
+    def hidden_keys(
+        self, tile: Tile, owner: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Returns `HiddenKeys.mask` of a tile of rank `owner`'s keys; None if it hides none."""
+        return self.hidden and self.hidden.mask(tile, self.layout, owner, device)
 
     def _tiles(self, mask: Mask, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
         if mask.relates_positions:

@@ -27,6 +27,18 @@ def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tor
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
 
 
+def empty_output(
+    query: torch.Tensor, features: int, *, device: str | torch.device | None = None
+) -> torch.Tensor:
+    """Returns an empty (B, H, S, features), with the strides of the queries or in their order."""
+    B, H, S, E = query.shape
+    if features == E:
+        return torch.empty_like(query, device=device)
+    if query.transpose(1, 2).is_contiguous():
+        return query.new_empty(B, S, H, features, device=device).transpose(1, 2)
+    return query.new_empty(B, H, S, features, device=device)
+
+
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns (B, H, S, E) in another dtype; a copy has the tensor's order of dimensions."""
     if tensor.dtype == dtype:
@@ -96,16 +108,24 @@ class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
     `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
-    is rounded only once.
+    is rounded only once. `sinks` (H,) are one more score in every row, of a value of zero.
     """
 
-    def __init__(self, query: torch.Tensor, spec: AttentionSpec, parts: int | None = None) -> None:
-        self._query = query
+    def __init__(
+        self,
+        query: torch.Tensor,
+        spec: AttentionSpec,
+        parts: int | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._query, self._sinks = query, sinks
         self._spec = spec
         narrow = parts is not None and parts <= 2
         self._dtype = query.dtype if narrow else wide(query.dtype)
         # The output has the strides of the queries, as kernels return it.
-        self._strides = torch.empty_like(query, device="meta").stride()
+        features = query.shape[3] if spec.value_features is None else spec.value_features
+        self._like = empty_output(query, features, device="meta")
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -137,7 +157,7 @@ class Forward:
     def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merges attention of some rows to other keys; may keep and change `out` and `lse`."""
         if self._merged is None:
-            if out.shape == self._query.shape and out.stride() == self._strides:
+            if out.shape == self._like.shape and out.stride() == self._like.stride():
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
@@ -146,13 +166,41 @@ class Forward:
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         query = self._query
-        out = torch.zeros_like(query, dtype=self._dtype)
+        out = torch.zeros_like(self._like, dtype=self._dtype, device=query.device)
         return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
         out, lse = self._merged or self._nothing()
+        if self._sinks is not None:
+            lse = _with_sinks(out, lse, self._sinks)
         return as_dtype(out, self._query.dtype), lse.contiguous()
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Scales `out` in place for a further score of each head; returns the new log-sum-exp."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    # inf, where neither a key nor a sink is seen, gives the weight 0.
+    out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, torch.inf)).unsqueeze(-1))
+    return total
+
+
+def grad_of_sinks(
+    sinks: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the gradient of the sinks by the rows of `out`, in their dtype."""
+    # A sink's weight in a row; 0 where the log-sum-exp is -inf, as the sink then is.
+    weight = torch.exp(
+        sinks.to(lse.dtype).unsqueeze(-1) - lse.masked_fill(lse == -torch.inf, torch.inf)
+    )
+    inner = -(grad_out.to(lse.dtype) * out).sum(-1)  # its value is zero
+    if grad_lse is not None:
+        inner += grad_lse
+    return (weight * inner).sum((0, 2)).to(sinks.dtype)
 
 
 class Total:
@@ -205,10 +253,10 @@ class Backward:
         tiles: tuple[Tile, ...],
         key: torch.Tensor,
         value: torch.Tensor,
-        partial: torch.Tensor,
+        partials: tuple[torch.Tensor, ...],
     ) -> None:
-        """Adds the tiles of one rank's keys, whose gradients go to `partial` (2, B, S, G, E)."""
-        totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
+        """Adds the tiles of one rank's keys and values, whose gradients go to `partials`."""
+        totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
             for part in _for_kernels(tile, self._query):
                 mask, _ = _mask_of(part, self._query)

@@ -22,7 +22,7 @@ from symm_cp.ops.attention.checks import (
 )
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.tiles import Mask, Tile, tiles
+from symm_cp.schedule.tiles import NO_MASK, Mask, Tile, for_samples, tiles, tiles_of_rows
 
 #: The options of the ops, as their schemas have them; `AttentionSpec.of` takes the same.
 OPTIONS = (
@@ -58,9 +58,6 @@ def rotate_method() -> str:
     return _rotate_method
 
 
-_NO_MASK = Mask()
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """What a call computes: identical on all ranks, as `call_name` lets them check.
@@ -70,8 +67,8 @@ class AttentionSpec:
 
     #: How the sequence of keys and values is spread over the ranks.
     layout: SequenceLayout
-    #: Which keys a query sees, by positions in the sequence.
-    mask: Mask = _NO_MASK
+    #: Which keys a query sees, by positions in the sequence: one mask, or one for each sample.
+    mask: Mask | tuple[Mask, ...] = NO_MASK
     #: What scores are multiplied by; None is 1 / sqrt(E).
     scale: float | None = None
     #: How gradients of keys and values travel: see `set_rotate_method`.
@@ -183,10 +180,14 @@ class AttentionSpec:
 
     def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
         """Returns the tiles of a rank's `rows` queries and the keys of rank `owner`."""
-        if self.mask:
-            return tiles(self.layout, self.mask, rank, owner)
-        keys = self.layout.lengths[owner]  # queries may be of another sequence
-        return (Tile(0, rows, 0, keys),) if keys and rows else ()
+        if isinstance(self.mask, Mask):
+            return self._tiles(self.mask, rank, owner, rows)
+        return tuple(for_samples(self.mask, lambda mask: self._tiles(mask, rank, owner, rows)))
+
+    def _tiles(self, mask: Mask, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
+        if mask.relates_positions:
+            return tiles(self.layout, mask, rank, owner)
+        return tiles_of_rows(self.layout, mask.keys, rows, owner)  # maybe of another sequence
 
     def shard_shapes(self, key: torch.Tensor) -> list[tuple[tuple[int, ...], ...]] | None:
         """Returns the shapes of each rank's keys and values; None when all are as this rank's."""

@@ -98,8 +98,13 @@ def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
     return (tile,) if query.device.type == "cpu" else squares(tile)
 
 
-def _rows(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Returns rows of (B, H, S, ...), as a view unless they are all."""
+_ALL = slice(0, None)
+
+
+def _rows(tensor: torch.Tensor, begin: int, end: int, samples: slice = _ALL) -> torch.Tensor:
+    """Returns rows of some samples of (B, H, S, ...), as a view unless they are all."""
+    if samples != _ALL:
+        tensor = tensor[samples]
     whole = begin == 0 and end == tensor.shape[2]
     return tensor if whole else tensor[:, :, begin:end]
 
@@ -145,23 +150,25 @@ class Forward:
         is_causal: bool = False,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q = _rows(self._query, tile.q_begin, tile.q_end)
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end) for tensor in (key, value))
+        q = _rows(self._query, tile.q_begin, tile.q_end, tile.samples)
+        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
         if blind is not None:  # the kernel returns 0 for them
             lse = lse.masked_fill(blind, -torch.inf)
-        self.merge(tile.q_begin, tile.q_end, out, lse)
+        self.merge(tile, out, lse)
 
-    def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merges attention of some rows to other keys; may keep and change `out` and `lse`."""
+    def merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merges attention of a tile's rows to its keys; may keep and change `out` and `lse`."""
         if self._merged is None:
             if out.shape == self._like.shape and out.stride() == self._like.stride():
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        merged, merged_lse = (_rows(tensor, begin, end) for tensor in self._merged)
+        merged, merged_lse = (
+            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in self._merged
+        )
         kernels.merge(merged, merged_lse, out, lse)
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,9 +217,9 @@ class Total:
         self.total = total
         self._empty = True
 
-    def add(self, begin: int, end: int, part: torch.Tensor) -> None:
-        """Adds to some rows."""
-        rows = _rows(self.total, begin, end)
+    def add(self, begin: int, end: int, part: torch.Tensor, samples: slice = _ALL) -> None:
+        """Adds to some rows of some samples."""
+        rows = _rows(self.total, begin, end, samples)
         if self._empty and rows.shape == self.total.shape:
             rows.copy_(part)
         else:
@@ -276,8 +283,10 @@ class Backward:
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
         given = (self._query, self._grad_out, self._out, self._lse)
-        q, grad_out, out, lse = (_rows(tensor, tile.q_begin, tile.q_end) for tensor in given)
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end) for tensor in (key, value))
+        q, grad_out, out, lse = (
+            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in given
+        )
+        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         grad_q, grad_k, grad_v = kernels.backward(
@@ -291,9 +300,9 @@ class Backward:
             causal=is_causal,
             scale=self._spec.scale,
         )
-        self._grad_query.add(tile.q_begin, tile.q_end, grad_q)
-        totals[0].add(tile.k_begin, tile.k_end, grad_k)
-        totals[1].add(tile.k_begin, tile.k_end, grad_v)
+        self._grad_query.add(tile.q_begin, tile.q_end, grad_q, tile.samples)
+        totals[0].add(tile.k_begin, tile.k_end, grad_k, tile.samples)
+        totals[1].add(tile.k_begin, tile.k_end, grad_v, tile.samples)
 
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""

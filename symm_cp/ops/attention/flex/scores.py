@@ -119,7 +119,7 @@ def add_scores(
         total = weights.sum(-1)
         lse = top + total.log()  # both -inf in rows that see no key
         out = times(weights, v).div_(total.masked_fill_(total == 0, 1).unsqueeze(-1))
-        forward.merge(part.q_begin, part.q_end, out, lse)
+        forward.merge(part, out, lse)
 
 
 @contextmanager

@@ -10,19 +10,18 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from symm_cp.devices.kept import HostReads, capturing, kept
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Mask, Tile
 
-Bools = npt.NDArray[np.bool_]
-Edges = tuple[int, ...]
-Ranges = tuple[tuple[int, int], ...]
+Bools: TypeAlias = np.ndarray
+Edges: TypeAlias = tuple[int, ...]
+Ranges: TypeAlias = tuple[tuple[int, int], ...]
 T = TypeVar("T")
 
 # Fewer hidden keys than this between visible ones are masked: a tile more costs its call, and the
@@ -30,7 +29,9 @@ T = TypeVar("T")
 SHORT_GAP = 128
 
 
-def check_readable(op: str, name: str, tensor: torch.Tensor, device: torch.device) -> None:
+def check_readable(
+    op: str, name: str, tensor: torch.Tensor, device: torch.device, instead: str = "a CPU tensor"
+) -> None:
     """Raises `RuntimeError` if the host cannot read a tensor in a call on `device`.
 
     While a graph is captured the host must not wait for tensors on a device, and replays would not
@@ -39,7 +40,7 @@ def check_readable(op: str, name: str, tensor: torch.Tensor, device: torch.devic
     if tensor.device.type != "cpu" and capturing(device):
         raise RuntimeError(
             f"{op}: {name} is on {tensor.device}, where the host cannot read it while a CUDA graph "
-            "is captured: pass a CPU tensor, whose values become part of the graph"
+            f"is captured: pass {instead}, whose values become part of the graph"
         )
 
 
@@ -54,7 +55,7 @@ class HiddenKeys:
 
     @cached_property
     def _digest(self) -> int:
-        return zlib.crc32(np.packbits(self.visible))
+        return zlib.crc32(np.packbits(self.visible).data)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HiddenKeys) and np.array_equal(self.visible, other.visible)
@@ -86,7 +87,7 @@ class HiddenKeys:
         return visible, torch.from_numpy(blind).to(device) if blind.any() else None
 
 
-def _blind(tile: Tile, counts: npt.NDArray[np.int32]) -> Bools:
+def _blind(tile: Tile, counts: np.ndarray) -> Bools:
     """Which rows of a tile see no key, for each sample."""
     i, keys = np.arange(tile.q_end - tile.q_begin), tile.k_end - tile.k_begin
     first = np.zeros_like(i) if tile.low is None else np.clip(i + tile.low, 0, keys)
@@ -103,7 +104,7 @@ def _in_rows(hidden: HiddenKeys, layout: SequenceLayout, owner: int) -> Bools:
 
 
 @lru_cache(maxsize=64)
-def _counts(hidden: HiddenKeys, layout: SequenceLayout, owner: int) -> npt.NDArray[np.int32]:
+def _counts(hidden: HiddenKeys, layout: SequenceLayout, owner: int) -> np.ndarray:
     """How many of a rank's first n keys are visible, for n = 0, 1, ...: (B or 1, K + 1)."""
     rows = _in_rows(hidden, layout, owner)
     counts = np.zeros((len(rows), rows.shape[1] + 1), dtype=np.int32)

@@ -223,7 +223,14 @@ def spread(
             "DTensors with a mask or score_mod are not supported within context_parallel: pass "
             "this rank's parts (to_local())"
         )
-    queries = region.layout(query.shape[2])
-    if key.shape[2] == query.shape[2]:
-        return queries, queries
-    return queries, Sequential(key.shape[2] * region.world_size, region.world_size)
+    return spread_lengths(region, query.shape[2], key.shape[2])
+
+
+def spread_lengths(
+    region: ParallelRegion, queries: int, keys: int
+) -> tuple[LoadBalancer, LoadBalancer]:
+    """Returns how sequences are spread of which this rank holds so many queries and keys."""
+    spread_queries = region.layout(queries)
+    if keys == queries:
+        return spread_queries, spread_queries
+    return spread_queries, Sequential(keys * region.world_size, region.world_size)

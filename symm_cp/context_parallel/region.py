@@ -31,6 +31,7 @@ class ParallelRegion:
     # The load balancer's layout as ops in graphs take it and as Dynamo can guard it; None if
     # samples have different layouts.
     layout_text: str | None = field(init=False, repr=False, compare=False)
+    rank: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         try:
@@ -39,6 +40,8 @@ class ParallelRegion:
         except NotImplementedError:
             text = None
         object.__setattr__(self, "layout_text", text)
+        group = _resolve_process_group(self.group)  # type: ignore[arg-type]
+        object.__setattr__(self, "rank", group.rank())
 
     def layout(self, local_length: int) -> LoadBalancer:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,25 +81,25 @@ def _attend(
             f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
             "and documents require equal lengths"
         )
-    balancer = region.load_balancer
-    if balancer is None or not balancer.samples:
+    balancers = [balancer for balancer in region.balancers if balancer.samples]
+    if not balancers:
         return _attend_batch(region, query, key, value, mask, options)
-    samples = balancer.samples
-    if len(samples) != query.shape[0]:
-        raise ValueError(
-            f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, {balancer} "
-            f"is for {len(samples)}"
-        )
+    for balancer in balancers:
+        if len(balancer.samples) != query.shape[0]:
+            raise ValueError(
+                f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{balancer} is for {len(balancer.samples)}"
+            )
     outs = [
         _attend_batch(
-            replace(region, load_balancer=sample),
+            region.of_sample(b),
             query[b : b + 1],
             key[b : b + 1],
             value[b : b + 1],
             mask.sample(b),
             options,
         )
-        for b, sample in enumerate(samples)
+        for b in range(query.shape[0])
     ]
     return torch.cat(outs)
 
@@ -124,7 +123,7 @@ def _attend_batch(
     if by_tiles:
         out, lse = _by_tiles(region, query, key, value, mask, options)
     else:
-        queries, keys = flex.spread(region, query, key)
+        _, keys = flex.spread(region, query, key, ordered=mask.relates_positions)
         out, lse = all_gather_attention(
             query,
             key,
@@ -154,7 +153,8 @@ def _by_tiles(
     options: dict[str, Any],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attends with functions of positions."""
-    queries, keys = flex.spread(region, query, key)
+    ordered = mask.relates_positions or mask.key_mask is not None or mask.mask_mod is not None
+    queries, keys = flex.spread(region, query, key, ordered=ordered)
     features, scale = value.shape[3], options["scale"]
     if features != query.shape[3]:
         scale = query.shape[3] ** -0.5 if scale is None else scale

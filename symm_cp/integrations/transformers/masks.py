@@ -22,7 +22,6 @@ import transformers
 from transformers import masking_utils as made
 
 from symm_cp.context_parallel.closures import captured
-from symm_cp.context_parallel.flex import spread_lengths
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
@@ -316,8 +315,10 @@ def sequence_mask(
             f"{OP}: position_ids have shape {list(positions.shape)}, must be (batch, sequence) to "
             "tell packed documents: pass an attention_mask of ones for one document"
         )
-    queries, keys = spread_lengths(region, *lengths)
-    whole = _Whole(region, queries, keys, padding, positions)
+    # Padding tells keys apart; the rest of what does is between positions of one sequence.
+    queries, ordered = region.layout(lengths[0]), padding is not None
+    keys = region.layout_of_keys(*lengths, ordered=ordered)
+    whole = _Whole(region, queries, keys or queries, padding, positions)
     parts = _Parts()
     parts.add(whole, function)
     return parts.mask(whole)

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel.layouts import cut, remember
-from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+from symm_cp.context_parallel.lengths import balancer_for
+from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import tells_peers
 
@@ -75,11 +76,7 @@ def shard_batch(
     """
     group = _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
     length = _length(batch, seq_dim)
-    balancer = load_balancer or HeadTail(length, group.size())
-    if (balancer.seq_length, balancer.world_size) != (length, group.size()):
-        raise ValueError(
-            f"{_OP}: {balancer} does not fit {length} positions on {group.size()} ranks"
-        )
+    balancer = balancer_for(_OP, load_balancer, length, group.size())
     whole = dict(batch)
     if shift_labels and "labels" in whole:
         labels = whole["labels"].roll(-1, seq_dim)

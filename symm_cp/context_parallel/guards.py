@@ -50,7 +50,7 @@ class Watch:
 
     group: str
     world_size: int
-    load_balancer: LoadBalancer | None = None
+    balancers: tuple[LoadBalancer, ...] = ()
     first_module: str | None = None
     called: bool = False
     runs_before: int = 0
@@ -88,14 +88,15 @@ class Watch:
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
         if not limit.needs_length:
             raise limit.error(module)
-        if self.load_balancer is not None:
-            if not limit.fits(self.load_balancer.lengths):
-                raise limit.error(module, self.load_balancer.seq_length)
-        elif compiling and limit.harmless_up_to is not None:
+        for balancer in self.balancers:
+            if not limit.fits(balancer.lengths):
+                raise limit.error(module, balancer.seq_length)
+        if self.balancers:
+            return
+        if compiling and limit.harmless_up_to is not None:
             # The graph may be used for other lengths without this check.
             raise limit.error(module)
-        else:
-            self.pending.append((module, limit))
+        self.pending.append((module, limit))
 
     def check_lengths(self, lengths: list[int]) -> None:
         """Raises if a module that ran does not support a sequence spread like this."""
@@ -213,17 +214,19 @@ _read_positions: HostReads[list[bool]] = HostReads()
 
 def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bool) -> None:
     """Refuses positions that the model would misinterpret. `positions`: (B, S)."""
-    balancer = watch.load_balancer
     first = watch.first_position
-    if balancer is None or positions.dim() != 2:  # several positions for each token
+    if positions.dim() != 2:  # several positions for each token
         return
     if not first and not unmasked:
         return
     if capturing(positions.device):  # the host cannot read them; it did when the call was warmed up
         return
-    expected = positions_on(positions.device, balancer, resolve(watch.group).rank)
-    if positions.shape[1] != expected.shape[-1]:
+    rank = resolve(watch.group).rank
+    held = (b for b in watch.balancers if b.lengths[rank] == positions.shape[1])
+    balancer = next(held, None)
+    if balancer is None:
         return
+    expected = positions_on(positions.device, balancer, rank)
 
     def read() -> list[bool]:
         each = [(positions == expected + offset).all() for offset in (0, first)]

@@ -63,7 +63,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.shard_batch(mesh, {"x": ids})
     with pytest.raises(ValueError, match="seq_dim=2 is out of range"):
         symm_cp.shard_batch(mesh, {"input_ids": ids}, seq_dim=2)
-    with pytest.raises(ValueError, match="does not fit 8 positions on 2 ranks"):
+    with pytest.raises(ValueError, match="does not fit a sequence of 8 positions on 2 ranks"):
         symm_cp.shard_batch(mesh, {"input_ids": ids}, load_balancer=symm_cp.HeadTail(9, 2))
     given = {"input_ids": ids, "labels": ids, "position_ids": ids}
     local, _ = symm_cp.shard_batch(mesh, given, shift_labels=False)

@@ -76,7 +76,7 @@ def _attention_kernel(
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in tiles[owner]:
-            forward.add(tile, *shards)
+            forward.add(tile, shards[0], shards[1], owner)
 
     consume_keys(_FORWARD, spec, group, key, value, consume)
     return forward.result()
@@ -121,7 +121,7 @@ def _attention_backward_kernel(
 
     def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
         tiles = spec.tiles(group.rank, owner, rows)
-        backward.add_tiles(tiles, shards[0], shards[1], partials)
+        backward.add_tiles(tiles, shards[0], shards[1], partials, owner)
 
     grad_key, grad_value = reduce_gradients(_BACKWARD, spec, group, key, value, consume)
     grads = (backward.grad_query(), grad_key, grad_value)

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.devices.kept import HostReads, capturing
+from symm_cp.devices.kept import HostReads
 from symm_cp.memory import Group
 from symm_cp.ops.attention.checks import (
     DTYPES,
@@ -20,6 +20,7 @@ from symm_cp.ops.attention.checks import (
     check_over_sequence,
     check_scores,
 )
+from symm_cp.ops.attention.masks import HiddenKeys, check_readable, masks_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import NO_MASK, Mask, Tile, for_samples, tiles, tiles_of_rows
@@ -69,6 +70,8 @@ class AttentionSpec:
     layout: SequenceLayout
     #: Which keys a query sees, by positions in the sequence: one mask, or one for each sample.
     mask: Mask | tuple[Mask, ...] = NO_MASK
+    #: Further hidden keys, in short gaps between visible ones; None if there are none.
+    hidden: HiddenKeys | None = None
     #: What scores are multiplied by; None is 1 / sqrt(E).
     scale: float | None = None
     #: How gradients of keys and values travel: see `set_rotate_method`.
@@ -131,13 +134,14 @@ class AttentionSpec:
         if cu_seqlens is not None:
             document_edges = _host_edges(op, cu_seqlens, query.device)
         documents = _documents(op, document_edges, layout.length)
-        mask = _mask_of(
+        mask, hidden = _mask_of(
             op, query, layout, Mask(window_left, right, documents), document_ids, key_mask
         )
-        if mask and query.shape[2] != key.shape[2]:
+        relates = any(m.relates_positions for m in (mask if isinstance(mask, tuple) else (mask,)))
+        if relates and query.shape[2] != key.shape[2]:
             raise ValueError(
                 f"{op}: query has {query.shape[2]} rows and key {key.shape[2]}: is_causal, windows "
-                "and cu_seqlens require equal lengths"
+                "and documents require equal lengths"
             )
         check_scores(
             op,
@@ -158,7 +162,7 @@ class AttentionSpec:
         )
         if bias is not None:
             check_bias_length(op, bias, queries or layout, layout)
-        if mask and queries is not None:
+        if relates and queries is not None:
             raise NotImplementedError(
                 f"{op}: is_causal, windows and documents require that queries are spread as keys "
                 "are: query_chunk_order and query_chunk_lengths must be chunk_order and "
@@ -167,6 +171,7 @@ class AttentionSpec:
         return cls(
             layout=layout,
             mask=mask,
+            hidden=hidden,
             scale=scale,
             method=rotate_method(),
             queries=queries,
@@ -183,6 +188,12 @@ class AttentionSpec:
         if isinstance(self.mask, Mask):
             return self._tiles(self.mask, rank, owner, rows)
         return tuple(for_samples(self.mask, lambda mask: self._tiles(mask, rank, owner, rows)))
+
+    def hidden_keys(
+        self, tile: Tile, owner: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        """Returns `HiddenKeys.mask` of a tile of rank `owner`'s keys; None if it hides none."""
+        return None if self.hidden is None else self.hidden.mask(tile, self.layout, owner, device)
 
     def _tiles(self, mask: Mask, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
         if mask.relates_positions:
@@ -348,35 +359,25 @@ def _mask_of(
     mask: Mask,
     document_ids: torch.Tensor | None,
     key_mask: torch.Tensor | None,
-) -> Mask:
+) -> tuple[Mask | tuple[Mask, ...], HiddenKeys | None]:
     """Returns a mask with the documents and the hidden keys of each sample."""
-    if document_ids is not None:
-        dtypes = (torch.int32, torch.int64)
-        check_over_sequence(op, "document_ids", document_ids, query, keys.length, dtypes)
-        raise NotImplementedError(f"{op}: document_ids is not supported yet")
-    if key_mask is not None:
-        check_over_sequence(op, "key_mask", key_mask, query, keys.length, (torch.bool,))
-        raise NotImplementedError(f"{op}: key_mask is not supported yet")
-    return mask
+    for name, tensor, dtypes in (
+        ("document_ids", document_ids, (torch.int32, torch.int64)),
+        ("key_mask", key_mask, (torch.bool,)),
+    ):
+        if tensor is not None:
+            check_over_sequence(op, name, tensor, query, keys.length, dtypes)
+    return masks_of(op, mask, query.shape[0], document_ids, key_mask, query.device)
 
 
 def _host_edges(op: str, cu_seqlens: torch.Tensor, device: torch.device) -> list[int]:
-    """Returns the values of `cu_seqlens`, for a call on `device`.
-
-    While a graph is captured tensors on a device are refused: the host must not wait for them, and
-    replays would not see other values.
-    """
+    """Returns the values of `cu_seqlens`, for a call on `device`."""
     if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(
             f"{op}: cu_seqlens must be a 1-D tensor of int32 or int64, is {cu_seqlens.dtype} "
             f"{list(cu_seqlens.shape)}"
         )
-    if cu_seqlens.device.type != "cpu" and capturing(device):
-        raise RuntimeError(
-            f"{op}: cu_seqlens is on {cu_seqlens.device}, where the host cannot read it while a "
-            "CUDA graph is captured: pass a sequence of ints or a CPU tensor, which become part of "
-            "the graph"
-        )
+    check_readable(op, "cu_seqlens", cu_seqlens, device, "a sequence of ints or a CPU tensor")
     return _edges_read.get(cu_seqlens, cu_seqlens.tolist)
 
 

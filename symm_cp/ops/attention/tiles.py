@@ -7,13 +7,15 @@ number of parts. torch's CPU kernel crashes the process without keys, so it is n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from symm_cp.devices.kept import kept
 from symm_cp.ops.attention import kernels
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
-from symm_cp.schedule.tiles import Tile, squares
+from symm_cp.schedule.tiles import Tile, in_rows, squares
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -86,16 +88,40 @@ def _band(
     return additive(visible, dtype), visible.any(1).logical_not()
 
 
-def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if tile.full or tile.causal:
-        return None, None
+class _TileMask(NamedTuple):
+    """How kernels are told of a tile's mask: causal, additive or both; and its blind rows."""
+
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
+
+
+def _mask_of(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) -> _TileMask:
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
-    return _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    hidden = spec.hidden_keys(tile, owner, query.device)
+    if tile.full or (tile.causal and (hidden is None or query.device.type == "cpu")):
+        band = blind = None
+    else:
+        band, blind = _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    causal = tile.causal and band is None
+    if hidden is None:
+        return _TileMask(causal, band, blind)
+    visible, blind = hidden
+    mask = additive(visible, query.dtype)
+    return _TileMask(causal, mask if band is None else band + mask, blind)
 
 
-def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
+# Rows in a tile that needs a mask only because the device's kernels take none beside a causal one.
+_MASKED_ROWS = 256
+
+
+def _for_kernels(tile: Tile, query: torch.Tensor, spec: AttentionSpec) -> tuple[Tile, ...]:
     """The tile as the kernels of the device take it."""
-    return (tile,) if query.device.type == "cpu" else squares(tile)
+    if query.device.type == "cpu":
+        return (tile,)
+    if tile.causal and spec.hidden is not None:
+        return in_rows(tile, _MASKED_ROWS)
+    return squares(tile)
 
 
 _ALL = slice(0, None)
@@ -133,11 +159,11 @@ class Forward:
         self._like = empty_output(query, features, device="meta")
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Adds a tile of the keys and values of one rank."""
-        for part in _for_kernels(tile, self._query):
-            mask, blind = _mask_of(part, self._query)
-            self.add_masked(part, key, value, mask, blind, is_causal=part.causal)
+    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
+        """Adds a tile of the keys and values of rank `owner`."""
+        for part in _for_kernels(tile, self._query, self._spec):
+            causal, mask, blind = _mask_of(part, self._query, self._spec, owner)
+            self.add_masked(part, key, value, mask, blind, is_causal=causal)
 
     def add_masked(
         self,
@@ -261,13 +287,14 @@ class Backward:
         key: torch.Tensor,
         value: torch.Tensor,
         partials: tuple[torch.Tensor, ...],
+        owner: int,
     ) -> None:
-        """Adds the tiles of one rank's keys and values, whose gradients go to `partials`."""
+        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`."""
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
-            for part in _for_kernels(tile, self._query):
-                mask, _ = _mask_of(part, self._query)
-                self.add(part, key, value, totals, mask, is_causal=part.causal)
+            for part in _for_kernels(tile, self._query, self._spec):
+                causal, mask, _ = _mask_of(part, self._query, self._spec, owner)
+                self.add(part, key, value, totals, mask, is_causal=causal)
         for total in totals:
             total.finish()
 

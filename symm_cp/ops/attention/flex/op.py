@@ -188,7 +188,7 @@ class FlexAttention:
                 if scores is not None:
                     add_scores(merged, scores, tile, visible, shards, indices)
                 elif visible is None:
-                    merged.add(tile, key, value)
+                    merged.add(tile, key, value, owner)
                 else:
                     blind = visible.any(-1).logical_not()
                     merged.add_masked(tile, key, value, additive(visible, query.dtype), blind)

@@ -21,7 +21,7 @@ from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.context_parallel.region import active, region_over
+from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import tells_peers, unfused_all_gather
 
@@ -174,8 +174,7 @@ def context_parallel(
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
             _become(tensor, shard)
-        with _attending(mesh, model) as modules, entered(region):
-            _check_modules(mesh, modules)
+        with _attending(region, model), entered(region):
             yield
             watch = guards.current()
             if watch is not None:
@@ -188,29 +187,24 @@ def context_parallel(
 
 @contextmanager
 def _attending(
-    mesh: GroupLike, model: nn.Module | Sequence[nn.Module] | None
-) -> Iterator[list[nn.Module]]:
-    """Within it, models of transformers attend with symm_cp; yields their modules."""
-    if model is None:
-        yield []
-        return
-    with ExitStack() as entered_models:
-        yield telling_peers(group_name(mesh), _enter_models, entered_models, model)
+    region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
+) -> Iterator[None]:
+    """Within it, models of transformers attend with symm_cp."""
+    with ExitStack() as stack:
+        if model is not None:
+            telling_peers(region.group, _enter_models, stack, region, model)
+        yield
 
 
-def _enter_models(stack: ExitStack, model: nn.Module | Sequence[nn.Module]) -> list[nn.Module]:
+def _enter_models(
+    stack: ExitStack, region: ParallelRegion, model: nn.Module | Sequence[nn.Module]
+) -> None:
     # A floor above this one, and it needs transformers.
     integration = importlib.import_module("symm_cp.integrations.transformers")
     modules: list[nn.Module] = stack.enter_context(integration.attending(model))
-    return modules
-
-
-def _check_modules(mesh: GroupLike, modules: list[nn.Module]) -> None:
-    """Refuses models whose attention would be wrong before they run."""
-    watch = guards.current()
-    assert watch is not None
+    watch = region.watch()  # of its own: none of the modules has run
     for module in modules:
-        telling_peers(group_name(mesh), watch.saw, module)
+        watch.saw(module)
 
 
 @tells_peers

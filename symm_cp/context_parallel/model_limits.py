@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import nn
 
+#: The name of our implementation of attention in configurations of transformers.
+SYMM_CP = "symm_cp"
+
 # Layer types of transformers' configurations, and the attributes with their lengths.
 _FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
@@ -31,6 +34,7 @@ _SINKS = ("sinks", "s_aux", "attention_sinks")
 _HIDDEN = ("eager", "flash", "paged", "/")
 _MIXERS = (nn.RNNBase, nn.Conv1d)
 _FULL_ATTENTION = "Use a model with full attention"
+_OURS = "Pass the model to context_parallel(model=...)"
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,16 @@ def uses_transformers(module: nn.Module) -> bool:
     return hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
+def attends_with_symm_cp(module: nn.Module) -> bool:
+    """Tells whether a module attends as symm_cp.integrations.transformers does."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == SYMM_CP
+
+
 def _masks_whole_sequence(module: nn.Module) -> bool:
     """Tells whether windows are mask functions, which get positions in the whole sequence."""
     config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) == "flex_attention"
+    return getattr(config, "_attn_implementation", None) in (SYMM_CP, "flex_attention")
 
 
 def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
@@ -97,6 +107,13 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
         return
     if uses_transformers(module):
         yield from _config_limits(module.config)
+    settable = getattr(module, "_can_set_attn_implementation", None)
+    if attends_with_symm_cp(module) and settable is not None and not settable():
+        yield Limit(
+            'attn_implementation="symm_cp"',
+            "it does not attend through transformers' AttentionInterface, so this has no effect",
+            'Use attn_implementation="sdpa", if the model supports it',
+        )
     yield from _attribute_limits(module)
 
 
@@ -118,8 +135,7 @@ def _window(name: str, value: int, reach: int) -> Limit:
     return Limit(
         f"{name}={value}",
         "sliding windows are not applied to a sequence spread over ranks",
-        f"Use sequences of at most {reach} positions, or a model with full attention, or let its "
-        "attention modules call symm_cp.all_gather_attention with window_left and window_right",
+        f"{_OURS}, or use sequences of at most {reach} positions",
         harmless_up_to=reach,
     )
 
@@ -128,7 +144,7 @@ def _chunk(name: str, value: int) -> Limit:
     return Limit(
         f"{name}={value}",
         "attention within chunks is not applied to a sequence spread over ranks",
-        f"Use sequences of at most {value} positions, or a model with full attention",
+        f"{_OURS}, or use sequences of at most {value} positions",
         harmless_up_to=value,
     )
 
@@ -139,12 +155,12 @@ def _config_limits(config: Any) -> Iterator[Limit]:
         yield Limit(
             f"config._attn_implementation={chosen!r}",
             "it would attend to this rank's part of the sequence only",
-            'Call model.set_attn_implementation("sdpa"), if the model supports it',
+            f'{_OURS}, or call model.set_attn_implementation("sdpa"), if the model supports it',
         )
     yield from _layer_limits(config)
-    for name in _SOFT_CAPS:
+    for name in () if chosen == SYMM_CP else _SOFT_CAPS:
         if value := getattr(config, name, None):
-            yield Limit(f"config.{name}={value}", "soft caps are not applied", _FULL_ATTENTION)
+            yield Limit(f"config.{name}={value}", "soft caps are not applied", _OURS)
     for name, value in _positive(config, _PICKED):
         yield Limit(
             f"config.{name}={value}",
@@ -172,12 +188,13 @@ def _layer_limits(config: Any) -> Iterator[Limit]:
             _FULL_ATTENTION,
         )
     sliding = types & _WINDOWED or (not types and getattr(config, "use_sliding_window", True))
-    if sliding and config._attn_implementation != "flex_attention":
+    chosen = config._attn_implementation
+    if sliding and chosen not in (SYMM_CP, "flex_attention"):
         for name, value in _positive(config, _WINDOWS):
             # ModernBERT's local_attention counts both sides.
             reach = value // 2 + 1 if name == "local_attention" else value
             yield _window(f"config.{name}", value, reach)
-    if types & _CHUNKED or not types:
+    if (types & _CHUNKED or not types) and chosen != SYMM_CP:
         for name, value in _positive(config, _CHUNKS):
             yield _chunk(f"config.{name}", value)
 
@@ -186,9 +203,9 @@ def _attribute_limits(module: nn.Module) -> Iterator[Limit]:
     if getattr(module, "is_sliding", True) and not _masks_whole_sequence(module):
         for name, value in _positive(module, ("sliding_window",)):
             yield _window(name, value, value)
-    for name in _SINKS:
+    for name in () if attends_with_symm_cp(module) else _SINKS:
         if getattr(module, name, None) is not None:
-            yield Limit(name, "attention sinks are not applied", _FULL_ATTENTION)
+            yield Limit(name, "attention sinks are not applied", _OURS)
     for child in (module, *module.children()):
         wide = not isinstance(child, nn.Conv1d) or child.kernel_size != (1,)
         if isinstance(child, _MIXERS) and wide:

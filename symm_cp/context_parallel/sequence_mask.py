@@ -6,12 +6,10 @@ holds no matrix: what attention ops take as options, and a function for what the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion
@@ -48,9 +46,10 @@ class SequenceMask:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Raises: only attention within a region knows what to do with it."""
+        name = getattr(func, "__name__", repr(func))
         raise RuntimeError(
-            f"{getattr(func, '__name__', func)}: got an attention mask that a model of transformers "
-            'made with attn_implementation="symm_cp" within context_parallel, and attends with '
+            f"{name}: got an attention mask that a model of transformers made with "
+            'attn_implementation="symm_cp" within context_parallel, but the model attends with '
             "another implementation now. If a checkpoint recomputes outside of the context, run "
             'the backward pass within it, or call model.set_attn_implementation("symm_cp") once '
             "instead of passing the model to context_parallel"

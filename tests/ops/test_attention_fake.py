@@ -47,7 +47,7 @@ def test_opcheck(ranks: Ranks, world_size: int) -> None:
 
 
 def described(tensors: Any) -> list[tuple[Any, ...]]:
-    return [() if t is None else (t.shape, t.stride(), t.dtype, t.device.type) for t in tensors]
+    return [(t.shape, t.stride(), t.dtype, t.device.type) for t in tensors]
 
 
 def like_real(group: dist.ProcessGroup) -> None:
@@ -96,4 +96,4 @@ def test_edges_on_the_host_for_tensors_on_a_gpu() -> None:
         for chosen in edges:
             out, lse = OPS.fused_all_gather_attention(q, q, q, "0", **chosen)
             grads = OPS.fused_all_gather_attention_backward(out, q, q, q, out, lse, "0", **chosen)
-            assert {t.device.type for t in (out, lse, *grads[:3])} == {"cuda"}
+            assert {t.device.type for t in (out, lse, *grads)} == {"cuda"}

@@ -12,6 +12,7 @@ from transformers import masking_utils
 
 from symm_cp.context_parallel import flex, sdpa
 from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.model_limits import SYMM_CP
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
@@ -19,8 +20,9 @@ from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import outside
 from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
 
-#: The name of the implementation.
-NAME = "symm_cp"
+NAME = SYMM_CP
+
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def mask_function(
@@ -45,9 +47,7 @@ def mask_function(
     )
 
 
-def _is_step(
-    q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int
-) -> bool:
+def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
     """Whether keys of earlier calls are in a cache, so that queries do not begin at position 0."""
     return isinstance(q_offset, torch.Tensor) or q_offset != 0 or kv_offset != 0
 
@@ -63,7 +63,7 @@ def _mask(
         raise NotImplementedError(
             f"{OP}: a cache holds keys of earlier calls ({q_offset=}), each rank's those of its "
             "part: generation within context_parallel is not supported. Generate outside of it, "
-            "where attn_implementation=\"symm_cp\" attends as usual"
+            'where attn_implementation="symm_cp" attends as usual'
         )
     return sequence_mask(region, function, (q_length, kv_length), attention_mask)
 
@@ -118,7 +118,7 @@ def attention_function(
 def _attend(
     region: ParallelRegion,
     module: nn.Module,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: _Tensors,
     mask: SequenceMask | torch.Tensor | BlockMask | None,
     options: dict[str, Any],
     is_causal: bool | None,
@@ -158,7 +158,7 @@ def _attend(
 def _attend_given(
     region: ParallelRegion,
     name: str,
-    tensors: tuple[torch.Tensor, ...],
+    tensors: _Tensors,
     mask: torch.Tensor | BlockMask,
     options: dict[str, Any],
 ) -> torch.Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import masking_utils as made
+from transformers.utils.import_utils import is_tracing
 
 from symm_cp.context_parallel.closures import captured
 from symm_cp.context_parallel.load_balancers import LoadBalancer
@@ -116,7 +117,7 @@ class _Whole:
 
 def _traced(tensor: torch.Tensor) -> bool:
     """Whether the host cannot read a tensor, or must not: as transformers decides it."""
-    return torch.compiler.is_compiling() or made.is_tracing(tensor)
+    return torch.compiler.is_compiling() or is_tracing(tensor)
 
 
 @dataclass

@@ -30,8 +30,9 @@ def attend(
     eager = getattr(sys.modules[type(module).__module__], _EAGER, None)
     if eager is None:
         raise NotImplementedError(
-            f"symm_cp: {type(module).__name__} has a soft cap or sinks, and {type(module).__module__}"
-            f" has no {_EAGER}: outside of context_parallel use another attn_implementation"
+            f"symm_cp: {type(module).__name__} has a soft cap or sinks, but its module "
+            f"{type(module).__module__} has no {_EAGER}: use another attn_implementation outside "
+            "of context_parallel"
         )
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)

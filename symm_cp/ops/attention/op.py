@@ -35,7 +35,7 @@ from symm_cp.ops.attention.pipeline import (
     heads_in_rows,
     reduce_gradients,
 )
-from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors
+from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, dense_features, grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -47,11 +47,13 @@ lib.define(
     f"{_FORWARD}(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
     " -> (Tensor out, Tensor logsumexp)"
 )
+# Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no ops
+# with optional results.
 lib.define(
     f"{_BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
     f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
     "bool sinks_grad=True, bool bias_grad=True)"
-    " -> (Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? bias)"
+    " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
 )
 
 
@@ -93,12 +95,12 @@ def _attention_backward_kernel(
     sinks_grad: bool = True,
     bias_grad: bool = True,
     **options: Any,
-) -> tuple[torch.Tensor | None, ...]:
-    group, features = group_of(group_name), query.shape[-1]
+) -> tuple[torch.Tensor, ...]:
+    group, E, V = group_of(group_name), query.shape[3], value.shape[3]
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
     _check_supported(_BACKWARD, spec)
     sinks = options.get("sinks")
-    grad_sinks = None
+    grad_sinks = query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
     if grad_logsumexp is not None:
@@ -106,8 +108,11 @@ def _attention_backward_kernel(
         # One more feature, 0 in v, 1 in grad_out and -grad_logsumexp in out, adds what the
         # log-sum-exp contributes. CUDA kernels need a multiple of 8 features.
         spec = replace(spec, scale=factor_of(query, spec.scale))
-        padding = 1 if query.device.type == "cpu" else -features % 8 or 8
-        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
+        padding = 1 if query.device.type == "cpu" else -V % 8 or 8
+        value = F.pad(value, (0, padding))
+        if E == V:  # as most kernels require
+            query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
+        spec = replace(spec, value_features=value_features_of(query, value))
         grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
         extra = -grad_logsumexp.unsqueeze(-1).to(out.dtype)
         out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
@@ -120,12 +125,15 @@ def _attention_backward_kernel(
 
     grad_key, grad_value = reduce_gradients(_BACKWARD, spec, group, key, value, consume)
     grads = (backward.grad_query(), grad_key, grad_value)
-    of_inputs = (heads_in_rows(grad[..., :features], own_memory=True) for grad in grads)
-    return *of_inputs, grad_sinks, None
+    of_inputs = (
+        heads_in_rows(grad[..., :features], own_memory=True)
+        for grad, features in zip(grads, (E, E, V), strict=True)
+    )
+    return *of_inputs, grad_sinks, query.new_empty(0)
 
 
 def _check_supported(op: str, spec: AttentionSpec) -> None:
-    for name in ("softcap", "bias", "dropout_seed", "value_features"):
+    for name in ("softcap", "bias", "dropout_seed"):
         if getattr(spec, name):
             raise NotImplementedError(f"{op}: {name} is not supported yet")
 
@@ -168,11 +176,9 @@ def _attention_backward_fake(
     sinks_grad: bool = True,
     bias_grad: bool = True,
     **options: Any,
-) -> tuple[torch.Tensor | None, ...]:
+) -> tuple[torch.Tensor, ...]:
     of_options = (
-        torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        if tensor is not None and wanted
-        else None
+        tensor.new_empty(tensor.shape) if tensor is not None and wanted else query.new_empty(0)
         for tensor, wanted in ((sinks, sinks_grad), (bias, bias_grad))
     )
     return fake_like(query), fake_like(key), fake_like(value), *of_options
@@ -230,8 +236,9 @@ class _Attention(torch.autograd.Function):
             **ctx.options,
             **dict(zip(ctx.named, tensors, strict=True)),
         )
-        of_options = {"sinks": of_sinks, "bias": of_bias}
-        return *grads, None, None, None, *(of_options.get(name) for name in ctx.named)
+        found = {"sinks": of_sinks, "bias": of_bias}
+        of_options = (found[name] if wanted[name] else None for name in ctx.named)
+        return *grads, None, None, None, *of_options
 
 
 def _attention_autograd(

@@ -1,7 +1,4 @@
-"""Decoders of transformers: small configurations with random weights, by name.
-
-
-"""
+"""Decoders of transformers: small configurations with random weights, by name."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
-from symm_cp.ops.attention.spec import AttentionSpec, rotate_method
+from symm_cp.ops.attention.spec import AttentionSpec, rotate_method, value_features_of
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -174,7 +174,12 @@ class _Arguments(NamedTuple):
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
-        spec = AttentionSpec(layout=keys, scale=self.scale, method=rotate_method())
+        spec = AttentionSpec(
+            layout=keys,
+            scale=self.scale,
+            method=rotate_method(),
+            value_features=value_features_of(query, value),
+        )
         if score is None:
             return FlexAttention(group, spec, masks)
         score_mod = score.bound(self.score_tensors, self.score_numbers)
@@ -244,7 +249,8 @@ def _backward_kernel(
 def _fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_like(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return fake_like(query, value.shape[3]), lse
 
 
 def _backward_fake(

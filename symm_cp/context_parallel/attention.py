@@ -39,7 +39,7 @@ def all_gather_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: LoadBalancer | torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
@@ -60,7 +60,8 @@ def all_gather_attention(
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         is_causal: a query sees no later key.
         scale: of the scores; 1 / sqrt(E) by default.
-        load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
+        load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts. In
+            graphs also the tensor of ops/attention/layouts.py.
         cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
             sequence: a query sees only keys of its document. A sequence of ints, or a 1-D tensor of
             int32 or int64, best on CPU: the host reads it. For one on a GPU the host waits for the
@@ -90,10 +91,6 @@ def all_gather_attention(
             query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
         else:
             value = F.pad(value, (0, -padding))
-    layout = {}
-    if load_balancer is not None:
-        layout["chunk_order"] = load_balancer.chunk_order
-        layout["chunk_lengths"] = load_balancer.chunk_lengths
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,
@@ -104,13 +101,25 @@ def all_gather_attention(
         enable_gqa=enable_gqa,
         window_left=window_left,
         window_right=window_right,
-        **layout,
+        **_layout_options(load_balancer),
         **documents,
     )
     out = out[..., :value_features]
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)
     return (out, lse) if return_lse else out
+
+
+def _layout_options(load_balancer: LoadBalancer | torch.Tensor | None) -> dict[str, Any]:
+    """Returns how the sequence is spread as the op takes it."""
+    if load_balancer is None:
+        return {}
+    if isinstance(load_balancer, torch.Tensor):
+        return {"layouts": load_balancer}
+    return {
+        "chunk_order": load_balancer.chunk_order,
+        "chunk_lengths": load_balancer.chunk_lengths,
+    }
 
 
 def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[str, Any]:

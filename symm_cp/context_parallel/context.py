@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -18,7 +20,8 @@ from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.region import active, region_over
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import tells_peers, unfused_all_gather
 
@@ -112,6 +115,7 @@ def context_parallel_shard(
 def context_parallel(
     mesh: GroupLike,
     *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
     buffers: Sequence[torch.Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
@@ -131,6 +135,9 @@ def context_parallel(
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        model: models of transformers that run inside, one or several: they attend with
+            attn_implementation="symm_cp" until the end, which knows their masks (padding, packed
+            documents, windows, chunks), soft caps, sinks and dropout.
         buffers: tensors of the whole sequence, the same on all ranks, of equal length (or with a
             load balancer for each length, see below). They are cut
             in place (the same tensor objects then hold the shard) and restored at the end, also
@@ -167,7 +174,7 @@ def context_parallel(
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
             _become(tensor, shard)
-        with entered(region):
+        with _attending(region, model), entered(region):
             yield
             watch = guards.current()
             if watch is not None:
@@ -176,6 +183,28 @@ def context_parallel(
         for tensor, original in zip(tensors, originals, strict=True):
             if id(tensor) not in keep:
                 _become(tensor, original)
+
+
+@contextmanager
+def _attending(
+    region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
+) -> Iterator[None]:
+    """Within it, models of transformers attend with symm_cp."""
+    with ExitStack() as stack:
+        if model is not None:
+            telling_peers(region.group, _enter_models, stack, region, model)
+        yield
+
+
+def _enter_models(
+    stack: ExitStack, region: ParallelRegion, model: nn.Module | Sequence[nn.Module]
+) -> None:
+    # A floor above this one, and it needs transformers.
+    integration = importlib.import_module("symm_cp.integrations.transformers")
+    modules: list[nn.Module] = stack.enter_context(integration.attending(model))
+    watch = region.watch()  # of its own: none of the modules has run
+    for module in modules:
+        watch.saw(module)
 
 
 @tells_peers

@@ -27,6 +27,7 @@ from torch.nn.modules import module as torch_module
 from symm_cp.context_parallel.load_balancers import LoadBalancer, positions_on
 from symm_cp.context_parallel.model_limits import (
     Limit,
+    attends_with_symm_cp,
     first_position,
     limits_of,
     uses_transformers,
@@ -115,7 +116,7 @@ class Watch:
             f"{where}: {ran} ran, but no attention ran context parallel: neither "
             "F.scaled_dot_product_attention nor flex_attention was called, so attention saw only "
             "this rank's part of the sequence. Use an implementation that calls one of them "
-            '(transformers: model.set_attn_implementation("sdpa"))'
+            "(transformers: context_parallel(model=...))"
         )
         if where == "context_parallel":
             message += '; if the modules have no attention, pass on_unfused="ignore"'
@@ -199,7 +200,10 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
                 "makes them"
             )
         watch.has_positions = True
-        unmasked = _argument(module, "attention_mask", args, kwargs) is None
+        # Documents packed by position_ids are told from the whole sequence then.
+        unmasked = not attends_with_symm_cp(module) and (
+            _argument(module, "attention_mask", args, kwargs) is None
+        )
         if isinstance(positions, torch.Tensor):
             _check_values(watch, name, positions, unmasked)
     elif "input_ids" in names and not watch.has_positions:
@@ -243,8 +247,8 @@ def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bo
     if unmasked and not as_counted:
         raise NotImplementedError(
             f"context_parallel: {name} was called without attention_mask and with position_ids "
-            f"that are not those of {balancer}: packed documents are not supported. For one "
-            "document pass an attention_mask of ones"
+            f"that are not those of {balancer}: packed documents require "
+            "context_parallel(model=...). For one document pass an attention_mask of ones"
         )
 
 

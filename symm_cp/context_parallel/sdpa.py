@@ -142,7 +142,9 @@ def _attend_masked(
         raise NotImplementedError(
             f"{SDPA}: attn_mask of shape {list(attn_mask.shape)} within "
             f"context_parallel must be that of the whole sequence, (..., {lengths[0]}, "
-            f"{lengths[1]}); use is_causal, or flex_attention with a BlockMask"
+            f"{lengths[1]}); use is_causal, or flex_attention with a BlockMask. Models of "
+            "transformers make masks of this rank's part: pass the model to "
+            "context_parallel(model=...)"
         )
     if attn_mask.requires_grad:
         raise NotImplementedError(

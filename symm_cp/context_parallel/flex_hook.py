@@ -109,6 +109,12 @@ def _traced_mode() -> FlexMode | None:
     return None
 
 
+def current_region() -> tuple[ParallelRegion, Watch] | None:
+    """Returns the innermost region of the code that calls this, and its watch, also when traced."""
+    mode = _traced_mode()
+    return None if mode is None else (mode.region, mode.watch)
+
+
 def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     mode = _traced_mode()
     if mode is None:

@@ -1,17 +1,17 @@
 """The part of attention that a mask leaves to compute, as tiles of query rows and key rows.
 
 A tile is one call of an attention kernel: some rows of this rank's queries against some rows of
-one rank's keys. What a mask excludes is in no tile, and most tiles need no mask: they are full, or
-causal from their first row and key. Documents and causal masks are cut exactly; only the slanted
-edges of a sliding window need tiles with a band.
+one rank's keys, for some samples of a batch. What a mask excludes is in no tile, and most tiles
+need no mask: they are full, or causal from their first row and key. Documents, ranges of keys and
+causal masks are cut exactly; only the slanted edges of a sliding window need tiles with a band.
 """
 
 from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from symm_cp.schedule.layout import SequenceLayout, Span
@@ -24,15 +24,22 @@ _BAND_ROWS = 256
 class Mask:
     """Query i sees key j of its document when -left <= j - i <= right (None: no limit).
 
-    `documents` are boundaries, from 0 to the length of the sequence.
+    `documents` are boundaries, from 0 to the length of the sequence. Only keys in one of the ranges
+    `keys` (first, end; ascending and apart) are seen by any query.
     """
 
     left: int | None = None
     right: int | None = None
     documents: tuple[int, ...] | None = None
+    keys: tuple[tuple[int, int], ...] | None = None
 
     def __bool__(self) -> bool:
-        return self != _NO_MASK
+        return self != NO_MASK
+
+    @property
+    def relates_positions(self) -> bool:
+        """Whether what a query sees depends on its position."""
+        return (self.left, self.right, self.documents) != (None, None, None)
 
     @property
     def is_causal(self) -> bool:
@@ -40,7 +47,8 @@ class Mask:
         return self == CAUSAL
 
 
-_NO_MASK = Mask()
+#: Every query sees every key.
+NO_MASK = Mask()
 #: What is_causal means.
 CAUSAL = Mask(right=0)
 
@@ -49,7 +57,8 @@ CAUSAL = Mask(right=0)
 class Tile:
     """Rows [q_begin, q_end) of queries against rows [k_begin, k_end) of keys.
 
-    Key k_begin + j is seen by query q_begin + i when low <= j - i <= high (None: no limit).
+    Key k_begin + j is seen by query q_begin + i when low <= j - i <= high (None: no limit), in the
+    samples [b_begin, b_end) of the batch (None: to its end).
     """
 
     q_begin: int
@@ -58,6 +67,13 @@ class Tile:
     k_end: int
     low: int | None = None
     high: int | None = None
+    b_begin: int = 0
+    b_end: int | None = None
+
+    @property
+    def samples(self) -> slice:
+        """The samples, as an index."""
+        return slice(self.b_begin, self.b_end)
 
     @property
     def full(self) -> bool:
@@ -71,7 +87,7 @@ class Tile:
 
     @property
     def pairs(self) -> int:
-        """The number of (query, key) pairs in which the query sees the key."""
+        """The number of (query, key) pairs of a sample in which the query sees the key."""
         rows, keys = self.q_end - self.q_begin, self.k_end - self.k_begin
         if self.full:
             return rows * keys
@@ -93,9 +109,38 @@ def squares(tile: Tile) -> tuple[Tile, ...]:
         return (tile,)
     both = min(rows, keys)
     cut, end = tile.q_begin + both, tile.k_begin + both
-    square = Tile(tile.q_begin, cut, tile.k_begin, end, high=0)
+    square = replace(tile, q_end=cut, k_end=end)
     # Rows beyond the keys see all keys; keys beyond the rows are seen by no row.
-    return (square,) if rows < keys else (square, Tile(cut, tile.q_end, tile.k_begin, tile.k_end))
+    return (square,) if rows < keys else (square, replace(tile, q_begin=cut, high=None))
+
+
+def in_rows(tile: Tile, rows: int) -> tuple[Tile, ...]:
+    """Cuts a tile into tiles of at most `rows` rows, without the keys that none of them sees."""
+    found = []
+    for begin in range(tile.q_begin, tile.q_end, rows):
+        done, end = begin - tile.q_begin, min(begin + rows, tile.q_end)
+        low, high = (side if side is None else side + done for side in (tile.low, tile.high))
+        part = replace(tile, q_begin=begin, q_end=end, low=low, high=high)
+        keys = tile.k_end - tile.k_begin
+        first = 0 if low is None else max(0, low)
+        last = keys if high is None else min(keys, high + end - begin)
+        if first < last:
+            found.append(_of_keys(part, first, last))
+    return tuple(found)
+
+
+def _of_keys(tile: Tile, first: int, end: int) -> Tile:
+    """The tile of the keys [first, end) of a tile, without limits that exclude none of them."""
+    rows, keys = tile.q_end - tile.q_begin, end - first
+    low = None if tile.low is None else tile.low - first
+    high = None if tile.high is None else tile.high - first
+    return replace(
+        tile,
+        k_begin=tile.k_begin + first,
+        k_end=tile.k_begin + end,
+        low=None if low is None or low <= 1 - rows else low,
+        high=None if high is None or high >= keys - 1 else high,
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -105,7 +150,7 @@ def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Ti
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
     keys: dict[int, list[Span]] = {}
-    for document, k in _by_document(layout.spans(owner), mask):
+    for document, k in _by_document(_visible(layout.spans(owner), mask.keys), mask):
         keys.setdefault(document, []).append(k)
     found = [
         tile
@@ -114,6 +159,28 @@ def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Ti
         for tile in _cut(q, k, mask)
     ]
     return tuple(_join_rows(_join_keys(found)))
+
+
+@lru_cache(maxsize=1024)
+def tiles_of_rows(
+    layout: SequenceLayout, keys: tuple[tuple[int, int], ...] | None, rows: int, owner: int
+) -> tuple[Tile, ...]:
+    """The tiles of `rows` queries of any sequence against the visible keys of rank `owner`."""
+    if rows == 0:
+        return ()
+    found = [Tile(0, rows, k.row, k.row + k.length) for k in _visible(layout.spans(owner), keys)]
+    return tuple(_join_keys(found))
+
+
+def for_samples(masks: Sequence[Mask], tiles_of: Callable[[Mask], Sequence[Tile]]) -> list[Tile]:
+    """The tiles of a batch with a mask for each sample; neighbours with equal masks share them."""
+    found: list[Tile] = []
+    begin = 0
+    for mask, group in itertools.groupby(masks):
+        end = begin + len(list(group))
+        found += [replace(tile, b_begin=begin, b_end=end) for tile in tiles_of(mask)]
+        begin = end
+    return found
 
 
 def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
@@ -130,7 +197,27 @@ def _ascends(spans: tuple[Span, ...]) -> bool:
     return all(a.start < b.start for a, b in itertools.pairwise(spans))
 
 
-def _by_document(spans: tuple[Span, ...], mask: Mask) -> Iterator[tuple[int, Span]]:
+def _visible(spans: tuple[Span, ...], keys: tuple[tuple[int, int], ...] | None) -> Sequence[Span]:
+    """The parts of spans that lie in one of the ranges."""
+    if keys is None:
+        return spans
+    found = []
+    for span in spans:
+        stop = span.start + span.length
+        # The ranges from the first one that ends after the span begins.
+        for first, end in keys[bisect_right(keys, span.start, key=_end_of) :]:
+            if first >= stop:
+                break
+            begin = max(first, span.start)
+            found.append(Span(begin, min(end, stop) - begin, span.row + begin - span.start))
+    return found
+
+
+def _end_of(keys: tuple[int, int]) -> int:
+    return keys[1]
+
+
+def _by_document(spans: Sequence[Span], mask: Mask) -> Iterator[tuple[int, Span]]:
     """Cuts spans at document boundaries; yields each part with the number of its document."""
     edges = mask.documents or ()
     for span in spans:
@@ -184,25 +271,12 @@ def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> I
     last = keys if high is None else min(keys, high + rows)
     if first >= last:
         return
-    q_begin, q_end = whole.q_begin + begin, whole.q_begin + begin + rows
+    q_begin = whole.q_begin + begin
+    part = replace(whole, q_begin=q_begin, q_end=q_begin + rows, low=low, high=high)
 
     def tile(k_from: int, k_to: int) -> Iterator[Tile]:
-        if k_from >= k_to:
-            return
-        near = low - k_from <= -(rows - 1)
-        far = high is None or high - k_from >= k_to - k_from - 1
-        part = Tile(q_begin, q_end, whole.k_begin + k_from, whole.k_begin + k_to)
-        if near and far:
-            yield part
-            return
-        yield Tile(
-            part.q_begin,
-            part.q_end,
-            part.k_begin,
-            part.k_end,
-            None if near else low - k_from,
-            None if far or high is None else high - k_from,
-        )
+        if k_from < k_to:
+            yield _of_keys(part, k_from, k_to)
 
     # All rows see the keys from `middle` to `until`.
     middle = max(first, low + rows - 1)

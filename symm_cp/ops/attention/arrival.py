@@ -13,6 +13,7 @@ from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.patterns import peers
+from symm_cp.schedule.tiles import CAUSAL, NO_MASK
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
@@ -52,7 +53,7 @@ def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSp
         and query.shape[3] in _FEATURES
         and len(set(spec.layout.lengths)) == 1
         and spec == known
-        and (spec.mask.is_causal or not spec.mask)
+        and spec.mask in (NO_MASK, CAUSAL)
         and min(query.shape[2], key.shape[2]) > 0
         and (spec.scale is None or spec.scale > 0)
     )
@@ -93,7 +94,7 @@ def attend(
 
     def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
         arrivals = Arrivals(pulled[0], pulled[1], words, step, epoch)
-        causal = spec.mask.is_causal
+        causal = spec.mask == CAUSAL
         results.append(
             arrival_attention(
                 query, key, value, arrivals, positions, chunks, causal=causal, scale=spec.scale

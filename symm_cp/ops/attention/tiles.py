@@ -7,13 +7,15 @@ number of parts. torch's CPU kernel crashes the process without keys, so it is n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from symm_cp.devices.kept import kept
 from symm_cp.ops.attention import kernels
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
-from symm_cp.schedule.tiles import Tile, squares
+from symm_cp.schedule.tiles import Tile, in_rows, squares
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -25,6 +27,18 @@ def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tor
     """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as kernels do."""
     B, H, S, E = shape
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
+
+
+def empty_output(
+    query: torch.Tensor, features: int, *, device: str | torch.device | None = None
+) -> torch.Tensor:
+    """Returns an empty (B, H, S, features), with the strides of the queries or in their order."""
+    B, H, S, E = query.shape
+    if features == E:
+        return torch.empty_like(query, device=device)
+    if query.transpose(1, 2).is_contiguous():
+        return query.new_empty(B, S, H, features, device=device).transpose(1, 2)
+    return query.new_empty(B, H, S, features, device=device)
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -74,20 +88,49 @@ def _band(
     return additive(visible, dtype), visible.any(1).logical_not()
 
 
-def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if tile.full or tile.causal:
-        return None, None
+class _TileMask(NamedTuple):
+    """How kernels are told of a tile's mask: causal, additive or both; and its blind rows."""
+
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
+
+
+def _mask_of(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) -> _TileMask:
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
-    return _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    hidden = spec.hidden_keys(tile, owner, query.device)
+    if tile.full or (tile.causal and (hidden is None or query.device.type == "cpu")):
+        band = blind = None
+    else:
+        band, blind = _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    causal = tile.causal and band is None
+    if hidden is None:
+        return _TileMask(causal, band, blind)
+    visible, blind = hidden
+    mask = additive(visible, query.dtype)
+    return _TileMask(causal, mask if band is None else band + mask, blind)
 
 
-def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
+# Rows in a tile that needs a mask only because the device's kernels take none beside a causal one.
+_MASKED_ROWS = 256
+
+
+def _for_kernels(tile: Tile, query: torch.Tensor, spec: AttentionSpec) -> tuple[Tile, ...]:
     """The tile as the kernels of the device take it."""
-    return (tile,) if query.device.type == "cpu" else squares(tile)
+    if query.device.type == "cpu":
+        return (tile,)
+    if tile.causal and spec.hidden is not None:
+        return in_rows(tile, _MASKED_ROWS)
+    return squares(tile)
 
 
-def _rows(tensor: torch.Tensor, begin: int, end: int) -> torch.Tensor:
-    """Returns rows of (B, H, S, ...), as a view unless they are all."""
+_ALL = slice(0, None)
+
+
+def _rows(tensor: torch.Tensor, begin: int, end: int, samples: slice = _ALL) -> torch.Tensor:
+    """Returns rows of some samples of (B, H, S, ...), as a view unless they are all."""
+    if samples != _ALL:
+        tensor = tensor[samples]
     whole = begin == 0 and end == tensor.shape[2]
     return tensor if whole else tensor[:, :, begin:end]
 
@@ -96,23 +139,31 @@ class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
     `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
-    is rounded only once.
+    is rounded only once. `sinks` (H,) are one more score in every row, of a value of zero.
     """
 
-    def __init__(self, query: torch.Tensor, spec: AttentionSpec, parts: int | None = None) -> None:
-        self._query = query
+    def __init__(
+        self,
+        query: torch.Tensor,
+        spec: AttentionSpec,
+        parts: int | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        self._query, self._sinks = query, sinks
         self._spec = spec
         narrow = parts is not None and parts <= 2
         self._dtype = query.dtype if narrow else wide(query.dtype)
         # The output has the strides of the queries, as kernels return it.
-        self._strides = torch.empty_like(query, device="meta").stride()
+        features = query.shape[3] if spec.value_features is None else spec.value_features
+        self._like = empty_output(query, features, device="meta")
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Adds a tile of the keys and values of one rank."""
-        for part in _for_kernels(tile, self._query):
-            mask, blind = _mask_of(part, self._query)
-            self.add_masked(part, key, value, mask, blind, is_causal=part.causal)
+    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
+        """Adds a tile of the keys and values of rank `owner`."""
+        for part in _for_kernels(tile, self._query, self._spec):
+            causal, mask, blind = _mask_of(part, self._query, self._spec, owner)
+            self.add_masked(part, key, value, mask, blind, is_causal=causal)
 
     def add_masked(
         self,
@@ -125,34 +176,64 @@ class Forward:
         is_causal: bool = False,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q = _rows(self._query, tile.q_begin, tile.q_end)
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end) for tensor in (key, value))
+        q = _rows(self._query, tile.q_begin, tile.q_end, tile.samples)
+        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
         if blind is not None:  # the kernel returns 0 for them
             lse = lse.masked_fill(blind, -torch.inf)
-        self.merge(tile.q_begin, tile.q_end, out, lse)
+        self.merge(tile, out, lse)
 
-    def merge(self, begin: int, end: int, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Merges attention of some rows to other keys; may keep and change `out` and `lse`."""
+    def merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
+        """Merges attention of a tile's rows to its keys; may keep and change `out` and `lse`."""
         if self._merged is None:
-            if out.shape == self._query.shape and out.stride() == self._strides:
+            if out.shape == self._like.shape and out.stride() == self._like.stride():
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        merged, merged_lse = (_rows(tensor, begin, end) for tensor in self._merged)
+        merged, merged_lse = (
+            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in self._merged
+        )
         kernels.merge(merged, merged_lse, out, lse)
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         query = self._query
-        out = torch.zeros_like(query, dtype=self._dtype)
+        out = torch.zeros_like(self._like, dtype=self._dtype, device=query.device)
         return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
         out, lse = self._merged or self._nothing()
+        if self._sinks is not None:
+            lse = _with_sinks(out, lse, self._sinks)
         return as_dtype(out, self._query.dtype), lse.contiguous()
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Scales `out` in place for a further score of each head; returns the new log-sum-exp."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    # inf, where neither a key nor a sink is seen, gives the weight 0.
+    out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, torch.inf)).unsqueeze(-1))
+    return total
+
+
+def grad_of_sinks(
+    sinks: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the gradient of the sinks by the rows of `out`, in their dtype."""
+    # A sink's weight in a row; 0 where the log-sum-exp is -inf, as the sink then is.
+    weight = torch.exp(
+        sinks.to(lse.dtype).unsqueeze(-1) - lse.masked_fill(lse == -torch.inf, torch.inf)
+    )
+    inner = -(grad_out.to(lse.dtype) * out).sum(-1)  # its value is zero
+    if grad_lse is not None:
+        inner += grad_lse
+    return (weight * inner).sum((0, 2)).to(sinks.dtype)
 
 
 class Total:
@@ -162,9 +243,9 @@ class Total:
         self.total = total
         self._empty = True
 
-    def add(self, begin: int, end: int, part: torch.Tensor) -> None:
-        """Adds to some rows."""
-        rows = _rows(self.total, begin, end)
+    def add(self, begin: int, end: int, part: torch.Tensor, samples: slice = _ALL) -> None:
+        """Adds to some rows of some samples."""
+        rows = _rows(self.total, begin, end, samples)
         if self._empty and rows.shape == self.total.shape:
             rows.copy_(part)
         else:
@@ -205,14 +286,15 @@ class Backward:
         tiles: tuple[Tile, ...],
         key: torch.Tensor,
         value: torch.Tensor,
-        partial: torch.Tensor,
+        partials: tuple[torch.Tensor, ...],
+        owner: int,
     ) -> None:
-        """Adds the tiles of one rank's keys, whose gradients go to `partial` (2, B, S, G, E)."""
-        totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
+        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`."""
+        totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
-            for part in _for_kernels(tile, self._query):
-                mask, _ = _mask_of(part, self._query)
-                self.add(part, key, value, totals, mask, is_causal=part.causal)
+            for part in _for_kernels(tile, self._query, self._spec):
+                causal, mask, _ = _mask_of(part, self._query, self._spec, owner)
+                self.add(part, key, value, totals, mask, is_causal=causal)
         for total in totals:
             total.finish()
 
@@ -228,8 +310,10 @@ class Backward:
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
         given = (self._query, self._grad_out, self._out, self._lse)
-        q, grad_out, out, lse = (_rows(tensor, tile.q_begin, tile.q_end) for tensor in given)
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end) for tensor in (key, value))
+        q, grad_out, out, lse = (
+            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in given
+        )
+        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         grad_q, grad_k, grad_v = kernels.backward(
@@ -243,9 +327,9 @@ class Backward:
             causal=is_causal,
             scale=self._spec.scale,
         )
-        self._grad_query.add(tile.q_begin, tile.q_end, grad_q)
-        totals[0].add(tile.k_begin, tile.k_end, grad_k)
-        totals[1].add(tile.k_begin, tile.k_end, grad_v)
+        self._grad_query.add(tile.q_begin, tile.q_end, grad_q, tile.samples)
+        totals[0].add(tile.k_begin, tile.k_end, grad_k, tile.samples)
+        totals[1].add(tile.k_begin, tile.k_end, grad_v, tile.samples)
 
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""

@@ -26,11 +26,11 @@ from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
-from symm_cp.ops.attention.spec import AttentionSpec, rotate_method
+from symm_cp.ops.attention.spec import AttentionSpec, rotate_method, value_features_of
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule.layout import SequenceLayout, head_tail, held_layout, sequential
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -61,24 +61,55 @@ lib.define(
 
 
 @functools.lru_cache(maxsize=256)
-def layout_text(layout: SequenceLayout | None) -> str:
-    """Returns a layout as the op takes it; None is head-tail over a sequence of any length."""
-    if layout is None:
+def layout_text(layouts: tuple[SequenceLayout, ...]) -> str:
+    """Returns layouts as the op takes them: that of the only sequence, or those of several lengths.
+
+    Without any, sequences of any length are spread head-tail.
+    """
+    if not layouts:
         return ""
-    return json.dumps([layout.world_size, layout.chunk_order, layout.chunk_lengths])
+    return json.dumps([[each.world_size, each.chunk_order, each.chunk_lengths] for each in layouts])
 
 
 @functools.lru_cache(maxsize=256)
-def _layout(text: str, local_length: int, world_size: int) -> SequenceLayout:
-    if text:
-        ranks, order, lengths = json.loads(text)
-        return SequenceLayout(ranks, tuple(order), tuple(lengths))
+def _layouts(text: str) -> tuple[SequenceLayout, ...]:
+    return tuple(
+        SequenceLayout(ranks, tuple(order), tuple(lengths))
+        for ranks, order, lengths in (json.loads(text) if text else ())
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(text: str, local_length: int, rank: int, world_size: int) -> SequenceLayout:
+    """Returns the layout of a sequence of which this rank holds `local_length` positions."""
+    known = _layouts(text)
+    if len(known) == 1:
+        return known[0]
+    if known:
+        held = [layout.lengths[rank] for layout in known]
+        return known[held_layout(_FORWARD, held, local_length)]
     if local_length % 2 != 0:
         raise ValueError(
             f"{_FORWARD}: {local_length} positions on this rank cannot be split into two equal "
             "chunks: pass a load_balancer, which knows the length of the whole sequence"
         )
     return head_tail(local_length * world_size, world_size)
+
+
+def _layout_of_keys(
+    text: str, local: tuple[int, int], rank: int, world_size: int, *, ordered: bool
+) -> SequenceLayout:
+    """Returns the layout of keys; those of another length need one if a mask tells them apart."""
+    queries, keys = local
+    known = len(_layouts(text))
+    if queries != keys and known < 2 and not ordered:
+        return sequential(keys * world_size, world_size)
+    if queries != keys and known == 1:
+        raise ValueError(
+            f"{_FORWARD}: this rank has {queries} queries and {keys} keys, and the load_balancer "
+            "is for sequences of one length: pass one for each length"
+        )
+    return _layout(text, keys, rank, world_size)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -129,9 +160,11 @@ class _Arguments(NamedTuple):
         """Returns the checked call; `wanted` are the score tensors that a backward pass wants."""
         score, mask = kept_modifiers(_FORWARD, self.modifiers)
         group = group_of(self.group_name)
-        W, local = group.world_size, (query.shape[2], key.shape[2])
-        queries = _layout(self.layout, local[0], W)
-        keys = queries if local[0] == local[1] else sequential(local[1] * W, W)
+        local = (query.shape[2], key.shape[2])
+        ordered = bool(self.blocks) or mask is not None or score is not None
+        place = (group.rank, group.world_size)
+        queries = _layout(self.layout, local[0], *place)
+        keys = _layout_of_keys(self.layout, local, *place, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),
             local=local,
@@ -141,7 +174,12 @@ class _Arguments(NamedTuple):
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
-        spec = AttentionSpec(layout=keys, scale=self.scale, method=rotate_method())
+        spec = AttentionSpec(
+            layout=keys,
+            scale=self.scale,
+            method=rotate_method(),
+            value_features=value_features_of(query, value),
+        )
         if score is None:
             return FlexAttention(group, spec, masks)
         score_mod = score.bound(self.score_tensors, self.score_numbers)
@@ -211,7 +249,8 @@ def _backward_kernel(
 def _fake(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_like(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return fake_like(query, value.shape[3]), lse
 
 
 def _backward_fake(

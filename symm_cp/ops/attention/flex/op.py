@@ -33,7 +33,12 @@ from symm_cp.ops.attention.pipeline import (
     fake_results,
     reduce_gradients,
 )
-from symm_cp.ops.attention.spec import AttentionSpec, check_tensors, rotate_method
+from symm_cp.ops.attention.spec import (
+    AttentionSpec,
+    check_tensors,
+    rotate_method,
+    value_features_of,
+)
 from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, as_dtype, dense_features
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -88,7 +93,12 @@ def flex_all_gather_attention(
     captures: Captures | None = None
     if score_mod is not None and torch.is_grad_enabled() and layout.length:
         captures = Captures(score_mod)
-    spec = AttentionSpec(layout=kv_layout, scale=scale, method=rotate_method())
+    spec = AttentionSpec(
+        layout=kv_layout,
+        scale=scale,
+        method=rotate_method(),
+        value_features=value_features_of(query, value),
+    )
     attention = FlexAttention(group, spec, masks, score_mod, captures)
     tensors = captures.tensors if captures is not None else []
     check_transforms(_OP, query, key, value, *tensors)
@@ -163,7 +173,7 @@ class FlexAttention:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and its log-sum-exp. Collective."""
         if isinstance(query, FakeTensor):
-            return fake_results(query)
+            return fake_results(query, value)
         attention_runs.count += 1
         query = dense_features(query)
         merged = Forward(query, self.spec)
@@ -178,7 +188,7 @@ class FlexAttention:
                 if scores is not None:
                     add_scores(merged, scores, tile, visible, shards, indices)
                 elif visible is None:
-                    merged.add(tile, key, value)
+                    merged.add(tile, key, value, owner)
                 else:
                     blind = visible.any(-1).logical_not()
                     merged.add_masked(tile, key, value, additive(visible, query.dtype), blind)
@@ -208,8 +218,8 @@ class FlexAttention:
             scores = Scores(query, spec.scale, score_mod)
             gradients = ScoreGradients(scores, grad_out, grad_lse, out, lse, leaves)
 
-        def consume(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
-            totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
+        def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
+            totals = Total(partials[0]), Total(partials[1])
             indices = self._indices(owner)
             for tile, visible in self.masks.tiles(owner):
                 if kernels is not None:

@@ -1,0 +1,170 @@
+"""Attention of one tile by torch's matmuls, a block of rows at a time (see native_tiles.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from symm_cp.ops.attention import philox
+from symm_cp.ops.attention.scoring import Scoring, Sight
+
+# Scores in a block of rows: bounds the memory of what is computed by matmuls.
+_BLOCK_SCORES = 1 << 22
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of sums: float64 for float64, else float32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _positions(given: torch.Tensor | None, length: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.arange(length, device=like.device) if given is None else given
+
+
+class _Rows:
+    """The scores of some rows of queries against all keys of a tile, in the dtype of sums."""
+
+    def __init__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        scoring: Scoring,
+        sight: Sight,
+        rows: range,
+    ) -> None:
+        self.rows, self._scoring = rows, scoring
+        at = slice(rows.start, rows.stop)
+        wide = wide_dtype(query.dtype)
+        groups = key.shape[1]
+        # (B, G, H / G, rows, E): the heads of a group share its keys.
+        self.query = query[:, :, at].to(wide).unflatten(1, (groups, -1))
+        self.key = key.to(wide).unsqueeze(2)
+        score = torch.matmul(self.query, self.key.mT).flatten(1, 2) * scoring.scale
+        self.slope: torch.Tensor | None = None  # of the soft cap
+        if scoring.softcap is not None:
+            capped = torch.tanh(score / scoring.softcap)
+            self.slope = 1 - capped * capped
+            score = capped * scoring.softcap
+        q_at = _positions(sight.query_positions, query.shape[2], query)[at]
+        k_at = _positions(sight.key_positions, key.shape[2], query)
+        self.distance = k_at - q_at.unsqueeze(1) + scoring.bias_zero
+        if scoring.bias is not None:
+            score = score + scoring.bias.to(wide)[:, self.distance]
+        if sight.mask is not None:
+            mask = sight.mask
+            score = score + (mask[..., at, :] if mask.dim() > 1 and mask.shape[-2] > 1 else mask)
+        self.score = _under_band(score, sight.low, sight.high, rows.start)
+        self.factor: torch.Tensor | None = None  # of dropout
+        if scoring.dropout_p > 0:
+            B, H = score.shape[:2]
+            samples = torch.arange(B, device=query.device) + scoring.sample_offset
+            heads = torch.arange(H, device=query.device) + scoring.head_offset
+            p, seed = scoring.dropout_p, scoring.dropout_seed
+            kept = philox.kept(samples, heads, q_at, k_at, p=p, seed=seed)
+            self.factor = kept.to(wide) * (1 / (1 - p) if p < 1 else 0.0)
+
+    def weights(self, lse: torch.Tensor) -> torch.Tensor:
+        """Returns the weights before dropout; rows that see no key have none."""
+        blind = lse.abs() == torch.inf
+        return torch.exp(self.score - lse.masked_fill(blind, torch.inf).unsqueeze(-1))
+
+    def dropped(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns weights after dropout, or what flows back to those before it."""
+        return tensor if self.factor is None else tensor * self.factor
+
+
+def _under_band(score: torch.Tensor, low: int | None, high: int | None, first: int) -> torch.Tensor:
+    if low is None and high is None:
+        return score
+    rows, keys = score.shape[-2:]
+    offset = torch.arange(keys, device=score.device) - torch.arange(
+        first, first + rows, device=score.device
+    ).unsqueeze(1)
+    hidden = torch.zeros_like(offset, dtype=torch.bool)
+    if low is not None:
+        hidden |= offset < low
+    if high is not None:
+        hidden |= offset > high
+    return score.masked_fill(hidden, -torch.inf)
+
+
+def _blocks(
+    query: torch.Tensor, key: torch.Tensor, scoring: Scoring, sight: Sight
+) -> Iterator[_Rows]:
+    scores_in_row = max(1, query.shape[0] * query.shape[1] * key.shape[2])
+    step = max(1, _BLOCK_SCORES // scores_in_row)
+    for begin in range(0, query.shape[2], step):
+        rows = range(begin, min(begin + step, query.shape[2]))
+        yield _Rows(query, key, scoring, sight, rows)
+
+
+def _grouped(weights: torch.Tensor, groups: int) -> torch.Tensor:
+    return weights.unflatten(1, (groups, -1))
+
+
+def forward(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scoring: Scoring,
+    sight: Sight,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `native_tiles.forward`, on any device."""
+    B, H, S, _ = query.shape
+    wide = wide_dtype(query.dtype)
+    out = query.new_zeros(B, S, H, value.shape[-1]).transpose(1, 2)
+    lse = query.new_full((B, H, S), -torch.inf, dtype=wide)
+    if query.shape[:3].numel() == 0 or key.shape[2] == 0:
+        return out, lse
+    values = value.to(wide).unsqueeze(2)
+    for block in _blocks(query, key, scoring, sight):
+        at = slice(block.rows.start, block.rows.stop)
+        lse[:, :, at] = torch.logsumexp(block.score, -1)
+        weights = block.dropped(block.weights(lse[:, :, at]))
+        out[:, :, at] = torch.matmul(_grouped(weights, key.shape[1]), values).flatten(1, 2)
+    return out, lse
+
+
+def backward(
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    scoring: Scoring,
+    sight: Sight,
+    grad_lse: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As `native_tiles.backward`, on any device."""
+    wide, groups = wide_dtype(query.dtype), key.shape[1]
+    grad_query, grad_key, grad_value = (
+        torch.zeros_like(t, dtype=wide) for t in (query, key, value)
+    )
+    bias = scoring.bias
+    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
+    if query.shape[:3].numel() == 0 or key.shape[2] == 0:
+        return grad_query, grad_key, grad_value, grad_bias
+    values = value.to(wide).unsqueeze(2)
+    for block in _blocks(query, key, scoring, sight):
+        at = slice(block.rows.start, block.rows.stop)
+        grad = grad_out[:, :, at].to(wide)
+        inner = (grad * out[:, :, at].to(wide)).sum(-1)
+        if grad_lse is not None:
+            inner = inner - grad_lse[:, :, at].to(wide)
+        weights = block.weights(lse[:, :, at])
+        grad = _grouped(grad, groups)
+        through = block.dropped(torch.matmul(grad, values.mT).flatten(1, 2))
+        dropped = _grouped(block.dropped(weights), groups)
+        grad_value += torch.matmul(dropped.mT, grad).sum(2)
+        grad_score = weights * (through - inner.unsqueeze(-1))
+        if grad_bias is not None:
+            flat = grad_score.sum(0).flatten(1)
+            grad_bias.index_add_(1, block.distance.flatten(), flat)
+        if block.slope is not None:
+            grad_score = grad_score * block.slope
+        grad_score = _grouped(grad_score * scoring.scale, groups)
+        grad_query[:, :, at] = torch.matmul(grad_score, block.key).flatten(1, 2)
+        grad_key += torch.matmul(grad_score.mT, block.query).sum(2)
+    return grad_query, grad_key, grad_value, grad_bias

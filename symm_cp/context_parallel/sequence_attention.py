@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -123,7 +124,9 @@ def _attend_batch(
     if by_tiles:
         out, lse = _by_tiles(region, query, key, value, mask, options)
     else:
-        _, keys = flex.spread(region, query, key, ordered=mask.relates_positions)
+        keys: LoadBalancer | torch.Tensor | None = region.layouts_in_graph(query.device)
+        if keys is None:
+            _, keys = flex.spread(region, query, key, ordered=mask.relates_positions)
         out, lse = all_gather_attention(
             query,
             key,

@@ -279,7 +279,7 @@ def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
 
     def packed(inner: Any) -> Any:
         # Which positions belong to which document is made anew from the whole.
-        ids = positions.expand(batch, -1) if positions.dim() == 2 else positions
+        ids = positions.expand(batch, -1)
         return made.packed_sequence_compatibility_function(inner, ids, ids)
 
     if blocks is None:
@@ -311,11 +311,6 @@ def sequence_mask(
     queries and keys, `padding` (B, keys) is its part of the attention mask.
     """
     positions = positions_in(function)
-    if positions is not None and positions.dim() != 2:
-        raise NotImplementedError(
-            f"{OP}: position_ids have shape {list(positions.shape)}, must be (batch, sequence) to "
-            "tell packed documents: pass an attention_mask of ones for one document"
-        )
     # Padding tells keys apart; the rest of what does is between positions of one sequence.
     queries, ordered = region.layout(lengths[0]), padding is not None
     keys = region.layout_of_keys(*lengths, ordered=ordered)

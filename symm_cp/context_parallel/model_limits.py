@@ -114,7 +114,25 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
             "it does not attend through transformers' AttentionInterface, so this has no effect",
             'Use attn_implementation="sdpa", if the model supports it',
         )
+    yield from _position_limits(module)
     yield from _attribute_limits(module)
+
+
+def length_dependent_rotary(module: nn.Module) -> bool:
+    """Tells whether a module embeds positions by the longest of them."""
+    kinds = getattr(module, "rope_type", None)
+    types = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(isinstance(kind, str) and _is_length_dependent(kind) for kind in types)
+
+
+def _is_length_dependent(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def position_scaled(module: nn.Module) -> bool:
+    """Tells whether an attention module scales queries by their place in the tensor (Llama 4)."""
+    tuned = getattr(module, "attn_temperature_tuning", None)
+    return bool(tuned) and not getattr(module, "use_rope", True)
 
 
 def first_position(module: nn.Module) -> int:
@@ -197,6 +215,38 @@ def _layer_limits(config: Any) -> Iterator[Limit]:
     if (types & _CHUNKED or not types) and chosen != SYMM_CP:
         for name, value in _positive(config, _CHUNKS):
             yield _chunk(f"config.{name}", value)
+
+
+def _position_limits(module: nn.Module) -> Iterator[Limit]:
+    """What depends on the longest position, or on the place in a tensor."""
+    hooks = module._forward_pre_hooks.values()
+    completed = any(getattr(hook, "sees_all_ranks", False) for hook in hooks)
+    if length_dependent_rotary(module) and not completed:
+        reach = _rotary_reach(module)
+        yield Limit(
+            f"rope_type={module.rope_type!r}",
+            "frequencies depend on the longest position, and each rank sees that of its part",
+            f"{_OURS}, or use sequences of at most {reach} positions",
+            harmless_up_to=reach,
+        )
+    if position_scaled(module) and not attends_with_symm_cp(module):
+        reach = int(module.floor_scale) - 1
+        yield Limit(
+            f"attn_temperature_tuning={module.attn_temperature_tuning}",
+            "queries are scaled by their place in this rank's part of the sequence",
+            f"{_OURS}, or use sequences of at most {reach} positions",
+            harmless_up_to=reach,
+        )
+
+
+def _rotary_reach(module: nn.Module) -> int:
+    """The length up to which rotary embeddings do not depend on the longest position."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    # One entry, or one for each type of layers.
+    entries = [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]
+    found = [entry.get("original_max_position_embeddings") for entry in entries]
+    found += [getattr(module, "original_max_seq_len", None)]
+    return min((int(length) for length in found if length), default=1)
 
 
 def _attribute_limits(module: nn.Module) -> Iterator[Limit]:

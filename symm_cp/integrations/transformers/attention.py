@@ -19,6 +19,7 @@ from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import outside
 from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
+from symm_cp.integrations.transformers.positions import rescaled
 
 NAME = SYMM_CP
 
@@ -139,6 +140,8 @@ def _attend(
             f"{NAME}: {name} has a position_bias of this rank's part of the sequence, which is not "
             "supported within context_parallel"
         )
+    query, *others = tensors
+    tensors = (rescaled(region, module, query), *others)
     sinks = kwargs.get("s_aux")
     options = {
         **options,

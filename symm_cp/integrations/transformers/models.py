@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.integrations.transformers.attention import NAME
+from symm_cp.integrations.transformers.positions import by_longest_position
 
 _OP = "context_parallel"
 _CHOSEN = "_attn_implementation_internal"  # what `_attn_implementation` sets in sub-configurations
@@ -112,7 +113,8 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
     for module in generators:
         _generators.acquire(module, "generate", _refusing(module))
     try:
-        yield modules
+        with by_longest_position(modules):
+            yield modules
     finally:
         for module in generators:
             _generators.release(module, "generate")

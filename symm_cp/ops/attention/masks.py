@@ -197,6 +197,8 @@ def masks_of(
     for name, tensor in tensors.items():
         if tensor is not None:
             check_readable(op, name, tensor, device)
+    if batch == 0:
+        return mask, None
     documents: list[Edges | None] = [mask.documents]
     if document_ids is not None:
         documents = [_united(mask.documents, edges) for edges in documents_of(op, document_ids)]
@@ -216,8 +218,8 @@ def masks_of(
 
 
 def _each(values: list[T], batch: int) -> list[T]:
-    """Returns a value for each sample; at least one, as an empty batch has a mask, too."""
-    return values * max(1, batch) if len(values) == 1 else values
+    """Returns a value for each sample."""
+    return values * batch if len(values) == 1 else values
 
 
 def _united(one: Edges | None, other: Edges) -> Edges | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
@@ -47,7 +45,7 @@ def attend_sequence(
         softcap: scores become softcap * tanh(score / softcap).
         sinks: (H,), a logit of each head that takes part in the softmax and has no value.
         bias: added to the scores by distance; see `all_gather_attention`.
-        dropout_p: probability of dropping a weight. The seed is drawn from torch's default
+        dropout_p: the share of the weights that is dropped. The seed is drawn from torch's default
             generator of the CPU, which ranks must have seeded alike.
 
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
@@ -64,8 +62,14 @@ def attend_sequence(
         "sinks": sinks,
         "bias": bias,
         "dropout_p": dropout_p,
+        "dropout_seed": _seed() if dropout_p else None,
     }
     return telling_peers(region.group, _attend, region, query, key, value, mask, options)
+
+
+def _seed() -> torch.Tensor:
+    """Draws a seed as torch's dropout does: the same when a checkpoint recomputes."""
+    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
 
 
 def _attend(
@@ -90,6 +94,7 @@ def _attend(
                 f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
                 f"{balancer} is for {len(balancer.samples)}"
             )
+    seed = options["dropout_seed"]
     outs = [
         _attend_batch(
             region.of_sample(b),
@@ -97,7 +102,8 @@ def _attend(
             key[b : b + 1],
             value[b : b + 1],
             mask.sample(b),
-            options,
+            # The ops take each of these for sample 0.
+            {**options, "dropout_seed": None if seed is None else seed + b},
         )
         for b in range(query.shape[0])
     ]
@@ -113,35 +119,26 @@ def _attend_batch(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attends with one layout for all samples."""
-    for name in ("bias", "dropout_p"):
-        if options[name]:
-            raise NotImplementedError(f"{_OP}: {name} is not supported yet")
-    softcap, sinks = options["softcap"], options["sinks"]
-    by_tiles = softcap is not None or any(
-        part is not None for part in (mask.document_ids, mask.key_mask, mask.mask_mod)
+    if mask.mask_mod is not None:
+        return _by_tiles(region, query, key, value, mask, options)
+    tells_apart = mask.relates_positions or mask.key_mask is not None
+    by_position = options["bias"] is not None or options["dropout_p"] > 0
+    queries, keys = flex.spread(region, query, key, ordered=tells_apart or by_position)
+    return all_gather_attention(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        group=region.group,
+        load_balancer=keys,
+        query_load_balancer=queries if queries != keys else None,
+        is_causal=mask.is_causal,
+        window_left=mask.window_left,
+        window_right=mask.window_right,
+        cu_seqlens=mask.cu_seqlens,
+        document_ids=mask.document_ids,
+        key_mask=mask.key_mask,
+        **options,
     )
-    if by_tiles:
-        out, lse = _by_tiles(region, query, key, value, mask, options)
-    else:
-        _, keys = flex.spread(region, query, key, ordered=mask.relates_positions)
-        out, lse = all_gather_attention(
-            query,
-            key,
-            value,
-            group=region.group,
-            load_balancer=keys,
-            is_causal=mask.is_causal,
-            window_left=mask.window_left,
-            window_right=mask.window_right,
-            scale=options["scale"],
-            enable_gqa=options["enable_gqa"],
-            return_lse=True,
-        )
-    if sinks is None:
-        return out
-    # A sink is a further key without a value: it only takes its share of the weights.
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share.unsqueeze(-1).to(out.dtype)
 
 
 def _by_tiles(
@@ -151,21 +148,17 @@ def _by_tiles(
     value: torch.Tensor,
     mask: SequenceMask,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends with functions of positions."""
-    ordered = mask.relates_positions or mask.key_mask is not None or mask.mask_mod is not None
-    queries, keys = flex.spread(region, query, key, ordered=ordered)
-    features, scale = value.shape[3], options["scale"]
-    if features != query.shape[3]:
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        width = max(features, query.shape[3])
-        query, key, value = (F.pad(t, (0, width - t.shape[3])) for t in (query, key, value))
-    softcap = options["softcap"]
+) -> torch.Tensor:
+    """Attends with a mask that is a function of positions."""
+    for name in ("bias", "dropout_seed"):
+        if options[name] is not None:
+            raise NotImplementedError(f"{_OP}: {name} is not supported with a mask_mod")
+    queries, keys = flex.spread(region, query, key)
+    softcap, sinks = options["softcap"], options["sinks"]
 
     def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    score_mod: Callable[..., torch.Tensor] | None = None if softcap is None else capped
     out, lse = flex_all_gather_attention(
         query,
         key,
@@ -174,8 +167,12 @@ def _by_tiles(
         layout=queries.layout,
         kv_layout=keys.layout,
         mask_mod=mask.as_mask_mod(),
-        score_mod=score_mod,
-        scale=scale,
+        score_mod=None if softcap is None else capped,
+        scale=options["scale"],
         enable_gqa=options["enable_gqa"],
     )
-    return out[..., :features], lse
+    if sinks is None:
+        return out
+    # A sink is a further key without a value: it only takes its share of the weights.
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share.unsqueeze(-1).to(out.dtype)

@@ -45,7 +45,7 @@ class _GraphFlexAttention(HigherOrderOperator):
         score_captured: tuple[Any, ...] = (),
         mask_captured: tuple[Any, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        *sizes_and_blocks, mask_mod = block_mask
+        layouts, *sizes_and_blocks, mask_mod = block_mask
         scored, masked = options["scored"], options["masked"]
         score_captured = score_captured if scored else ()
         mask_captured = mask_captured if masked else ()
@@ -70,7 +70,7 @@ class _GraphFlexAttention(HigherOrderOperator):
             mask_numbers,
             modifiers,
             options["group_name"],
-            options["layout"],
+            layouts,
             scale,
             options["enable_gqa"],
             options["transformers"] and not mask_tensors,
@@ -152,14 +152,13 @@ def flex_in_graph(
         )
     options = {
         "group_name": region.group,
-        "layout": region.layout_text,
         "enable_gqa": enable_gqa,
         "scored": score_mod is not None and score_mod is not torch_flex._identity,
         "masked": mask_mod is not torch_flex.noop_mask,
     }
     score_mod = torch_flex._identity if score_mod is None else score_mod
     out, lse = _graph_flex_attention(
-        query, key, value, score_mod, (*blocks, mask_mod), scale, options
+        query, key, value, score_mod, (region.layouts, *blocks, mask_mod), scale, options
     )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)

@@ -121,22 +121,26 @@ def _attend_batch(
     """Attends with one layout for all samples."""
     if mask.mask_mod is not None:
         return _by_tiles(region, query, key, value, mask, options)
-    tells_apart = mask.relates_positions or mask.key_mask is not None
-    by_position = options["bias"] is not None or options["dropout_p"] > 0
-    queries, keys = flex.spread(region, query, key, ordered=tells_apart or by_position)
+    layouts: dict[str, Any] = {"load_balancer": region.layouts_in_graph(query.device)}
+    if layouts["load_balancer"] is None:
+        by_position = options["bias"] is not None or options["dropout_p"] > 0
+        ordered = mask.relates_positions or mask.key_mask is not None or by_position
+        queries, keys = flex.spread(region, query, key, ordered=ordered)
+        layouts = {"load_balancer": keys}
+        if queries != keys:
+            layouts["query_load_balancer"] = queries
     return all_gather_attention(  # type: ignore[no-any-return]
         query,
         key,
         value,
         group=region.group,
-        load_balancer=keys,
-        query_load_balancer=queries if queries != keys else None,
         is_causal=mask.is_causal,
         window_left=mask.window_left,
         window_right=mask.window_right,
         cu_seqlens=mask.cu_seqlens,
         document_ids=mask.document_ids,
         key_mask=mask.key_mask,
+        **layouts,
         **options,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,14 +63,8 @@ def attend_sequence(
         "sinks": sinks,
         "bias": bias,
         "dropout_p": dropout_p,
-        "dropout_seed": _seed() if dropout_p else None,
     }
     return telling_peers(region.group, _attend, region, query, key, value, mask, options)
-
-
-def _seed() -> torch.Tensor:
-    """Draws a seed as torch's dropout does: the same when a checkpoint recomputes."""
-    return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
 
 
 def _attend(
@@ -94,7 +89,6 @@ def _attend(
                 f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
                 f"{balancer} is for {len(balancer.samples)}"
             )
-    seed = options["dropout_seed"]
     outs = [
         _attend_batch(
             region.of_sample(b),
@@ -102,8 +96,7 @@ def _attend(
             key[b : b + 1],
             value[b : b + 1],
             mask.sample(b),
-            # The ops take each of these for sample 0.
-            {**options, "dropout_seed": None if seed is None else seed + b},
+            options,
         )
         for b in range(query.shape[0])
     ]
@@ -121,14 +114,20 @@ def _attend_batch(
     """Attends with one layout for all samples."""
     if mask.mask_mod is not None:
         return _by_tiles(region, query, key, value, mask, options)
-    layouts: dict[str, Any] = {"load_balancer": region.layouts_in_graph(query.device)}
-    if layouts["load_balancer"] is None:
-        by_position = options["bias"] is not None or options["dropout_p"] > 0
-        ordered = mask.relates_positions or mask.key_mask is not None or by_position
+    dropout_p = options["dropout_p"]
+    ordered = (
+        mask.relates_positions
+        or mask.key_mask is not None
+        or options["bias"] is not None
+        or dropout_p > 0
+    )
+    layouts = region.layouts_in_graph(query.device)
+    spread: dict[str, Any] = {"load_balancer": layouts}
+    if layouts is None:
         queries, keys = flex.spread(region, query, key, ordered=ordered)
-        layouts = {"load_balancer": keys}
-        if queries != keys:
-            layouts["query_load_balancer"] = queries
+        spread = {"load_balancer": keys}
+        if ordered and queries != keys:
+            spread["query_load_balancer"] = queries
     return all_gather_attention(  # type: ignore[no-any-return]
         query,
         key,
@@ -140,9 +139,15 @@ def _attend_batch(
         cu_seqlens=mask.cu_seqlens,
         document_ids=mask.document_ids,
         key_mask=mask.key_mask,
-        **layouts,
+        dropout_seed=drawn_seed() if dropout_p > 0 else None,
         **options,
+        **spread,
     )
+
+
+def drawn_seed() -> torch.Tensor:
+    """Draws a seed from torch's default generator of the CPU, as torch's own dropout does."""
+    return torch.randint(2**62, (1,), device="cpu")
 
 
 def _by_tiles(
@@ -153,30 +158,64 @@ def _by_tiles(
     mask: SequenceMask,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attends with a mask that is a function of positions."""
-    for name in ("bias", "dropout_seed"):
-        if options[name] is not None:
-            raise NotImplementedError(f"{_OP}: {name} is not supported with a mask_mod")
-    queries, keys = flex.spread(region, query, key)
+    """Attends with a function of positions."""
+    for name in ("bias", "dropout_p"):
+        if options[name]:
+            raise NotImplementedError(
+                f"{_OP}: {name} is not supported with a mask that only a function describes"
+            )
     softcap, sinks = options["softcap"], options["sinks"]
 
     def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    out, lse = flex_all_gather_attention(
+    score_mod: Callable[..., torch.Tensor] | None = None if softcap is None else capped
+    attend = _flex_in_graph if region.layouts_in_graph(query.device) is not None else _flex
+    how = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+    out, lse = attend(region, query, key, value, mask.as_mask_mod(), score_mod, how)
+    if sinks is None:
+        return out
+    # A sink is a further key without a value: it only takes its share of the weights.
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+def _flex(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_mod: Callable[..., torch.Tensor],
+    score_mod: Callable[..., torch.Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, keys = flex.spread(region, query, key)
+    return flex_all_gather_attention(
         query,
         key,
         value,
         group=resolve(region.group),
         layout=queries.layout,
         kv_layout=keys.layout,
-        mask_mod=mask.as_mask_mod(),
-        score_mod=None if softcap is None else capped,
-        scale=options["scale"],
-        enable_gqa=options["enable_gqa"],
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        **options,
     )
-    if sinks is None:
-        return out
-    # A sink is a further key without a value: it only takes its share of the weights.
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+def _flex_in_graph(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_mod: Callable[..., torch.Tensor],
+    score_mod: Callable[..., torch.Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.flex_trace import flex_in_graph
+
+    out, lse = flex_in_graph(
+        region, query, key, value, score_mod, mask_mod=mask_mod, return_lse=True, **options
+    )
+    return out, lse

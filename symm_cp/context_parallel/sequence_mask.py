@@ -10,9 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.memory import reported
 from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.low_contention import low_contention_all_gather
 
@@ -135,11 +137,7 @@ def gather_sequence(
             f"rank's part of the {balancer.seq_length} positions: symm_cp.shard_batch cuts a batch"
         )
     sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
-    gathered = low_contention_all_gather(
-        sent.t().contiguous(),
-        group=region.group,
-        sizes=None if len(set(lengths)) == 1 else lengths,
-    )
+    gathered = _gathered(sent.t().contiguous(), lengths, region.group)
     samples = balancer.samples
     if samples and len(samples) != len(shard):
         raise ValueError(f"{op}: {name} has {len(shard)} samples, {balancer} is for {len(samples)}")
@@ -149,6 +147,14 @@ def gather_sequence(
     else:
         whole = _ordered(gathered, balancer)
     return whole.t().to(shard.dtype).contiguous()
+
+
+def _gathered(shard: torch.Tensor, lengths: list[int], group: str) -> torch.Tensor:
+    sizes = None if len(set(lengths)) == 1 else lengths
+    try:
+        return funcol.wait_tensor(low_contention_all_gather(shard, group=group, sizes=sizes))
+    except RuntimeError as error:
+        raise reported(error) from None  # by the native op
 
 
 def _ordered(gathered: torch.Tensor, balancer: LoadBalancer) -> torch.Tensor:

@@ -13,6 +13,8 @@ In reading order:
     native_tiles  this project's kernels for one tile (scoring, philox; tiles_by_matmuls)
     arrival     on CUDA: one kernel that starts before the peers' keys have arrived
     flex        the same with any `mask_mod` and `score_mod`: eager, and as an op in graphs
+    layouts     layouts of sequences as inputs of graphs
+    sequence    what graphs know of the whole sequence: ops that gather, and that give positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
 
 A new mask kind is an option with a check, a rule in schedule/tiles.py (in `tiles`, too, if the
@@ -24,7 +26,7 @@ that want gradients (sinks, bias) need `op` as well.
 
 from __future__ import annotations
 
-from symm_cp.ops.attention import gather_kv, op
+from symm_cp.ops.attention import gather_kv, op, sequence
 from symm_cp.ops.attention.flex import graph
 from symm_cp.ops.attention.spec import set_rotate_method
 
@@ -36,3 +38,4 @@ def register() -> None:
     op.register()
     gather_kv.register()
     graph.register()
+    sequence.register()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
@@ -16,8 +18,10 @@ from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.block_mask import local_block_mask
 from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, remember, remembered
-from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.context_parallel.region import ParallelRegion, active
+from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
+from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import tells_peers, unfused_all_gather
 
@@ -34,25 +38,19 @@ def _dim(op: str, tensor: torch.Tensor, seq_dim: int) -> int:
     return seq_dim % tensor.dim()
 
 
-def _check_balancer(op: str, balancer: LoadBalancer, length: int, world_size: int) -> None:
-    if (balancer.seq_length, balancer.world_size) != (length, world_size):
-        raise ValueError(
-            f"{op}: {balancer} does not fit a sequence of {length} positions on {world_size} ranks"
-        )
-
-
-def _balancer_for(
+def _balancers_for(
     op: str,
     buffers: Sequence[torch.Tensor | BlockMask],
     seq_dims: Sequence[int],
     world_size: int,
-    load_balancer: LoadBalancer | None,
-) -> LoadBalancer | None:
-    """Returns the load balancer of all buffers, which must have equal lengths; None without any."""
+    load_balancer: Balancers | None,
+) -> list[LoadBalancer]:
+    """Returns the load balancer of each buffer; without any given, they must have equal lengths."""
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"{op}: {len(buffers)} buffers and {len(seq_dims)} sequence dimensions, must be equal"
         )
+    balancers = []
     for buffer, seq_dim in zip(buffers, seq_dims, strict=True):
         if isinstance(buffer, BlockMask):
             length = buffer.seq_lengths[0]
@@ -60,9 +58,10 @@ def _balancer_for(
             length = buffer.shape[_dim(op, buffer, seq_dim)]
         else:
             raise TypeError(f"{op}: a buffer is a {type(buffer).__name__}, must be a tensor")
-        load_balancer = load_balancer or HeadTail(length, world_size)
-        _check_balancer(op, load_balancer, length, world_size)
-    return load_balancer
+        balancers.append(balancer_for(op, load_balancer, length, world_size))
+        if load_balancer is None:
+            load_balancer = balancers[0]
+    return balancers
 
 
 @partial(tells_peers, group="mesh")
@@ -70,7 +69,7 @@ def context_parallel_shard(
     mesh: GroupLike,
     buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
     seq_dims: Sequence[int] | Mapping[str, int],
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: BalancersByLength | None = None,
 ) -> list[torch.Tensor | BlockMask] | dict[str, torch.Tensor | BlockMask]:
     """Returns this rank's parts of tensors and block masks, which stay unchanged.
 
@@ -80,7 +79,8 @@ def context_parallel_shard(
             `BlockMask`s: those are cut to this rank's queries against all keys in the order in
             which `all_gather_kv` gathers them. The sequence dimension of a mask is ignored.
         seq_dims: the sequence dimension of each buffer, negative counts from the end.
-        load_balancer: how the sequence is spread, head-tail by default.
+        load_balancer: how the sequence is spread, head-tail by default; for buffers of several
+            lengths a mapping of each length to its load balancer.
 
     Not differentiable. Raises `ValueError` for buffers of different lengths or another length than
     the load balancer's. Source: torch's `_context_parallel_shard`.
@@ -97,17 +97,17 @@ def context_parallel_shard(
         return dict(zip(names, shards, strict=True))
     if isinstance(seq_dims, Mapping):
         raise TypeError(f"{op}: seq_dims is a dict and buffers is not")
-    balancer = _balancer_for(op, buffers, seq_dims, group.size(), load_balancer)
+    balancers = _balancers_for(op, buffers, seq_dims, group.size(), load_balancer)
     parts: list[torch.Tensor | BlockMask] = []
-    for buffer, dim in zip(buffers, seq_dims, strict=True):
-        assert balancer is not None
+    for buffer, dim, balancer in zip(buffers, seq_dims, balancers, strict=True):
         if isinstance(buffer, BlockMask):
             parts.append(local_block_mask(buffer, balancer, group.rank()))
         else:
             rows = balancer.positions(group.rank())
             parts.append(cut(op, buffer.detach(), dim % buffer.dim(), rows))
-    if balancer is not None:
-        remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in parts))
+    for balancer in dict.fromkeys(balancers):
+        tensors = (p for p, b in zip(parts, balancers, strict=True) if b == balancer)
+        remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in tensors))
     return parts
 
 
@@ -115,10 +115,11 @@ def context_parallel_shard(
 def context_parallel(
     mesh: GroupLike,
     *,
+    model: nn.Module | Sequence[nn.Module] | None = None,
     buffers: Sequence[torch.Tensor] | None = None,
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: Balancers | None = None,
     on_unfused: Literal["raise", "warn", "ignore"] = "raise",
 ) -> Iterator[None]:
     """Cuts buffers to this rank's part of the sequence, and runs attention context parallel.
@@ -134,7 +135,11 @@ def context_parallel(
 
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
-        buffers: tensors of the whole sequence, the same on all ranks, of equal length. They are cut
+        model: models of transformers that run inside, one or several: they attend with
+            attn_implementation="symm_cp" until the end, which knows their masks (padding, packed
+            documents, windows, chunks), soft caps, sinks and dropout.
+        buffers: tensors of the whole sequence, the same on all ranks, of equal length (or with a
+            load balancer for each length, see below). They are cut
             in place (the same tensor objects then hold the shard) and restored at the end, also
             after an exception. No parameters.
         buffer_seq_dims: the sequence dimension of each buffer, negative counts from the end.
@@ -159,14 +164,17 @@ def context_parallel(
     """
     group, tensors = _process_group(mesh), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
-    balancer, shards = _cut_buffers(
+    balancers, shards = _cut_buffers(
         group, tensors, buffer_seq_dims or (), keep, load_balancer, on_unfused
+    )
+    region = region_over(
+        mesh, balancers[0] if balancers and load_balancer is None else load_balancer
     )
     originals = [tensor.detach() for tensor in tensors]
     try:
         for tensor, shard in zip(tensors, shards, strict=True):
             _become(tensor, shard)
-        with entered(ParallelRegion(group_name(mesh), group.size(), balancer)):
+        with _attending(region, model), entered(region):
             yield
             watch = guards.current()
             if watch is not None:
@@ -177,16 +185,38 @@ def context_parallel(
                 _become(tensor, original)
 
 
+@contextmanager
+def _attending(
+    region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
+) -> Iterator[None]:
+    """Within it, models of transformers attend with symm_cp."""
+    with ExitStack() as stack:
+        if model is not None:
+            telling_peers(region.group, _enter_models, stack, region, model)
+        yield
+
+
+def _enter_models(
+    stack: ExitStack, region: ParallelRegion, model: nn.Module | Sequence[nn.Module]
+) -> None:
+    # A floor above this one, and it needs transformers.
+    integration = importlib.import_module("symm_cp.integrations.transformers")
+    modules: list[nn.Module] = stack.enter_context(integration.attending(model))
+    watch = region.watch()  # of its own: none of the modules has run
+    for module in modules:
+        watch.saw(module)
+
+
 @tells_peers
 def _cut_buffers(
     group: dist.ProcessGroup,
     buffers: Sequence[torch.Tensor],
     seq_dims: Sequence[int],
     keep: set[int],
-    load_balancer: LoadBalancer | None,
+    load_balancer: Balancers | None,
     on_unfused: str,
-) -> tuple[LoadBalancer | None, list[torch.Tensor]]:
-    """Checks the arguments of `context_parallel`; returns the load balancer and the shards."""
+) -> tuple[list[LoadBalancer], list[torch.Tensor]]:
+    """Checks the arguments of `context_parallel`; returns each buffer's load balancer and shard."""
     op = "context_parallel"
     if on_unfused not in guards.ON_UNFUSED:
         raise ValueError(f"{op}: {on_unfused=} must be one of {guards.ON_UNFUSED}")
@@ -195,16 +225,14 @@ def _cut_buffers(
     for buffer in buffers:
         if isinstance(buffer, torch.nn.Parameter):
             raise ValueError(f"{op}: a buffer of shape {list(buffer.shape)} is a parameter")
-    balancer = _balancer_for(op, buffers, seq_dims, group.size(), load_balancer)
-    if balancer is None:
-        return None, []
-    rows = balancer.positions(group.rank())
+    balancers = _balancers_for(op, buffers, seq_dims, group.size(), load_balancer)
     shards = [
-        cut(op, buffer.detach(), dim % buffer.dim(), rows)
-        for buffer, dim in zip(buffers, seq_dims, strict=True)
+        cut(op, buffer.detach(), dim % buffer.dim(), balancer.positions(group.rank()))
+        for buffer, dim, balancer in zip(buffers, seq_dims, balancers, strict=True)
     ]
-    remember(group, balancer, shards=bool(keep))
-    return balancer, shards
+    for balancer in dict.fromkeys(balancers):
+        remember(group, balancer, shards=bool(keep))
+    return balancers, shards
 
 
 @torch.no_grad()

@@ -73,9 +73,9 @@ def _attend_within(
     region: ParallelRegion, torch_attention: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     region.expect(FLEX)
-    if region.load_balancer is not None and region.load_balancer.samples:
+    for balancer in (b for b in region.balancers if b.samples):
         raise NotImplementedError(
-            f"{FLEX}: {region.load_balancer} within context_parallel has a layout for each sample, "
+            f"{FLEX}: {balancer} within context_parallel has a layout for each sample, "
             "which is not supported: use one list of document lengths, or "
             "scaled_dot_product_attention"
         )
@@ -107,7 +107,8 @@ def _attend_parts(
     """
     if any(option is not None for option in unknown.values()):
         raise NotImplementedError(f"{FLEX}: {sorted(unknown)} within context_parallel")
-    queries, keys = spread(region, query, key)
+    masked = block_mask is not None or score_mod is not None
+    queries, keys = spread(region, query, key, ordered=masked)
     # A mask that was cut before remembers what it was cut from.
     given, block_mask = block_mask, getattr(block_mask, "symm_cp_global", block_mask)
     block_mask, mask_mod = whole_mask(
@@ -215,15 +216,15 @@ def gathered(
 
 
 def spread(
-    region: ParallelRegion, query: torch.Tensor, key: torch.Tensor
+    region: ParallelRegion, query: torch.Tensor, key: torch.Tensor, *, ordered: bool = True
 ) -> tuple[LoadBalancer, LoadBalancer]:
-    """Returns how queries and keys are spread: keys of another length (cross-attention) evenly."""
+    """Returns how queries and keys are spread; `ordered`: whether a mask tells keys apart."""
     if is_dtensor(query):
         raise NotImplementedError(
             "DTensors with a mask or score_mod are not supported within context_parallel: pass "
             "this rank's parts (to_local())"
         )
-    queries = region.layout(query.shape[2])
-    if key.shape[2] == query.shape[2]:
-        return queries, queries
-    return queries, Sequential(key.shape[2] * region.world_size, region.world_size)
+    local = (query.shape[2], key.shape[2])
+    queries = region.layout(local[0])
+    keys = region.layout_of_keys(*local, ordered=ordered)
+    return queries, keys or Sequential(local[1] * region.world_size, region.world_size)

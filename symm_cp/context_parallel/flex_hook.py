@@ -109,6 +109,12 @@ def _traced_mode() -> FlexMode | None:
     return None
 
 
+def current_region() -> tuple[ParallelRegion, Watch] | None:
+    """Returns the innermost region of the code that calls this, and its watch, also when traced."""
+    mode = _traced_mode()
+    return None if mode is None else (mode.region, mode.watch)
+
+
 def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     mode = _traced_mode()
     if mode is None:
@@ -119,6 +125,6 @@ def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.flex_trace import flex_in_graph, outside_graph
 
-    if region.layout_text is None or not flex.in_tiles(query.device):
+    if region.layouts is None or not flex.in_tiles(query.device):
         return outside_graph(query, *args, **kwargs)
     return flex_in_graph(region, query, *args, **kwargs)

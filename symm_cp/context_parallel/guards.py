@@ -27,6 +27,7 @@ from torch.nn.modules import module as torch_module
 from symm_cp.context_parallel.load_balancers import LoadBalancer, positions_on
 from symm_cp.context_parallel.model_limits import (
     Limit,
+    attends_with_symm_cp,
     first_position,
     limits_of,
     uses_transformers,
@@ -50,7 +51,7 @@ class Watch:
 
     group: str
     world_size: int
-    load_balancer: LoadBalancer | None = None
+    balancers: tuple[LoadBalancer, ...] = ()
     first_module: str | None = None
     called: bool = False
     runs_before: int = 0
@@ -88,14 +89,15 @@ class Watch:
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
         if not limit.needs_length:
             raise limit.error(module)
-        if self.load_balancer is not None:
-            if not limit.fits(self.load_balancer.lengths):
-                raise limit.error(module, self.load_balancer.seq_length)
-        elif compiling and limit.harmless_up_to is not None:
+        for balancer in self.balancers:
+            if not limit.fits(balancer.lengths):
+                raise limit.error(module, balancer.seq_length)
+        if self.balancers:
+            return
+        if compiling and limit.harmless_up_to is not None:
             # The graph may be used for other lengths without this check.
             raise limit.error(module)
-        else:
-            self.pending.append((module, limit))
+        self.pending.append((module, limit))
 
     def check_lengths(self, lengths: list[int]) -> None:
         """Raises if a module that ran does not support a sequence spread like this."""
@@ -114,7 +116,7 @@ class Watch:
             f"{where}: {ran} ran, but no attention ran context parallel: neither "
             "F.scaled_dot_product_attention nor flex_attention was called, so attention saw only "
             "this rank's part of the sequence. Use an implementation that calls one of them "
-            '(transformers: model.set_attn_implementation("sdpa"))'
+            "(transformers: context_parallel(model=...))"
         )
         if where == "context_parallel":
             message += '; if the modules have no attention, pass on_unfused="ignore"'
@@ -198,7 +200,10 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
                 "makes them"
             )
         watch.has_positions = True
-        unmasked = _argument(module, "attention_mask", args, kwargs) is None
+        # Documents packed by position_ids are told from the whole sequence then.
+        unmasked = not attends_with_symm_cp(module) and (
+            _argument(module, "attention_mask", args, kwargs) is None
+        )
         if isinstance(positions, torch.Tensor):
             _check_values(watch, name, positions, unmasked)
     elif "input_ids" in names and not watch.has_positions:
@@ -213,17 +218,19 @@ _read_positions: HostReads[list[bool]] = HostReads()
 
 def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bool) -> None:
     """Refuses positions that the model would misinterpret. `positions`: (B, S)."""
-    balancer = watch.load_balancer
     first = watch.first_position
-    if balancer is None or positions.dim() != 2:  # several positions for each token
+    if positions.dim() != 2:  # several positions for each token
         return
     if not first and not unmasked:
         return
     if capturing(positions.device):  # the host cannot read them; it did when the call was warmed up
         return
-    expected = positions_on(positions.device, balancer, resolve(watch.group).rank)
-    if positions.shape[1] != expected.shape[-1]:
+    rank = resolve(watch.group).rank
+    held = (b for b in watch.balancers if b.lengths[rank] == positions.shape[1])
+    balancer = next(held, None)
+    if balancer is None:
         return
+    expected = positions_on(positions.device, balancer, rank)
 
     def read() -> list[bool]:
         each = [(positions == expected + offset).all() for offset in (0, first)]
@@ -240,8 +247,8 @@ def _check_values(watch: Watch, name: str, positions: torch.Tensor, unmasked: bo
     if unmasked and not as_counted:
         raise NotImplementedError(
             f"context_parallel: {name} was called without attention_mask and with position_ids "
-            f"that are not those of {balancer}: packed documents are not supported. For one "
-            "document pass an attention_mask of ones"
+            f"that are not those of {balancer}: packed documents require "
+            "context_parallel(model=...). For one document pass an attention_mask of ones"
         )
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import nn
 
+#: The name of our implementation of attention in configurations of transformers.
+SYMM_CP = "symm_cp"
+
 # Layer types of transformers' configurations, and the attributes with their lengths.
 _FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
@@ -31,6 +34,7 @@ _SINKS = ("sinks", "s_aux", "attention_sinks")
 _HIDDEN = ("eager", "flash", "paged", "/")
 _MIXERS = (nn.RNNBase, nn.Conv1d)
 _FULL_ATTENTION = "Use a model with full attention"
+_OURS = "Pass the model to context_parallel(model=...)"
 
 
 @dataclass(frozen=True)
@@ -74,10 +78,16 @@ def uses_transformers(module: nn.Module) -> bool:
     return hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
+def attends_with_symm_cp(module: nn.Module) -> bool:
+    """Tells whether a module attends as symm_cp.integrations.transformers does."""
+    config = getattr(module, "config", None)
+    return getattr(config, "_attn_implementation", None) == SYMM_CP
+
+
 def _masks_whole_sequence(module: nn.Module) -> bool:
     """Tells whether windows are mask functions, which get positions in the whole sequence."""
     config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) == "flex_attention"
+    return getattr(config, "_attn_implementation", None) in (SYMM_CP, "flex_attention")
 
 
 def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
@@ -97,7 +107,32 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
         return
     if uses_transformers(module):
         yield from _config_limits(module.config)
+    settable = getattr(module, "_can_set_attn_implementation", None)
+    if attends_with_symm_cp(module) and settable is not None and not settable():
+        yield Limit(
+            'attn_implementation="symm_cp"',
+            "it does not attend through transformers' AttentionInterface, so this has no effect",
+            'Use attn_implementation="sdpa", if the model supports it',
+        )
+    yield from _position_limits(module)
     yield from _attribute_limits(module)
+
+
+def length_dependent_rotary(module: nn.Module) -> bool:
+    """Tells whether a module embeds positions by the longest of them."""
+    kinds = getattr(module, "rope_type", None)
+    types = kinds.values() if isinstance(kinds, dict) else (kinds,)
+    return any(isinstance(kind, str) and _is_length_dependent(kind) for kind in types)
+
+
+def _is_length_dependent(rope_type: str) -> bool:
+    return "dynamic" in rope_type or rope_type == "longrope"
+
+
+def position_scaled(module: nn.Module) -> bool:
+    """Tells whether an attention module scales queries by their place in the tensor (Llama 4)."""
+    tuned = getattr(module, "attn_temperature_tuning", None)
+    return bool(tuned) and not getattr(module, "use_rope", True)
 
 
 def first_position(module: nn.Module) -> int:
@@ -118,8 +153,7 @@ def _window(name: str, value: int, reach: int) -> Limit:
     return Limit(
         f"{name}={value}",
         "sliding windows are not applied to a sequence spread over ranks",
-        f"Use sequences of at most {reach} positions, or a model with full attention, or let its "
-        "attention modules call symm_cp.all_gather_attention with window_left and window_right",
+        f"{_OURS}, or use sequences of at most {reach} positions",
         harmless_up_to=reach,
     )
 
@@ -128,7 +162,7 @@ def _chunk(name: str, value: int) -> Limit:
     return Limit(
         f"{name}={value}",
         "attention within chunks is not applied to a sequence spread over ranks",
-        f"Use sequences of at most {value} positions, or a model with full attention",
+        f"{_OURS}, or use sequences of at most {value} positions",
         harmless_up_to=value,
     )
 
@@ -139,12 +173,12 @@ def _config_limits(config: Any) -> Iterator[Limit]:
         yield Limit(
             f"config._attn_implementation={chosen!r}",
             "it would attend to this rank's part of the sequence only",
-            'Call model.set_attn_implementation("sdpa"), if the model supports it',
+            f'{_OURS}, or call model.set_attn_implementation("sdpa"), if the model supports it',
         )
     yield from _layer_limits(config)
-    for name in _SOFT_CAPS:
+    for name in () if chosen == SYMM_CP else _SOFT_CAPS:
         if value := getattr(config, name, None):
-            yield Limit(f"config.{name}={value}", "soft caps are not applied", _FULL_ATTENTION)
+            yield Limit(f"config.{name}={value}", "soft caps are not applied", _OURS)
     for name, value in _positive(config, _PICKED):
         yield Limit(
             f"config.{name}={value}",
@@ -172,23 +206,56 @@ def _layer_limits(config: Any) -> Iterator[Limit]:
             _FULL_ATTENTION,
         )
     sliding = types & _WINDOWED or (not types and getattr(config, "use_sliding_window", True))
-    if sliding and config._attn_implementation != "flex_attention":
+    chosen = config._attn_implementation
+    if sliding and chosen not in (SYMM_CP, "flex_attention"):
         for name, value in _positive(config, _WINDOWS):
             # ModernBERT's local_attention counts both sides.
             reach = value // 2 + 1 if name == "local_attention" else value
             yield _window(f"config.{name}", value, reach)
-    if types & _CHUNKED or not types:
+    if (types & _CHUNKED or not types) and chosen != SYMM_CP:
         for name, value in _positive(config, _CHUNKS):
             yield _chunk(f"config.{name}", value)
+
+
+def _position_limits(module: nn.Module) -> Iterator[Limit]:
+    """What depends on the longest position, or on the place in a tensor."""
+    hooks = module._forward_pre_hooks.values()
+    completed = any(getattr(hook, "sees_all_ranks", False) for hook in hooks)
+    if length_dependent_rotary(module) and not completed:
+        reach = _rotary_reach(module)
+        yield Limit(
+            f"rope_type={module.rope_type!r}",
+            "frequencies depend on the longest position, and each rank sees that of its part",
+            f"{_OURS}, or use sequences of at most {reach} positions",
+            harmless_up_to=reach,
+        )
+    if position_scaled(module) and not attends_with_symm_cp(module):
+        reach = int(module.floor_scale) - 1
+        yield Limit(
+            f"attn_temperature_tuning={module.attn_temperature_tuning}",
+            "queries are scaled by their place in this rank's part of the sequence",
+            f"{_OURS}, or use sequences of at most {reach} positions",
+            harmless_up_to=reach,
+        )
+
+
+def _rotary_reach(module: nn.Module) -> int:
+    """The length up to which rotary embeddings do not depend on the longest position."""
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    # One entry, or one for each type of layers.
+    entries = [parameters, *(entry for entry in parameters.values() if isinstance(entry, dict))]
+    found = [entry.get("original_max_position_embeddings") for entry in entries]
+    found += [getattr(module, "original_max_seq_len", None)]
+    return min((int(length) for length in found if length), default=1)
 
 
 def _attribute_limits(module: nn.Module) -> Iterator[Limit]:
     if getattr(module, "is_sliding", True) and not _masks_whole_sequence(module):
         for name, value in _positive(module, ("sliding_window",)):
             yield _window(name, value, value)
-    for name in _SINKS:
+    for name in () if attends_with_symm_cp(module) else _SINKS:
         if getattr(module, name, None) is not None:
-            yield Limit(name, "attention sinks are not applied", _FULL_ATTENTION)
+            yield Limit(name, "attention sinks are not applied", _OURS)
     for child in (module, *module.children()):
         wide = not isinstance(child, nn.Conv1d) or child.kernel_size != (1,)
         if isinstance(child, _MIXERS) and wide:

@@ -6,53 +6,132 @@ A region is plain data; hooks.py enters it, sdpa.py and flex.py attend within it
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.layouts import last_cut
+from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_balancers
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.ops.attention.flex.graph import layout_text
+from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.attention.layouts import encoded
+from symm_cp.schedule.layout import held_layout
+
+_OP = "context_parallel"
 
 
 @dataclass(frozen=True)
 class ParallelRegion:
     """Attention within it runs over a group; `kind` restricts it to one function.
 
-    Without a load balancer the sequence is spread head-tail.
+    Without load balancers, sequences are spread head-tail. `region_over` makes regions.
     """
 
     group: str
     world_size: int
-    load_balancer: LoadBalancer | None = None
+    rank: int
+    # That of the only sequence, or those of several; no rank holds equally many positions of two.
+    balancers: tuple[LoadBalancer, ...] = ()
+    # Returns the load balancer of a sequence of which this rank holds so many positions.
+    choose: Callable[[int], LoadBalancer] | None = None
     kind: str | None = None
-    # The load balancer's layout as ops in graphs take it and as Dynamo can guard it; None if
-    # samples have different layouts.
-    layout_text: str | None = field(init=False, repr=False, compare=False)
+    # The layouts as ops in graphs take them, as an input of the graph; None if samples have
+    # different layouts, or a function chooses.
+    layouts: torch.Tensor | None = field(init=False, repr=False, compare=False)
+    # Whether all ranks hold equally many positions of each sequence.
+    even: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        try:
-            layout = None if self.load_balancer is None else self.load_balancer.layout
-            text = layout_text(layout)
-        except NotImplementedError:
-            text = None
-        object.__setattr__(self, "layout_text", text)
+        object.__setattr__(self, "layouts", self._layouts())
+        even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
+        object.__setattr__(self, "even", even and self.choose is None)
+
+    def _layouts(self) -> torch.Tensor | None:
+        if self.choose is not None or any(balancer.samples for balancer in self.balancers):
+            return None
+        return encoded(tuple(balancer.layout for balancer in self.balancers))
+
+    def layouts_in_graph(self, device: torch.device) -> torch.Tensor | None:
+        """Returns the layouts as an input of the graph that is being traced, if they can be one."""
+        return self.layouts if torch.compiler.is_compiling() and device.type == "cpu" else None
+
+    def whole_length(self, local_length: int) -> int:
+        """Returns the length of a sequence of which this rank holds `local_length` positions.
+
+        In graphs it follows from `local_length` where all ranks hold equally many.
+        """
+        if torch.compiler.is_compiling() and self.even:
+            return local_length * self.world_size
+        return self.layout(local_length).seq_length
 
     def layout(self, local_length: int) -> LoadBalancer:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""
-        if self.load_balancer is not None:
-            return self.load_balancer
+        if self.choose is not None:
+            return self._chosen(self.choose, local_length)
+        if len(self.balancers) == 1:
+            return self.balancers[0]
+        if self.balancers:
+            return self.balancers[held_layout(_OP, self._held, local_length)]
         if local_length % 2 != 0:
             raise ValueError(
-                f"context_parallel: {local_length} positions on this rank cannot be split into two "
+                f"{_OP}: {local_length} positions on this rank cannot be split into two "
                 "equal chunks: pass a load_balancer, which knows the length of the whole sequence"
             )
         balancer = HeadTail(local_length * self.world_size, self.world_size)
         if not torch.compiler.is_compiling():
             self._check_guess(balancer, local_length)
         return balancer
+
+    def layout_of_keys(
+        self, queries: int, keys: int, *, ordered: bool = True
+    ) -> LoadBalancer | None:
+        """Returns how keys are spread of which this rank holds `keys` positions, `queries` queries.
+
+        None if the region does not know it and it makes no difference: keys of another length
+        (cross-attention) of which every query sees all, so that they are not `ordered`.
+        """
+        if keys == queries or self.choose is not None or len(self.balancers) > 1:
+            return self.layout(keys)
+        if not ordered:
+            return None
+        if self.balancers:
+            raise ValueError(
+                f"{_OP}: this rank has {queries} queries and {keys} keys, and {self.balancers[0]} "
+                "is for sequences of one length: pass load_balancer={length of the whole sequence: "
+                "its LoadBalancer, ...}"
+            )
+        return self.layout(keys)
+
+    @property
+    def _held(self) -> list[int]:
+        """How many positions this rank holds of each sequence."""
+        return [balancer.lengths[self.rank] for balancer in self.balancers]
+
+    def _chosen(self, choose: Callable[[int], LoadBalancer], local_length: int) -> LoadBalancer:
+        balancer = choose(local_length)
+        if not isinstance(balancer, LoadBalancer):
+            raise TypeError(
+                f"{_OP}: load_balancer({local_length}) returned a {type(balancer).__name__}, must "
+                "be a LoadBalancer"
+            )
+        given = (balancer.world_size, balancer.lengths[self.rank])
+        if given != (self.world_size, local_length):
+            raise ValueError(
+                f"{_OP}: load_balancer({local_length}) returned {balancer}, which gives rank "
+                f"{self.rank} {given[1]} positions, must be {local_length} on {self.world_size} "
+                "ranks"
+            )
+        if not torch.compiler.is_compiling():
+            guards.check_length(balancer)
+        return balancer
+
+    def of_sample(self, sample: int) -> ParallelRegion:
+        """Returns the region for one sample of a batch whose samples have layouts of their own."""
+        balancers = (b.samples[sample] if b.samples else b for b in self.balancers)
+        return replace(self, balancers=tuple(balancers))
 
     def _check_guess(self, balancer: LoadBalancer, local_length: int) -> None:
         """Raises if the last shards of such a sequence were cut by another load balancer."""
@@ -61,7 +140,7 @@ class ParallelRegion:
         same = cut is None or cut.seq_length != balancer.seq_length or cut == balancer
         if not same and self.world_size > 1:
             raise ValueError(
-                f"context_parallel: without a load_balancer, shards of {local_length} positions "
+                f"{_OP}: without a load_balancer, shards of {local_length} positions "
                 f"are assumed to be cut by {balancer}, but the last ones were cut by {cut!r}: "
                 "pass the load_balancer that the sequence was cut by"
             )
@@ -77,7 +156,25 @@ class ParallelRegion:
 
     def watch(self) -> guards.Watch:
         """Returns a new record of what runs within this region."""
-        return guards.Watch(self.group, self.world_size, self.load_balancer)
+        return guards.Watch(self.group, self.world_size, self.balancers)
+
+
+def region_over(
+    group: GroupLike,
+    load_balancer: Balancers | None = None,
+    kind: str | None = None,
+    *,
+    op: str = _OP,
+) -> ParallelRegion:
+    """Returns a region over a group; raises for load balancers that do not fit."""
+    name = group_name(group)
+    process_group = _resolve_process_group(name)  # type: ignore[arg-type]
+    size, rank = process_group.size(), process_group.rank()
+    known = known_balancers(op, load_balancer, size)
+    for balancer in known:
+        check_balancer(op, balancer, balancer.seq_length, size)
+    choose = None if known or load_balancer is None else load_balancer
+    return ParallelRegion(name, size, rank, known, choose, kind)  # type: ignore[arg-type]
 
 
 _local = threading.local()

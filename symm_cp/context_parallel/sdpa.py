@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
-from symm_cp.context_parallel.load_balancers import permutation_on, positions_on
+from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.memory import resolve
@@ -49,9 +48,8 @@ def _attend(
         query, key, value = (
             t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
         )
-    attend_batch = _attend_batch
-    if region.load_balancer is not None and region.load_balancer.samples:
-        attend_batch = _attend_samples
+    samples = any(balancer.samples for balancer in region.balancers)
+    attend_batch = _attend_samples if samples else _attend_batch
     out = attend_batch(region, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
@@ -71,8 +69,12 @@ def _attend_batch(
         if is_causal:
             raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
         return _attend_masked(region, query, key, value, attn_mask, scale, enable_gqa)
-    # Keys of another length (cross-attention) are spread evenly; their order does not matter.
-    crossed = query.shape[2] != key.shape[2] and not is_causal
+    queries, keys = _length(query), _length(key)
+    balancer: LoadBalancer | torch.Tensor | None = region.layouts_in_graph(query.device)
+    if balancer is None and is_causal:
+        balancer = region.layout(queries)
+    elif balancer is None:
+        balancer = region.layout_of_keys(queries, keys, ordered=False)
     return all_gather_attention(  # type: ignore[no-any-return]
         query,
         key,
@@ -81,7 +83,7 @@ def _attend_batch(
         is_causal=is_causal,
         scale=scale,
         enable_gqa=enable_gqa,
-        load_balancer=None if crossed else region.layout(_length(query)),
+        load_balancer=balancer,
     )
 
 
@@ -101,17 +103,16 @@ def _attend_samples(
     enable_gqa: bool,
 ) -> torch.Tensor:
     """Attends sample by sample, each with its own layout."""
-    assert region.load_balancer is not None
-    samples = region.load_balancer.samples
-    if len(samples) != query.shape[0]:
-        raise ValueError(
-            f"{SDPA}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
-            f"{region.load_balancer} is for {len(samples)}"
-        )
+    for balancer in (b for b in region.balancers if b.samples):
+        if len(balancer.samples) != query.shape[0]:
+            raise ValueError(
+                f"{SDPA}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{balancer} is for {len(balancer.samples)}"
+            )
     shared = attn_mask is None or attn_mask.dim() < 4 or attn_mask.shape[0] == 1
     outs = [
         _attend_batch(
-            replace(region, load_balancer=sample),
+            region.of_sample(b),
             query[b : b + 1],
             key[b : b + 1],
             value[b : b + 1],
@@ -120,7 +121,7 @@ def _attend_samples(
             scale,
             enable_gqa,
         )
-        for b, sample in enumerate(samples)
+        for b in range(query.shape[0])
     ]
     return torch.cat(outs)
 
@@ -141,7 +142,9 @@ def _attend_masked(
         raise NotImplementedError(
             f"{SDPA}: attn_mask of shape {list(attn_mask.shape)} within "
             f"context_parallel must be that of the whole sequence, (..., {lengths[0]}, "
-            f"{lengths[1]}); use is_causal, or flex_attention with a BlockMask"
+            f"{lengths[1]}); use is_causal, or flex_attention with a BlockMask. Models of "
+            "transformers make masks of this rank's part: pass the model to "
+            "context_parallel(model=...)"
         )
     if attn_mask.requires_grad:
         raise NotImplementedError(

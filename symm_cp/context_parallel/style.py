@@ -16,11 +16,10 @@ from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.flex import FLEX
 from symm_cp.context_parallel.flex_hook import flex_hook
 from symm_cp.context_parallel.hooks import RegionMode, entered
-from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sdpa import SDPA
-from symm_cp.memory import group_name
 
 
 class ContextParallel(ParallelStyle):
@@ -35,7 +34,7 @@ class ContextParallel(ParallelStyle):
         seq_dim: the sequence dimension of queries, keys and values: must be 2 for both functions.
         attention_type: which of the two functions the module calls, an `AttentionType` or its
             value. A call of the other one raises `RuntimeError`.
-        load_balancer: how the sequence is spread, head-tail by default.
+        load_balancer: how the sequence is spread, head-tail by default; as in `context_parallel`.
 
     The forward pass needs no surrounding context, also when it is recomputed for a checkpoint.
     Raises `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as within
@@ -53,7 +52,7 @@ class ContextParallel(ParallelStyle):
         self,
         seq_dim: int = 2,
         attention_type: AttentionType | str = AttentionType.SDPA,
-        load_balancer: LoadBalancer | None = None,
+        load_balancer: Balancers | None = None,
     ) -> None:
         super().__init__()
         if seq_dim not in (2, -2):
@@ -65,10 +64,9 @@ class ContextParallel(ParallelStyle):
         self.load_balancer = load_balancer
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        balancer, size = self.load_balancer, device_mesh.size()
-        if balancer is not None and balancer.world_size != size:
-            raise ValueError(f"ContextParallel: {balancer} does not fit a mesh of {size} ranks")
-        region = ParallelRegion(group_name(device_mesh), size, balancer, self.attention_type.value)
+        region = region_over(
+            device_mesh, self.load_balancer, self.attention_type.value, op="ContextParallel"
+        )
         forward = module.forward
         plain = self.attention_type is self.AttentionType.SDPA
         if not plain:

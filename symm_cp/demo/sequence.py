@@ -91,9 +91,9 @@ class _Tiles(torch.autograd.Function):
         ctx.spec = spec = AttentionSpec(layout=layout.layout, mask=CAUSAL)
         ctx.tiles = [spec.tiles(rank, owner, q.shape[2]) for owner in range(world_size)]
         state = Forward(q, spec, sum(map(len, ctx.tiles)))
-        for owner_tiles in ctx.tiles:
+        for owner, owner_tiles in enumerate(ctx.tiles):
             for tile in owner_tiles:
-                state.add(tile, k, v)
+                state.add(tile, k, v, owner)
         out, lse = state.result()
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -103,8 +103,8 @@ class _Tiles(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         state = Backward(grad, q, out, lse, ctx.spec)
         B, G, S, E = k.shape
-        partial = k.new_empty((2, B, S, G, E), dtype=lse.dtype)
-        for owner_tiles in ctx.tiles:
-            state.add_tiles(owner_tiles, k, v, partial)
-        grad_k, grad_v = (t.transpose(1, 2).to(k.dtype) for t in partial)
+        partials = tuple(k.new_empty((2, B, S, G, E), dtype=lse.dtype).transpose(2, 3))
+        for owner, owner_tiles in enumerate(ctx.tiles):
+            state.add_tiles(owner_tiles, k, v, partials, owner)
+        grad_k, grad_v = (t.to(k.dtype) for t in partials)
         return state.grad_query(), grad_k, grad_v, None, None, None

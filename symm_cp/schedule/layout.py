@@ -8,7 +8,7 @@ chunk c. Chunks may be empty, so a sequence of any length can be spread over any
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -132,4 +132,18 @@ def head_tail(length: int, world_size: int) -> SequenceLayout:
     """
     return SequenceLayout(
         world_size, head_tail_order(world_size), even_lengths(length, 2 * world_size)
+    )
+
+
+def held_layout(op: str, held: Sequence[int], local_length: int) -> int:
+    """Returns which of several sequences a shard of `local_length` positions belongs to.
+
+    `held` are how many positions this rank has of each, all different.
+    """
+    for index, length in enumerate(held):
+        if length == local_length:
+            return index
+    raise ValueError(
+        f"{op}: this rank has {local_length} positions, but the load balancers give it "
+        f"{_shown(tuple(held))}"
     )

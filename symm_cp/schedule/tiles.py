@@ -114,6 +114,35 @@ def squares(tile: Tile) -> tuple[Tile, ...]:
     return (square,) if rows < keys else (square, replace(tile, q_begin=cut, high=None))
 
 
+def in_rows(tile: Tile, rows: int) -> tuple[Tile, ...]:
+    """Cuts a tile into tiles of at most `rows` rows, without the keys that none of them sees."""
+    found = []
+    for begin in range(tile.q_begin, tile.q_end, rows):
+        done, end = begin - tile.q_begin, min(begin + rows, tile.q_end)
+        low, high = (side if side is None else side + done for side in (tile.low, tile.high))
+        part = replace(tile, q_begin=begin, q_end=end, low=low, high=high)
+        keys = tile.k_end - tile.k_begin
+        first = 0 if low is None else max(0, low)
+        last = keys if high is None else min(keys, high + end - begin)
+        if first < last:
+            found.append(_of_keys(part, first, last))
+    return tuple(found)
+
+
+def _of_keys(tile: Tile, first: int, end: int) -> Tile:
+    """The tile of the keys [first, end) of a tile, without limits that exclude none of them."""
+    rows, keys = tile.q_end - tile.q_begin, end - first
+    low = None if tile.low is None else tile.low - first
+    high = None if tile.high is None else tile.high - first
+    return replace(
+        tile,
+        k_begin=tile.k_begin + first,
+        k_end=tile.k_begin + end,
+        low=None if low is None or low <= 1 - rows else low,
+        high=None if high is None or high >= keys - 1 else high,
+    )
+
+
 @lru_cache(maxsize=1024)
 def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
     """The tiles of a rank's queries against the keys of rank `owner`, for one sequence."""
@@ -242,25 +271,12 @@ def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> I
     last = keys if high is None else min(keys, high + rows)
     if first >= last:
         return
-    q_begin, q_end = whole.q_begin + begin, whole.q_begin + begin + rows
+    q_begin = whole.q_begin + begin
+    part = replace(whole, q_begin=q_begin, q_end=q_begin + rows, low=low, high=high)
 
     def tile(k_from: int, k_to: int) -> Iterator[Tile]:
-        if k_from >= k_to:
-            return
-        near = low - k_from <= -(rows - 1)
-        far = high is None or high - k_from >= k_to - k_from - 1
-        part = Tile(q_begin, q_end, whole.k_begin + k_from, whole.k_begin + k_to)
-        if near and far:
-            yield part
-            return
-        yield Tile(
-            part.q_begin,
-            part.q_end,
-            part.k_begin,
-            part.k_end,
-            None if near else low - k_from,
-            None if far or high is None else high - k_from,
-        )
+        if k_from < k_to:
+            yield _of_keys(part, k_from, k_to)
 
     # All rows see the keys from `middle` to `until`.
     middle = max(first, low + rows - 1)

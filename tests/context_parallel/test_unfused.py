@@ -46,7 +46,7 @@ def in_context(group: dist.ProcessGroup, call: Any, **options: Any) -> Any:
 
 def says_so(group: dist.ProcessGroup) -> None:
     local = Attention("by hand")
-    message = f"Attention ran, but {UNFUSED}.*set_attn_implementation.*on_unfused"
+    message = f"Attention ran, but {UNFUSED}.*model=.*on_unfused"
     with pytest.raises(RuntimeError, match=message):
         in_context(group, local)
     with pytest.warns(UserWarning, match=message):

@@ -64,6 +64,8 @@ class Client:
     reference: str = "eager"
     dtype: torch.dtype = torch.float64
     tolerance: float = 2e-5
+    # Those of SIZES that the configuration does not take.
+    without: tuple[str, ...] = ()
     # Passed to each call of the model.
     call: Mapping[str, Any] = field(default_factory=lambda: {"use_cache": False})
 
@@ -74,7 +76,8 @@ class Client:
     def make(self, implementation: str) -> nn.Module:
         """Returns a model with the weights of `spread_weights`, equal on all ranks."""
         transformers.logging.set_verbosity_error()
-        options = {**SIZES, **self.options, "attn_implementation": implementation}
+        options = {name: size for name, size in SIZES.items() if name not in self.without}
+        options |= {**self.options, "attn_implementation": implementation}
         config = getattr(transformers, self.name + self.config)(**options)
         model = getattr(transformers, self.name + self.head)(config).to(self.dtype)
         spread_weights(model)
@@ -193,7 +196,7 @@ def under_context_parallel(
     *,
     balancer: symm_cp.LoadBalancer,
     shift: bool = True,
-    implementation: str = "sdpa",
+    implementation: str = "eager",
     prepare: Callable[[nn.Module], Any] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Result:
@@ -205,7 +208,7 @@ def under_context_parallel(
         batch: of the whole sequence.
         balancer: how the sequence is spread.
         shift: whether labels are those of the next position.
-        implementation: of attention, when the model is made.
+        implementation: of attention when the model is made; the context sets another.
         prepare: changes the model, or returns what is to be called instead (a compiled one).
         around: a context of the forward pass, as autocast.
     """

@@ -460,7 +460,7 @@ def errors(group: dist.ProcessGroup) -> None:
     mask = create_block_mask(lambda b, h, i, j: i >= j, 1, 3, 8 * W, 8 * W, "cpu", 4)
     other = create_block_mask(lambda b, h, i, j: i >= j, 1, 1, 8 * W, 4, "cpu", 4)
     for args, more, kind, text in [
-        ((t, t, torch.randn(1, 2, 8, 5)), {}, ValueError, "features"),
+        ((t, *(torch.randn(1, 2, 8, 5),) * 2), {}, ValueError, "features"),
         ((t, t, t), {"layout": Sequential(8, W + 1).layout}, ValueError, "ranks"),
         ((t, t, t), {"layout": Sequential(9 * W, W).layout}, ValueError, "query has 8"),
         ((t, t, t), {"kv_layout": Sequential(9 * W, W).layout}, ValueError, "key has 8"),

@@ -1,6 +1,7 @@
 """Tiles: exactly the pairs that a mask leaves, in few pieces."""
 
 import itertools
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -8,9 +9,22 @@ from hypothesis import strategies as st
 
 from symm_cp.schedule import tiles as module
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
-from symm_cp.schedule.tiles import Mask, Tile, pairs, tiles
+from symm_cp.schedule.tiles import (
+    Mask,
+    Tile,
+    for_samples,
+    in_rows,
+    pairs,
+    squares,
+    tiles,
+    tiles_of_rows,
+)
 
 CAUSAL = Mask(right=0)
+
+
+def visible(mask: Mask, position: int) -> bool:
+    return mask.keys is None or any(first <= position < end for first, end in mask.keys)
 
 
 def wanted(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> set[tuple[int, int]]:
@@ -24,10 +38,11 @@ def wanted(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> set[tup
         if (mask.left is None or j - i >= -mask.left)
         and (mask.right is None or j - i <= mask.right)
         and document(i) == document(j)
+        and visible(mask, j)
     }
 
 
-def covered(found: tuple[Tile, ...]) -> set[tuple[int, int]]:
+def covered(found: Iterable[Tile]) -> set[tuple[int, int]]:
     seen: set[tuple[int, int]] = set()
     for tile in found:
         own = {
@@ -44,20 +59,28 @@ def covered(found: tuple[Tile, ...]) -> set[tuple[int, int]]:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> tuple[SequenceLayout, Mask]:
+def layouts(draw: st.DrawFn) -> SequenceLayout:
     world_size = draw(st.integers(1, 4))
     chunks = world_size * draw(st.integers(1, 3))
     lengths = draw(st.lists(st.integers(0, 9), min_size=chunks, max_size=chunks))
-    layout = SequenceLayout(world_size, tuple(draw(st.permutations(range(chunks)))), tuple(lengths))
+    return SequenceLayout(world_size, tuple(draw(st.permutations(range(chunks)))), tuple(lengths))
+
+
+@st.composite
+def masks(draw: st.DrawFn, length: int) -> Mask:
     side = st.none() | st.integers(0, 12)
-    edges = st.none() | st.lists(st.integers(0, layout.length), max_size=4)
-    inner = draw(edges)
-    documents = None if inner is None else tuple(sorted([0, *inner, layout.length]))
-    return layout, Mask(draw(side), draw(side), documents)
+    inner = draw(st.none() | st.lists(st.integers(0, length), max_size=4))
+    documents = None if inner is None else tuple(sorted([0, *inner, length]))
+    ends = draw(st.none() | st.sets(st.integers(0, length), max_size=6))
+    keys = None if ends is None else tuple(zip(*[iter(sorted(ends))] * 2, strict=False))
+    return Mask(draw(side), draw(side), documents, keys)  # type: ignore[arg-type]
+
+
+problems = layouts().flatmap(lambda layout: st.tuples(st.just(layout), masks(layout.length)))
 
 
 @settings(max_examples=300, deadline=None)
-@given(problems(), st.sampled_from([2, 5, 256]))
+@given(problems, st.sampled_from([2, 5, 256]))
 def test_tiles_are_exactly_what_the_mask_leaves(
     problem: tuple[SequenceLayout, Mask], rows: int
 ) -> None:
@@ -68,10 +91,43 @@ def test_tiles_are_exactly_what_the_mask_leaves(
         tiles.cache_clear()
         ranks = range(layout.world_size)
         for rank, owner in itertools.product(ranks, ranks):
-            assert covered(tiles(layout, mask, rank, owner)) == wanted(layout, mask, rank, owner)
+            found = tiles(layout, mask, rank, owner)
+            assert covered(found) == wanted(layout, mask, rank, owner)
+            in_parts = [part for tile in found for part in in_rows(tile, rows)]
+            assert covered(in_parts) == covered(found)
+            assert all(part.q_end - part.q_begin <= rows for part in in_parts)
+            in_squares = [part for tile in found for part in squares(tile)]
+            assert covered(in_squares) == covered(found)
     finally:
         module._BAND_ROWS = before
         tiles.cache_clear()
+
+
+@settings(deadline=None)
+@given(problems, st.integers(0, 9))
+def test_queries_of_another_sequence_see_ranges_of_keys(
+    problem: tuple[SequenceLayout, Mask], rows: int
+) -> None:
+    layout, mask = problem
+    for owner in range(layout.world_size):
+        seen = {
+            (row, key)
+            for row in range(rows)
+            for key, j in enumerate(layout.positions(owner))
+            if visible(mask, j)
+        }
+        assert covered(tiles_of_rows(layout, mask.keys, rows, owner)) == seen
+
+
+def test_neighbours_with_equal_masks_share_tiles() -> None:
+    layout = sequential(20, 2)
+    packed, padded = Mask(right=0, documents=(0, 4, 20)), Mask(right=0, keys=((3, 20),))
+    batch = [packed, packed, padded, packed]
+    found = for_samples(batch, lambda mask: tiles(layout, mask, 1, 0))
+    assert {(tile.b_begin, tile.b_end) for tile in found} == {(0, 2), (2, 3), (3, 4)}
+    for sample, mask in enumerate(batch):
+        own = [t for t in found if sample in range(*t.samples.indices(len(batch)))]
+        assert covered(own) == wanted(layout, mask, 1, 0)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))

@@ -49,19 +49,22 @@ def kind_of(
     mask: torch.Tensor | None,
     *,
     causal: bool,
+    value: torch.Tensor | None = None,
     backward: bool = False,
 ) -> str:
     """Returns the kernel for a tile: "cpu", "cudnn", "flash", "efficient" or "matmul".
 
-    With a mask, `key` and `mask` must be as the efficient kernel takes them, except on CPU.
+    With a mask, `key` and `mask` must be as the efficient kernel takes them, except on CPU. `value`
+    is as `key` unless given.
     """
+    value = key if value is None else value
     if query.device.type == "cpu":
         return "cpu" if key.shape[2] >= _CPU_KEYS else "matmul"
     shared = query.shape[1] != key.shape[1]
     with torch.set_grad_enabled(backward):
         if backward:  # torch leaves out what has no backward pass for queries that require one
             query = query.detach().requires_grad_()
-        choice = torch._fused_sdp_choice(query, key, key, mask, 0.0, causal, enable_gqa=shared)
+        choice = torch._fused_sdp_choice(query, key, value, mask, 0.0, causal, enable_gqa=shared)
     kind = _KINDS.get(choice, "matmul")
     if mask is not None:
         # Only the efficient kernel takes a mask and returns a log-sum-exp.
@@ -90,7 +93,7 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the output and its log-sum-exp, which is undefined for rows that see no key."""
     key, value, mask = _for_masks(query, key, value, mask)
-    kind = kind or kind_of(query, key, mask, causal=causal)
+    kind = kind or kind_of(query, key, mask, causal=causal, value=value)
     if kind == "cpu":
         return _cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     if causal:
@@ -130,7 +133,7 @@ def backward(
     """Returns the gradients of query, key and value; `lse` is inf in rows that see no key."""
     times = query.shape[1] // key.shape[1]
     key, value, mask = _for_masks(query, key, value, mask)
-    kind = kind or kind_of(query, key, mask, causal=causal, backward=True)
+    kind = kind or kind_of(query, key, mask, causal=causal, value=value, backward=True)
     if kind == "cpu":
         return _cpu_backward(
             grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=mask, scale=scale

@@ -1,8 +1,9 @@
 """Attention whose keys and values are spread over ranks: pipelined all-gather and consume.
 
 Shapes: B batch, H query heads, G key/value heads (H, or with `enable_gqa` a divisor of it), E
-features of a head. S_q and S_k are the lengths of this rank's shards, and a shard is the
-concatenation of the rank's chunks of the sequence (see schedule/layout.py). W is the world size.
+features of a head, V features of a value. S_q and S_k are the lengths of this rank's shards, and a
+shard is the concatenation of the rank's chunks of the sequence (see schedule/layout.py). W is the
+world size.
 
 A rank attends to its own keys first and to each peer's where they lie, merging by log-sum-exp. The
 backward pass gathers keys and values again and sends each owner its gradients. Keys that the mask
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import arrival
+from symm_cp.ops.attention.checks import check_scores
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.pipeline import (
     Grad,
@@ -33,8 +35,9 @@ from symm_cp.ops.attention.pipeline import (
     heads_in_rows,
     reduce_gradients,
 )
-from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors
-from symm_cp.ops.attention.tiles import Backward, Forward, dense_features
+from symm_cp.ops.attention.scored import ScoredTiles
+from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors, value_features_of
+from symm_cp.ops.attention.tiles import Backward, Forward, dense_features, grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
@@ -45,10 +48,13 @@ lib.define(
     f"{_FORWARD}(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
     " -> (Tensor out, Tensor logsumexp)"
 )
+# Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no ops
+# with optional results.
 lib.define(
     f"{_BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS})"
-    " -> (Tensor, Tensor, Tensor)"
+    f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
+    "bool sinks_grad=True, bool bias_grad=True)"
+    " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
 )
 
 
@@ -65,11 +71,13 @@ def _attention_kernel(
         return arrival.attend(group, query, key, value, spec, spec.call_name(_FORWARD, key))
     ranks, rows = range(group.world_size), query.shape[2]
     tiles = [spec.tiles(group.rank, owner, rows) for owner in ranks]
-    forward = Forward(dense_features(query), spec, sum(map(len, tiles)))
+    query, parts = dense_features(query), sum(map(len, tiles))
+    scored = ScoredTiles.of(query, spec, group.rank, options.get("bias"))
+    forward = Forward(query, spec, parts, sinks=options.get("sinks"), scored=scored)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in tiles[owner]:
-            forward.add(tile, *shards)
+            forward.add(tile, shards[0], shards[1], owner)
 
     consume_keys(_FORWARD, spec, group, key, value, consume)
     return forward.result()
@@ -85,30 +93,66 @@ def _attention_backward_kernel(
     group_name: str,
     *,
     grad_logsumexp: torch.Tensor | None = None,
+    sinks_grad: bool = True,
+    bias_grad: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    group, features = group_of(group_name), query.shape[-1]
+    group, E, V = group_of(group_name), query.shape[3], value.shape[3]
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
-    if grad_logsumexp is not None:
-        # The kernel takes weight * (grad_out . v - grad_out . out) for the gradient of a score.
-        # One more feature, 0 in v, 1 in grad_out and -grad_logsumexp in out, adds what the
-        # log-sum-exp contributes. CUDA kernels need a multiple of 8 features.
-        spec = replace(spec, scale=factor_of(query, spec.scale))
-        padding = 1 if query.device.type == "cpu" else -features % 8 or 8
-        query, key, value = (F.pad(t, (0, padding)) for t in (query, key, value))
-        grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
-        extra = -grad_logsumexp.unsqueeze(-1).to(out.dtype)
-        out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
+    query, sinks, bias = dense_features(query), options.get("sinks"), options.get("bias")
+    grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
+    if sinks is not None and sinks_grad:
+        grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
+    scored = ScoredTiles.of(query, spec, group.rank, bias)
+    if grad_logsumexp is not None and scored is None:
+        spec, query, key, value, grad_out, out = _with_grad_lse(
+            spec, query, key, value, grad_out, out, grad_logsumexp
+        )
     rows = query.shape[2]
-    backward = Backward(grad_out, dense_features(query), out, logsumexp, spec)
+    backward = Backward(
+        grad_out, query, out, logsumexp, spec, scored=scored, grad_lse=grad_logsumexp
+    )
 
-    def consume(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
+    def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
         tiles = spec.tiles(group.rank, owner, rows)
-        backward.add_tiles(tiles, shards[0], shards[1], partial)
+        backward.add_tiles(tiles, shards[0], shards[1], partials, owner)
 
     grad_key, grad_value = reduce_gradients(_BACKWARD, spec, group, key, value, consume)
     grads = (backward.grad_query(), grad_key, grad_value)
-    return tuple(heads_in_rows(grad[..., :features], own_memory=True) for grad in grads)
+    of_inputs = (
+        heads_in_rows(grad[..., :features], own_memory=True)
+        for grad, features in zip(grads, (E, E, V), strict=True)
+    )
+    if bias is not None and bias_grad:
+        grad_bias = backward.grad_bias(bias)
+    return *of_inputs, grad_sinks, grad_bias
+
+
+def _with_grad_lse(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    grad_lse: torch.Tensor,
+) -> tuple[AttentionSpec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a backward pass for torch's kernels that adds what flows back to the log-sum-exp.
+
+    They take weight * (grad_out . v - grad_out . out) for the gradient of a score. One more
+    feature, 0 in v, 1 in grad_out and -grad_lse in out, adds weight * grad_lse.
+    """
+    # CUDA kernels need a multiple of 8 features.
+    padding = 1 if query.device.type == "cpu" else -value.shape[3] % 8 or 8
+    scale = factor_of(query, spec.scale)
+    if query.shape[3] == value.shape[3]:  # as most kernels require
+        query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
+    value = F.pad(value, (0, padding))
+    spec = replace(spec, scale=scale, value_features=value_features_of(query, value))
+    grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
+    extra = -grad_lse.unsqueeze(-1).to(out.dtype)
+    out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
+    return spec, query, key, value, grad_out, out
 
 
 def _attention_fake(
@@ -118,10 +162,24 @@ def _attention_fake(
     group_name: str,
     *,
     enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     check_tensors(_FORWARD, query, key, value, enable_gqa)
-    return fake_results(query)
+    check_scores(
+        _FORWARD,
+        query,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
+    return fake_results(query, value)
 
 
 def _attention_backward_fake(
@@ -130,9 +188,17 @@ def _attention_backward_fake(
     key: torch.Tensor,
     value: torch.Tensor,
     *_: Any,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    sinks_grad: bool = True,
+    bias_grad: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    return fake_like(query), fake_like(key), fake_like(value)
+    of_options = (
+        tensor.new_empty(tensor.shape) if tensor is not None and wanted else query.new_empty(0)
+        for tensor, wanted in ((sinks, sinks_grad), (bias, bias_grad))
+    )
+    return fake_like(query), fake_like(key), fake_like(value), *of_options
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -171,8 +237,9 @@ class _Attention(torch.autograd.Function):
     @once_differentiable(_FORWARD)
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
         query, key, value, out, logsumexp, _, *tensors = saved
+        wanted = dict(zip(ctx.named, ctx.needs_input_grad[6:], strict=True))
         # Collective: every rank takes part, also without a gradient of its own.
-        grads = torch.ops.symm_mem.fused_all_gather_attention_backward(
+        *grads, of_sinks, of_bias = torch.ops.symm_mem.fused_all_gather_attention_backward(
             torch.zeros_like(out) if grad_out is None else grad_out,
             query,
             key,
@@ -181,16 +248,20 @@ class _Attention(torch.autograd.Function):
             logsumexp,
             ctx.group_name,
             grad_logsumexp=grad_lse,
+            sinks_grad=wanted.get("sinks", False),
+            bias_grad=wanted.get("bias", False),
             **ctx.options,
             **dict(zip(ctx.named, tensors, strict=True)),
         )
-        return (*grads, *(None,) * (3 + len(tensors)))
+        found = {"sinks": of_sinks, "bias": of_bias}
+        of_options = (found[name] if wanted[name] else None for name in ctx.named)
+        return *grads, None, None, None, *of_options
 
 
 def _attention_autograd(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_transforms(_FORWARD, query, key, value)
+    check_transforms(_FORWARD, query, key, value, options.get("sinks"), options.get("bias"))
     tensors = {name: t for name, t in options.items() if isinstance(t, torch.Tensor)}
     for name in tensors:
         del options[name]
@@ -202,7 +273,7 @@ def _attention_autograd(
 def _attention_backward_autograd(
     keyset: torch._C.DispatchKeySet, *args: Any, **options: Any
 ) -> tuple[torch.Tensor, ...]:
-    check_transforms(_BACKWARD, *args)
+    check_transforms(_BACKWARD, *args, *options.values())
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **options):
         raise NotImplementedError(
             f"{_BACKWARD}: has no gradient: call it under torch.no_grad() or on detached tensors"

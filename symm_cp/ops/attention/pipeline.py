@@ -1,11 +1,11 @@
 """What the attention ops have in common around their tiles: communication and the form of results.
 
-Shapes: query (B, H, S_q, E), key and value (B, G, S_k, E), this rank's shards.
+Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -13,7 +13,13 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.tiles import as_dtype, dense_features, rows_first, wide
+from symm_cp.ops.attention.tiles import (
+    as_dtype,
+    dense_features,
+    empty_output,
+    rows_first,
+    wide,
+)
 from symm_cp.results import new_result
 
 #: What a backward pass saved, and a gradient that it is given or returns.
@@ -49,30 +55,43 @@ def reduce_gradients(
     group: Group,
     key: torch.Tensor,
     value: torch.Tensor,
-    consume: Callable[[list[torch.Tensor], int, torch.Tensor], None],
+    consume: Callable[[list[torch.Tensor], int, Tensors], None],
     *details: object,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the gradients of this rank's keys and values, summed over ranks. Collective.
 
     Both are views of one tensor.
 
-    Calls `consume([key, value], owner, partial)` for the shards of all ranks as they arrive, which
-    writes this rank's part of their gradients to `partial` (2, B, S_k, G, E).
+    Calls `consume([key, value], owner, partials)` for the shards of all ranks as they arrive, which
+    writes this rank's part of their gradients to `partials`, of the shapes of keys and values.
     """
     partials = spec.grad_shapes(key)
     total = new_result(key, partials[group.rank], wide(key.dtype))
+
+    def write(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
+        consume(shards, owner, _grads_in(partial, shards))
+
     runtime.of(key, group).consume_and_reduce_scatter(
         group,
         [dense_features(key), dense_features(value)],
-        consume,
+        write,
         total,
         spec.call_name(op, key, *details),
         shapes=spec.shard_shapes(key),
         partials=partials,
         ring=spec.method == "alltoall",
     )
-    grad_key, grad_value = (as_dtype(t.transpose(1, 2), key.dtype) for t in total)
+    grad_key, grad_value = (as_dtype(t, key.dtype) for t in _grads_in(total, (key, value)))
     return grad_key, grad_value
+
+
+def _grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:
+    """Returns the gradients of a shard that lie one after another; heads of a row are adjacent."""
+    parts = memory.split([tensor.numel() for tensor in shard])
+    shapes = [(B, S, G, features) for B, G, S, features in (tensor.shape for tensor in shard)]
+    return tuple(
+        part.view(shape).transpose(1, 2) for part, shape in zip(parts, shapes, strict=True)
+    )
 
 
 def heads_in_rows(tensor: torch.Tensor, *, own_memory: bool = False) -> torch.Tensor:
@@ -86,13 +105,13 @@ def heads_in_rows(tensor: torch.Tensor, *, own_memory: bool = False) -> torch.Te
     return rows_first(tensor, tensor.shape, tensor.dtype).copy_(tensor)
 
 
-def fake_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor of the shape, in which the heads of a row are adjacent."""
+def fake_like(tensor: torch.Tensor, features: int | None = None) -> torch.Tensor:
+    """Returns an empty tensor of the shape (or of other features); heads of a row are adjacent."""
     B, H, S, E = tensor.shape
-    return tensor.new_empty(B, S, H, E).transpose(1, 2)
+    return tensor.new_empty(B, S, H, E if features is None else features).transpose(1, 2)
 
 
-def fake_results(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def fake_results(query: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns tensors like the output and the log-sum-exp, without computing them."""
     lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-    return torch.empty_like(dense_features(query)), lse
+    return empty_output(dense_features(query), value.shape[3]), lse

@@ -7,13 +7,16 @@ number of parts. torch's CPU kernel crashes the process without keys, so it is n
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from symm_cp.devices.kept import kept
-from symm_cp.ops.attention import kernels
+from symm_cp.ops.attention import kernels, native_tiles
+from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
-from symm_cp.schedule.tiles import Tile, squares
+from symm_cp.schedule.tiles import Tile, in_rows, squares
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -25,6 +28,18 @@ def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> tor
     """Returns an empty (B, H, S, E) tensor with the heads of a row adjacent, as kernels do."""
     B, H, S, E = shape
     return new_result(like, (B, S, H, E), dtype).transpose(1, 2)
+
+
+def empty_output(
+    query: torch.Tensor, features: int, *, device: str | torch.device | None = None
+) -> torch.Tensor:
+    """Returns an empty (B, H, S, features), with the strides of the queries or in their order."""
+    B, H, S, E = query.shape
+    if features == E:
+        return torch.empty_like(query, device=device)
+    if query.transpose(1, 2).is_contiguous():
+        return query.new_empty(B, S, H, features, device=device).transpose(1, 2)
+    return query.new_empty(B, H, S, features, device=device)
 
 
 def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -74,16 +89,48 @@ def _band(
     return additive(visible, dtype), visible.any(1).logical_not()
 
 
-def _mask_of(tile: Tile, query: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if tile.full or tile.causal:
-        return None, None
+class _TileMask(NamedTuple):
+    """How kernels are told of a tile's mask: causal, additive or both; and its blind rows."""
+
+    causal: bool = False
+    mask: torch.Tensor | None = None
+    blind: torch.Tensor | None = None
+
+
+def _mask_of(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) -> _TileMask:
     rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
-    return _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    hidden = spec.hidden_keys(tile, owner, query.device)
+    if tile.full or (tile.causal and (hidden is None or query.device.type == "cpu")):
+        band = blind = None
+    else:
+        band, blind = _band(query.device, rows, keys, tile.low, tile.high, query.dtype)
+    causal = tile.causal and band is None
+    if hidden is None:
+        return _TileMask(causal, band, blind)
+    visible, blind = hidden
+    mask = additive(visible, query.dtype)
+    return _TileMask(causal, mask if band is None else band + mask, blind)
 
 
-def _for_kernels(tile: Tile, query: torch.Tensor) -> tuple[Tile, ...]:
+def _hidden(
+    tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int
+) -> torch.Tensor | None:
+    """The additive mask of keys that the tile's limits do not hide."""
+    hidden = spec.hidden_keys(tile, owner, query.device)
+    return None if hidden is None else additive(hidden[0], query.dtype)
+
+
+# Rows in a tile that needs a mask only because the device's kernels take none beside a causal one.
+_MASKED_ROWS = 256
+
+
+def _for_kernels(tile: Tile, query: torch.Tensor, spec: AttentionSpec) -> tuple[Tile, ...]:
     """The tile as the kernels of the device take it."""
-    return (tile,) if query.device.type == "cpu" else squares(tile)
+    if query.device.type == "cpu":
+        return (tile,)
+    if tile.causal and spec.hidden is not None:
+        return in_rows(tile, _MASKED_ROWS)
+    return squares(tile)
 
 
 _ALL = slice(0, None)
@@ -97,27 +144,48 @@ def _rows(tensor: torch.Tensor, begin: int, end: int, samples: slice = _ALL) -> 
     return tensor if whole else tensor[:, :, begin:end]
 
 
+def _queries(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
+    return _rows(tensor, tile.q_begin, tile.q_end, tile.samples)
+
+
+def _keys(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
+    return _rows(tensor, tile.k_begin, tile.k_end, tile.samples)
+
+
 class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
     `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
-    is rounded only once.
+    is rounded only once. `sinks` (H,) are one more score in every row, of a value of zero. `scored`
+    is given where torch's kernels do not suffice.
     """
 
-    def __init__(self, query: torch.Tensor, spec: AttentionSpec, parts: int | None = None) -> None:
-        self._query = query
+    def __init__(
+        self,
+        query: torch.Tensor,
+        spec: AttentionSpec,
+        parts: int | None = None,
+        *,
+        sinks: torch.Tensor | None = None,
+        scored: ScoredTiles | None = None,
+    ) -> None:
+        self._query, self._sinks, self._scored = query, sinks, scored
         self._spec = spec
         narrow = parts is not None and parts <= 2
         self._dtype = query.dtype if narrow else wide(query.dtype)
         # The output has the strides of the queries, as kernels return it.
-        self._strides = torch.empty_like(query, device="meta").stride()
+        features = query.shape[3] if spec.value_features is None else spec.value_features
+        self._like = empty_output(query, features, device="meta")
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Adds a tile of the keys and values of one rank."""
-        for part in _for_kernels(tile, self._query):
-            mask, blind = _mask_of(part, self._query)
-            self.add_masked(part, key, value, mask, blind, is_causal=part.causal)
+    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
+        """Adds a tile of the keys and values of rank `owner`."""
+        if self._scored is not None:
+            self.add_masked(tile, key, value, _hidden(tile, self._query, self._spec, owner), owner)
+            return
+        for part in _for_kernels(tile, self._query, self._spec):
+            causal, mask, blind = _mask_of(part, self._query, self._spec, owner)
+            self.add_masked(part, key, value, mask, owner, blind=blind, is_causal=causal)
 
     def add_masked(
         self,
@@ -125,14 +193,18 @@ class Forward:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        blind: torch.Tensor | None,
+        owner: int,
         *,
+        blind: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q = _rows(self._query, tile.q_begin, tile.q_end, tile.samples)
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
+        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
         if q.numel() == 0 or k.numel() == 0:
+            return
+        if self._scored is not None:
+            scoring, sight = self._scored.scoring(tile), self._scored.sight(tile, owner, mask)
+            self.merge(tile, *native_tiles.forward(q, k, v, scoring, sight))
             return
         out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
         if blind is not None:  # the kernel returns 0 for them
@@ -142,24 +214,50 @@ class Forward:
     def merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merges attention of a tile's rows to its keys; may keep and change `out` and `lse`."""
         if self._merged is None:
-            if out.shape == self._query.shape and out.stride() == self._strides:
+            if out.shape == self._like.shape and out.stride() == self._like.stride():
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        merged, merged_lse = (
-            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in self._merged
-        )
+        merged, merged_lse = (_queries(tile, tensor) for tensor in self._merged)
         kernels.merge(merged, merged_lse, out, lse)
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
         query = self._query
-        out = torch.zeros_like(query, dtype=self._dtype)
+        out = torch.zeros_like(self._like, dtype=self._dtype, device=query.device)
         return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
         out, lse = self._merged or self._nothing()
+        if self._sinks is not None:
+            lse = _with_sinks(out, lse, self._sinks)
         return as_dtype(out, self._query.dtype), lse.contiguous()
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Scales `out` in place for a further score of each head; returns the new log-sum-exp."""
+    total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+    # inf, where neither a key nor a sink is seen, gives the weight 0.
+    out.mul_(torch.exp(lse - total.masked_fill(total == -torch.inf, torch.inf)).unsqueeze(-1))
+    return total
+
+
+def grad_of_sinks(
+    sinks: torch.Tensor,
+    grad_out: torch.Tensor,
+    grad_lse: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the gradient of the sinks by the rows of `out`, in their dtype."""
+    # A sink's weight in a row; 0 where the log-sum-exp is -inf, as the sink then is.
+    weight = torch.exp(
+        sinks.to(lse.dtype).unsqueeze(-1) - lse.masked_fill(lse == -torch.inf, torch.inf)
+    )
+    inner = -(grad_out.to(lse.dtype) * out).sum(-1)  # its value is zero
+    if grad_lse is not None:
+        inner += grad_lse
+    return (weight * inner).sum((0, 2)).to(sinks.dtype)
 
 
 class Total:
@@ -187,7 +285,11 @@ class Total:
 
 
 class Backward:
-    """The gradients of one rank's queries, and of each part of the keys and values."""
+    """The gradients of one rank's queries, and of each part of the keys and values.
+
+    `scored` as in `Forward`; with it `grad_lse` may be given, and the gradient of a bias is added
+    up as well.
+    """
 
     def __init__(
         self,
@@ -196,9 +298,12 @@ class Backward:
         out: torch.Tensor,
         lse: torch.Tensor,
         spec: AttentionSpec,
+        *,
+        scored: ScoredTiles | None = None,
+        grad_lse: torch.Tensor | None = None,
     ) -> None:
-        self._query, self._out, self._spec = query, out, spec
-        self._grad_out = dense_features(grad_out)
+        self._query, self._out, self._spec, self._scored = query, out, spec, scored
+        self._grad_out, self._grad_lse = dense_features(grad_out), grad_lse
         # Heads of a row adjacent, as the CPU's kernel returns it: other strides cost a fifth more
         # time there. The others take it as it is.
         if query.device.type == "cpu":
@@ -206,20 +311,26 @@ class Backward:
         # exp(score - lse) is the weight of a key: inf gives rows that see no key no weights.
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
+        self._grad_bias: torch.Tensor | None = None
 
     def add_tiles(
         self,
         tiles: tuple[Tile, ...],
         key: torch.Tensor,
         value: torch.Tensor,
-        partial: torch.Tensor,
+        partials: tuple[torch.Tensor, ...],
+        owner: int,
     ) -> None:
-        """Adds the tiles of one rank's keys, whose gradients go to `partial` (2, B, S, G, E)."""
-        totals = Total(partial[0].transpose(1, 2)), Total(partial[1].transpose(1, 2))
+        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`."""
+        totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
-            for part in _for_kernels(tile, self._query):
-                mask, _ = _mask_of(part, self._query)
-                self.add(part, key, value, totals, mask, is_causal=part.causal)
+            if self._scored is not None:
+                mask = _hidden(tile, self._query, self._spec, owner)
+                self.add(tile, key, value, totals, mask, owner)
+                continue
+            for part in _for_kernels(tile, self._query, self._spec):
+                causal, mask, _ = _mask_of(part, self._query, self._spec, owner)
+                self.add(part, key, value, totals, mask, owner, is_causal=causal)
         for total in totals:
             total.finish()
 
@@ -230,33 +341,42 @@ class Backward:
         value: torch.Tensor,
         totals: tuple[Total, Total],
         mask: torch.Tensor | None,
+        owner: int,
         *,
         is_causal: bool = False,
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
-        given = (self._query, self._grad_out, self._out, self._lse)
-        q, grad_out, out, lse = (
-            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in given
-        )
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
+        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
         if q.numel() == 0 or k.numel() == 0:
             return
-        grad_q, grad_k, grad_v = kernels.backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            mask,
-            causal=is_causal,
-            scale=self._spec.scale,
-        )
+        given = (self._grad_out, self._out, self._lse)
+        grad_out, out, lse = (_queries(tile, tensor) for tensor in given)
+        if self._scored is None:
+            scale = self._spec.scale
+            grad_q, grad_k, grad_v = kernels.backward(
+                grad_out, q, k, v, out, lse, mask, causal=is_causal, scale=scale
+            )
+        else:
+            scoring, sight = self._scored.scoring(tile), self._scored.sight(tile, owner, mask)
+            grad_lse = None if self._grad_lse is None else _queries(tile, self._grad_lse)
+            grad_q, grad_k, grad_v, of_bias = native_tiles.backward(
+                grad_out, q, k, v, out, lse, scoring, sight, grad_lse=grad_lse
+            )
+            self._add_to_bias(of_bias)
         self._grad_query.add(tile.q_begin, tile.q_end, grad_q, tile.samples)
         totals[0].add(tile.k_begin, tile.k_end, grad_k, tile.samples)
         totals[1].add(tile.k_begin, tile.k_end, grad_v, tile.samples)
+
+    def _add_to_bias(self, part: torch.Tensor | None) -> None:
+        earlier = self._grad_bias
+        self._grad_bias = part if part is None or earlier is None else earlier.add_(part)
 
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""
         self._grad_query.finish()
         return as_dtype(self._grad_query.total, self._query.dtype)
+
+    def grad_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of a bias by this rank's queries, in its dtype."""
+        found = self._grad_bias
+        return torch.zeros_like(bias) if found is None else found.to(bias.dtype)

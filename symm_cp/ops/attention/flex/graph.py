@@ -3,18 +3,18 @@
 The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what they capture::
 
     flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
-                              mask_tensors, mask_numbers, modifiers, group_name, layout, scale,
-                              enable_gqa, by_position)
+                              mask_tensors, mask_numbers, modifiers, group_name, layouts, scale,
+                              enable_gqa, by_position, *, softcap, sinks, bias, dropout_p,
+                              dropout_seed)
 
 `blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
-`sizes` its sequence lengths and block sizes; both are empty without one.
+`sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
+only a function. `layouts` say how the sequences are spread (see layouts.py).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -24,13 +24,12 @@ from torch.nn.attention.flex_attention import BlockMask
 from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
-from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
+from symm_cp.ops.attention.flex.op import FlexAttention, check_flex, flex_spec
+from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
-from symm_cp.ops.attention.spec import AttentionSpec, rotate_method
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -47,38 +46,24 @@ _TRANSFORMS = (
 )
 _REST = (
     "Tensor[] blocks, SymInt[] sizes, Tensor[] score_tensors, SymInt[] score_numbers, "
-    "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, str layout, "
+    "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
     "float? scale, bool enable_gqa, bool by_position"
 )
-lib.define(f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)")
+_OPTIONS = (
+    "float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float dropout_p=0.0, "
+    "Tensor? dropout_seed=None"
+)
+_TENSORS = ("sinks", "bias", "dropout_seed")
+lib.define(
+    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    " -> (Tensor, Tensor)"
+)
+# `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
 lib.define(
     f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
-    f"Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
+    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor[])"
 )
-
-
-# --- layouts ---------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def layout_text(layout: SequenceLayout | None) -> str:
-    """Returns a layout as the op takes it; None is head-tail over a sequence of any length."""
-    if layout is None:
-        return ""
-    return json.dumps([layout.world_size, layout.chunk_order, layout.chunk_lengths])
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(text: str, local_length: int, world_size: int) -> SequenceLayout:
-    if text:
-        ranks, order, lengths = json.loads(text)
-        return SequenceLayout(ranks, tuple(order), tuple(lengths))
-    if local_length % 2 != 0:
-        raise ValueError(
-            f"{_FORWARD}: {local_length} positions on this rank cannot be split into two equal "
-            "chunks: pass a load_balancer, which knows the length of the whole sequence"
-        )
-    return head_tail(local_length * world_size, world_size)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -95,7 +80,7 @@ class _Arguments(NamedTuple):
     mask_numbers: list[int]
     modifiers: str
     group_name: str
-    layout: str
+    layouts: torch.Tensor | None
     scale: float | None
     enable_gqa: bool
     by_position: bool
@@ -124,27 +109,36 @@ class _Arguments(NamedTuple):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        options: dict[str, Any],
         wanted: Sequence[bool] | None = None,
     ) -> FlexAttention:
         """Returns the checked call; `wanted` are the score tensors that a backward pass wants."""
         score, mask = kept_modifiers(_FORWARD, self.modifiers)
         group = group_of(self.group_name)
-        W, local = group.world_size, (query.shape[2], key.shape[2])
-        queries = _layout(self.layout, local[0], W)
-        keys = queries if local[0] == local[1] else sequential(local[1] * W, W)
+        local = (query.shape[2], key.shape[2])
+        ordered = bool(self.blocks) or mask is not None or score is not None
+        place = (group.rank, group.world_size)
+        assert self.layouts is not None
+        known = decoded(_FORWARD, self.layouts, group.world_size)
+        queries = layout_held(_FORWARD, known, local[0], *place)
+        keys = layout_of_keys(_FORWARD, known, local, *place, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),
             local=local,
             whole=(queries.length, keys.length),
             by_position=self.by_position,
         )
+        if mask is not None and not self.blocks:
+            mask_mod = mask.bound(*self._mask_captures)
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
-        spec = AttentionSpec(layout=keys, scale=self.scale, method=rotate_method())
+        score_mod = None
+        if score is not None:
+            score_mod = score.bound(self.score_tensors, self.score_numbers)
+        spec = flex_spec(query, value, (queries, keys), score_mod, scale=self.scale, **options)
         if score is None:
             return FlexAttention(group, spec, masks)
-        score_mod = score.bound(self.score_tensors, self.score_numbers)
         captures = None if wanted is None else _WantedCaptures(score, self, wanted)
         return FlexAttention(group, spec, masks, score_mod, captures)
 
@@ -177,12 +171,13 @@ def _transforms() -> torch._C._ForceDispatchKeyGuard:
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1  # also when it is refused
     with _transforms():
-        attention = _Arguments(*rest).attention(query, key, value)
-        out, lse = attention.forward(query, key, value)
+        attention = _Arguments(*rest).attention(query, key, value, options)
+        added = options.get("sinks"), options.get("bias")
+        out, lse = attention.forward(query, key, value, *added)
     return heads_in_rows(out), lse
 
 
@@ -196,22 +191,28 @@ def _backward_kernel(
     key: torch.Tensor,
     value: torch.Tensor,
     *rest: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     arguments = _Arguments(*rest)
-    captured = itertools.compress(arguments.score_tensors, wanted)
+    *of_score, of_sinks, of_bias = wanted
+    captured = itertools.compress(arguments.score_tensors, of_score)
+    added = options.get("sinks"), options.get("bias")
     # Collective: every rank takes part, also without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
-        attention = arguments.attention(query, key, value, wanted)
-        grads = attention.backward((query, key, value, out, lse, *captured), grad_out, grad_lse)
-    of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads[:3])
-    return of_query, of_key, of_value, [grad.contiguous() for grad in grads[3:]]
+        attention = arguments.attention(query, key, value, options, of_score)
+        saved = (query, key, value, out, lse, *captured)
+        grads, of_added, of_captured = attention.backward(saved, *added, grad_out, grad_lse)
+    of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)
+    found = [*of_captured, *itertools.compress(of_added, (of_sinks, of_bias))]
+    return of_query, of_key, of_value, [t.contiguous() for t in found if t is not None]
 
 
 def _fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return fake_like(query), query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+    return fake_like(query, value.shape[3]), lse
 
 
 def _backward_fake(
@@ -221,11 +222,12 @@ def _backward_fake(
     out: torch.Tensor,
     lse: torch.Tensor,
     *args: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     query, key, value, *rest = args
-    captured = itertools.compress(_Arguments(*rest).score_tensors, wanted)
-    of_captured = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in captured]
-    return fake_like(query), fake_like(key), fake_like(value), of_captured
+    others = [*_Arguments(*rest).score_tensors, options.get("sinks"), options.get("bias")]
+    found = [t.new_empty(t.shape) for t in itertools.compress(others, wanted) if t is not None]
+    return fake_like(query), fake_like(key), fake_like(value), found
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -241,47 +243,62 @@ class _FlexOp(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         arguments: _Arguments,
-        *score_tensors: torch.Tensor,
+        options: dict[str, Any],
+        *added: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`added` are the score tensors, sinks, bias and the seed of dropout."""
+        tensors = dict(zip(_TENSORS, added[-len(_TENSORS) :], strict=True))
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.symm_mem.flex_all_gather_attention(query, key, value, *arguments)
+            out, lse = torch.ops.symm_mem.flex_all_gather_attention(
+                query, key, value, *arguments, **options, **tensors
+            )
         blocks, masks = arguments.blocks, arguments.mask_tensors
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
-        ctx.save_for_backward(query, key, value, out, lse, *blocks, *masks, *score_tensors)
+        ctx.save_for_backward(
+            query, key, value, out, lse, arguments.layouts, *blocks, *masks, *added
+        )
         ctx.counts = len(blocks), len(masks)
         # The tensors are those that were saved.
-        ctx.arguments = arguments._replace(blocks=[], mask_tensors=[], score_tensors=[])
+        ctx.arguments = arguments._replace(
+            layouts=None, blocks=[], mask_tensors=[], score_tensors=[]
+        )
+        ctx.options = options
         return out, lse
 
     @staticmethod
     @once_differentiable(_FORWARD)
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
-        query, key, value, out, lse, *others = saved
+        query, key, value, out, lse, layouts, *others = saved
         blocks, masks = ctx.counts
+        *score_tensors, sinks, bias, seed = others[blocks + masks :]
         arguments = ctx.arguments._replace(
+            layouts=layouts,
             blocks=others[:blocks],
             mask_tensors=others[blocks : blocks + masks],
-            score_tensors=others[blocks + masks :],
+            score_tensors=score_tensors,
         )
         wanted = [
             needed and tensor.is_floating_point()
             for needed, tensor in zip(
-                ctx.needs_input_grad[4:], arguments.score_tensors, strict=True
+                ctx.needs_input_grad[5:-1], (*score_tensors, sinks, bias), strict=True
             )
         ]
-        *grads, of_captured = torch.ops.symm_mem.flex_all_gather_attention_backward(
-            grad_out, grad_lse, wanted, out, lse, query, key, value, *arguments
-        )
-        remaining = iter(of_captured)
-        return (*grads, None, *(next(remaining) if want else None for want in wanted))
+        tensors = dict(zip(_TENSORS, (sinks, bias, seed), strict=True))
+        *grads, of_others = torch.ops.symm_mem.flex_all_gather_attention_backward(
+            grad_out, grad_lse, wanted, out, lse, query, key, value, *arguments,
+            **ctx.options, **tensors,
+        )  # fmt: skip
+        remaining = iter(of_others)
+        return (*grads, None, None, *(next(remaining) if want else None for want in wanted), None)
 
 
 def _autograd(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = _Arguments(*rest)
-    check_transforms(_FORWARD, query, key, value, *arguments.score_tensors)
-    return _FlexOp.apply(query, key, value, arguments, *arguments.score_tensors)  # type: ignore[no-any-return]
+    added = (*arguments.score_tensors, *(options.pop(name, None) for name in _TENSORS))
+    check_transforms(_FORWARD, query, key, value, *added)
+    return _FlexOp.apply(query, key, value, arguments, options, *added)  # type: ignore[no-any-return]
 
 
 def register() -> None:

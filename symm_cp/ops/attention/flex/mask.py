@@ -113,8 +113,9 @@ def whole_mask(
     raise ValueError(
         f"flex_attention: block_mask is for {lengths} queries and keys; within context_parallel it "
         f"must be that of the whole sequence, {whole}. Models of transformers make masks of "
-        "padding or packed sequences for this rank's part only: pass the model a BlockMask of the "
-        "whole sequence as attention_mask"
+        "padding or packed sequences for this rank's part only: pass the model to "
+        "context_parallel(model=...), or pass it a BlockMask of the whole sequence as "
+        "attention_mask"
     )
 
 

@@ -41,6 +41,11 @@ class Scores:
         self._heads = [torch.arange(size, device="cpu") for size in query.shape[:2]]
 
     @property
+    def shape(self) -> torch.Size:
+        """The shape of the queries."""
+        return self._query.shape
+
+    @property
     def copies(self) -> int:
         """The number of scores for each query and key."""
         return self._query.shape[0] * self._query.shape[1]
@@ -148,7 +153,7 @@ class ScoreGradients:
         self._delta = (self._grad_out * out.to(dtype)).sum(-1)
         if grad_lse is not None:
             self._delta = self._delta - grad_lse
-        self.grad_query = Total(rows_first(out, out.shape, dtype))
+        self.grad_query = Total(rows_first(out, scores.shape, dtype))
         self.grad_query.finish()
         self.grad_captured = [torch.zeros_like(t, dtype=wide(t.dtype)) for t in captured]
 

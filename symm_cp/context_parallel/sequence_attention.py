@@ -1,0 +1,221 @@
+"""Attention with a `SequenceMask` within a region, for integrations of models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from symm_cp.context_parallel import flex
+from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.memory import resolve
+from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+
+_OP = "attend_sequence"
+
+
+def attend_sequence(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> torch.Tensor:
+    """Attends to the whole sequence from this rank's part of it. Collective.
+
+    Args:
+        region: says over which group, and how the sequence is spread.
+        query: (B, H, S_q, E), this rank's part.
+        key, value: (B, G, S_k, E) and (B, G, S_k, V). Keys may be of another sequence.
+        mask: which keys a query sees; by default all, or with `is_causal` no later ones.
+        is_causal: only without a mask.
+        scale: of the scores; 1 / sqrt(E) by default.
+        enable_gqa: G may be a divisor of H.
+        softcap: scores become softcap * tanh(score / softcap).
+        sinks: (H,), a logit of each head that takes part in the softmax and has no value.
+        bias: added to the scores by distance; see `all_gather_attention`.
+        dropout_p: the share of the weights that is dropped. The seed is drawn from torch's default
+            generator of the CPU, which ranks must have seeded alike.
+
+    Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
+    communication.
+    """
+    if mask is None:
+        mask = SequenceMask(is_causal=is_causal)
+    elif is_causal:
+        raise ValueError(f"{_OP}: mask and is_causal=True exclude each other")
+    options = {
+        "scale": scale,
+        "enable_gqa": enable_gqa,
+        "softcap": softcap,
+        "sinks": sinks,
+        "bias": bias,
+        "dropout_p": dropout_p,
+    }
+    return telling_peers(region.group, _attend, region, query, key, value, mask, options)
+
+
+def _attend(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    if mask.relates_positions and query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
+            "and documents require equal lengths"
+        )
+    balancers = [balancer for balancer in region.balancers if balancer.samples]
+    if not balancers:
+        return _attend_batch(region, query, key, value, mask, options)
+    for balancer in balancers:
+        if len(balancer.samples) != query.shape[0]:
+            raise ValueError(
+                f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{balancer} is for {len(balancer.samples)}"
+            )
+    outs = [
+        _attend_batch(
+            region.of_sample(b),
+            query[b : b + 1],
+            key[b : b + 1],
+            value[b : b + 1],
+            mask.sample(b),
+            options,
+        )
+        for b in range(query.shape[0])
+    ]
+    return torch.cat(outs)
+
+
+def _attend_batch(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attends with one layout for all samples."""
+    if mask.mask_mod is not None:
+        return _by_tiles(region, query, key, value, mask, options)
+    dropout_p = options["dropout_p"]
+    ordered = (
+        mask.relates_positions
+        or mask.key_mask is not None
+        or options["bias"] is not None
+        or dropout_p > 0
+    )
+    layouts = region.layouts_in_graph(query.device)
+    spread: dict[str, Any] = {"load_balancer": layouts}
+    if layouts is None:
+        queries, keys = flex.spread(region, query, key, ordered=ordered)
+        spread = {"load_balancer": keys}
+        if ordered and queries != keys:
+            spread["query_load_balancer"] = queries
+    return all_gather_attention(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        group=region.group,
+        is_causal=mask.is_causal,
+        window_left=mask.window_left,
+        window_right=mask.window_right,
+        cu_seqlens=mask.cu_seqlens,
+        document_ids=mask.document_ids,
+        key_mask=mask.key_mask,
+        dropout_seed=drawn_seed() if dropout_p > 0 else None,
+        **options,
+        **spread,
+    )
+
+
+def drawn_seed() -> torch.Tensor:
+    """Draws a seed from torch's default generator of the CPU, as torch's own dropout does."""
+    return torch.randint(2**62, (1,), device="cpu")
+
+
+def _by_tiles(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attends with a function of positions."""
+    for name in ("bias", "dropout_p"):
+        if options[name]:
+            raise NotImplementedError(
+                f"{_OP}: {name} is not supported with a mask that only a function describes"
+            )
+    softcap, sinks = options["softcap"], options["sinks"]
+
+    def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    score_mod: Callable[..., torch.Tensor] | None = None if softcap is None else capped
+    attend = _flex_in_graph if region.layouts_in_graph(query.device) is not None else _flex
+    how = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+    out, lse = attend(region, query, key, value, mask.as_mask_mod(), score_mod, how)
+    if sinks is None:
+        return out
+    # A sink is a further key without a value: it only takes its share of the weights.
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+def _flex(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_mod: Callable[..., torch.Tensor],
+    score_mod: Callable[..., torch.Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, keys = flex.spread(region, query, key)
+    return flex_all_gather_attention(
+        query,
+        key,
+        value,
+        group=resolve(region.group),
+        layout=queries.layout,
+        kv_layout=keys.layout,
+        mask_mod=mask_mod,
+        score_mod=score_mod,
+        **options,
+    )
+
+
+def _flex_in_graph(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_mod: Callable[..., torch.Tensor],
+    score_mod: Callable[..., torch.Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.flex_trace import flex_in_graph
+
+    out, lse = flex_in_graph(
+        region, query, key, value, score_mod, mask_mod=mask_mod, return_lse=True, **options
+    )
+    return out, lse

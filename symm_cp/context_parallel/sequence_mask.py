@@ -1,0 +1,156 @@
+"""Masks of a sequence that is spread over ranks, described over positions in the whole of it.
+
+Shapes: B samples, S positions of the whole sequence, S_k of that of the keys. A `SequenceMask`
+holds no matrix: what attention ops take as options, and a function for what they do not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.ops.attention.flex.mask import Modifier
+from symm_cp.ops.attention.sequence import in_sequence_order
+from symm_cp.ops.low_contention import low_contention_all_gather
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceMask:
+    """Which keys a query sees: those that every field allows; without any, all.
+
+    Same result as `F.scaled_dot_product_attention` of the whole sequence with::
+
+        mask_mod(b, h, q_idx, kv_idx)
+        & (kv_idx <= q_idx) & (q_idx - kv_idx <= window_left) & (kv_idx - q_idx <= window_right)
+        & (document_ids[b, q_idx] == document_ids[b, kv_idx]) & key_mask[b, kv_idx]
+    """
+
+    #: A query sees no later key.
+    is_causal: bool = False
+    #: How many positions before and after its own a query sees.
+    window_left: int | None = None
+    window_right: int | None = None
+    #: (B or 1, S) of int64: contiguous runs of equal ids are documents.
+    document_ids: torch.Tensor | None = None
+    #: Boundaries of documents packed into the only sample, of int32 or int64.
+    cu_seqlens: torch.Tensor | None = None
+    #: (B or 1, S_k) of bool: keys that any query may see.
+    key_mask: torch.Tensor | None = None
+    #: For everything else: evaluated tile by tile.
+    mask_mod: Modifier | None = None
+    #: Where it was made: attention that is computed again outside of the region, by a checkpoint,
+    #: finds it here.
+    region: ParallelRegion | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raises: only attention within a region knows what to do with it."""
+        name = getattr(func, "__name__", repr(func))
+        raise RuntimeError(
+            f"{name}: got an attention mask that a model of transformers made with "
+            'attn_implementation="symm_cp" within context_parallel, but the model attends with '
+            "another implementation now. If a checkpoint recomputes outside of the context, run "
+            'the backward pass within it, or call model.set_attn_implementation("symm_cp") once '
+            "instead of passing the model to context_parallel"
+        )
+
+    @property
+    def relates_positions(self) -> bool:
+        """Whether queries and keys must be of one sequence."""
+        limits = (self.window_left, self.window_right, self.document_ids, self.cu_seqlens)
+        return self.is_causal or any(limit is not None for limit in limits)
+
+    def sample(self, index: int) -> SequenceMask:
+        """The mask of one sample of the batch."""
+        mask_mod = self.mask_mod
+
+        def own(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
+            assert mask_mod is not None
+            return mask_mod(b + index, h, q, kv)
+
+        return replace(
+            self,
+            document_ids=_row(self.document_ids, index),
+            key_mask=_row(self.key_mask, index),
+            mask_mod=None if mask_mod is None else own,
+        )
+
+    def as_mask_mod(self) -> Modifier:
+        """The whole mask as one function of the indices of sample, head, query and key."""
+
+        def visible(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, kv: torch.Tensor) -> Any:
+            distance = kv - q
+            seen = distance == distance
+            if self.is_causal:
+                seen = seen & (distance <= 0)
+            if self.window_left is not None:
+                seen = seen & (distance >= -self.window_left)
+            if self.window_right is not None:
+                seen = seen & (distance <= self.window_right)
+            if (ids := self.document_ids) is not None:
+                seen = seen & (_entry(ids, b, q) == _entry(ids, b, kv))
+            if (edges := self.cu_seqlens) is not None:
+                seen = seen & ((edges <= q).sum() == (edges <= kv).sum())
+            if self.key_mask is not None:
+                seen = seen & _entry(self.key_mask, b, kv)
+            if self.mask_mod is not None:
+                seen = seen & self.mask_mod(b, h, q, kv)
+            return seen
+
+        return visible
+
+
+def _row(tensor: torch.Tensor | None, index: int) -> torch.Tensor | None:
+    return tensor if tensor is None or len(tensor) == 1 else tensor[index : index + 1]
+
+
+def _entry(tensor: torch.Tensor, b: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return tensor[b, position] if len(tensor) > 1 else tensor[0][position]
+
+
+def runs(*ids: torch.Tensor) -> torch.Tensor:
+    """Numbers the contiguous runs of positions at which none of some (B or 1, S) tensors change."""
+    changes = [torch.diff(each, prepend=each[:, :1]) != 0 for each in ids]
+    changed = changes[0]
+    for other in changes[1:]:
+        changed = changed | other
+    return changed.cumsum(-1)
+
+
+def gather_sequence(
+    op: str, name: str, shard: torch.Tensor, region: ParallelRegion, lengths: tuple[int, int]
+) -> torch.Tensor:
+    """Returns a tensor (B, S) of the whole sequence from this rank's part of it. Collective.
+
+    `name` is that of the argument, for errors. `lengths` are the numbers of queries of this rank,
+    and of positions of the sequence that the shard is of. Raises `ValueError` unless the shard has
+    as many columns as the load balancer gives this rank.
+    """
+    sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
+    layouts = region.layouts_in_graph(shard.device)
+    if layouts is not None:
+        whole_length = region.whole_length(lengths[1])
+        whole = torch.ops.symm_mem._gather_sequence(sent, layouts, whole_length, region.group)
+        return whole.to(shard.dtype)  # type: ignore[no-any-return]
+    balancer = region.layout_of_keys(*lengths)
+    assert balancer is not None
+    held, rank = balancer.lengths, region.rank
+    if shard.dim() != 2 or shard.shape[1] != held[rank]:
+        raise ValueError(
+            f"{op}: {name} has shape {list(shard.shape)}, must be (batch, {held[rank]}), this "
+            f"rank's part of the {balancer.seq_length} positions: symm_cp.shard_batch cuts a batch"
+        )
+    gathered = low_contention_all_gather(
+        sent.t().contiguous(), group=region.group, sizes=None if len(set(held)) == 1 else held
+    )
+    samples = balancer.samples
+    if samples and len(samples) != len(shard):
+        raise ValueError(f"{op}: {name} has {len(shard)} samples, {balancer} is for {len(samples)}")
+    columns = [
+        in_sequence_order(gathered[:, b : b + 1], own.layout) for b, own in enumerate(samples)
+    ]
+    whole = torch.cat(columns, 1) if samples else in_sequence_order(gathered, balancer.layout)
+    return whole.t().to(shard.dtype).contiguous()

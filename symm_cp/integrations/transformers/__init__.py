@@ -1,0 +1,16 @@
+"""Models of Hugging Face's transformers under `context_parallel`: `attn_implementation="symm_cp"`.
+
+Importing this registers the implementation with `AttentionInterface` and `AttentionMaskInterface`.
+"""
+
+from __future__ import annotations
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from symm_cp.integrations.transformers.attention import NAME, attention_function, mask_function
+from symm_cp.integrations.transformers.models import attending
+
+__all__ = ["NAME", "attending"]
+
+AttentionInterface.register(NAME, attention_function)
+AttentionMaskInterface.register(NAME, mask_function)

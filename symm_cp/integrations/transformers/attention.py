@@ -1,0 +1,197 @@
+"""The attention and mask functions that transformers calls for `attn_implementation="symm_cp"`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import masking_utils
+
+from symm_cp.context_parallel import flex, sdpa
+from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.model_limits import SYMM_CP
+from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.sequence_attention import attend_sequence
+from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.integrations.transformers import outside
+from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
+from symm_cp.integrations.transformers.positions import rescaled
+
+NAME = SYMM_CP
+
+_Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def mask_function(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | torch.Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: Any = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> SequenceMask | torch.Tensor | None:
+    """The mask of a model's layers: within a region that of the whole sequence, not as a matrix."""
+    within = current_region()
+    arguments = (batch_size, q_length, kv_length, q_offset, kv_offset)
+    if within is None or (within[0].world_size == 1 and _is_step(*arguments[1:])):
+        return masking_utils.sdpa_mask(*arguments, mask_function, attention_mask, **kwargs)
+    if not torch.compiler.is_compiling():
+        mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
+    return telling_peers(
+        within[0].group, _mask, within[0], mask_function, arguments, attention_mask
+    )
+
+
+def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
+    """Whether keys of earlier calls are in a cache, so that queries do not begin at position 0."""
+    return isinstance(q_offset, torch.Tensor) or q_offset != 0 or kv_offset != 0
+
+
+def _mask(
+    region: ParallelRegion,
+    function: Any,
+    arguments: tuple[Any, ...],
+    attention_mask: torch.Tensor | None,
+) -> SequenceMask:
+    _, q_length, kv_length, q_offset, kv_offset = arguments
+    if _is_step(q_length, kv_length, q_offset, kv_offset):
+        raise NotImplementedError(
+            f"{OP}: a cache holds keys of earlier calls ({q_offset=}), each rank's those of its "
+            "part: generation within context_parallel is not supported. Generate outside of it, "
+            'where attn_implementation="symm_cp" attends as usual'
+        )
+    return sequence_mask(region, function, (q_length, kv_length), attention_mask)
+
+
+def attention_function(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: SequenceMask | torch.Tensor | BlockMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one layer: within a region over the whole sequence, outside of any as usual.
+
+    Shapes as transformers has them: query (B, H, S, E), key and value (B, G, S, E); returns
+    (B, S, H, E) and no weights. What was made within a region is recomputed in that region.
+    """
+    within = current_region()
+    region = within[0] if within is not None else getattr(attention_mask, "region", None)
+    if within is not None:
+        within[1].called = True
+    of_one = region is not None and region.world_size == 1 and key.shape[2] != query.shape[2]
+    if region is None or (of_one and not isinstance(attention_mask, SequenceMask)):
+        return outside.attend(
+            module,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=dropout,
+            scaling=scaling,
+            is_causal=is_causal,
+            **kwargs,
+        )
+    out = telling_peers(
+        region.group,
+        _attend,
+        region,
+        module,
+        (query, key, value),
+        attention_mask,
+        {"dropout_p": dropout, "scale": scaling},
+        is_causal,
+        kwargs,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _attend(
+    region: ParallelRegion,
+    module: nn.Module,
+    tensors: _Tensors,
+    mask: SequenceMask | torch.Tensor | BlockMask | None,
+    options: dict[str, Any],
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> torch.Tensor:
+    name = type(module).__name__
+    if kwargs.get("output_attentions"):
+        raise NotImplementedError(
+            f"{NAME}: {name} was asked for output_attentions, but weights are not kept within "
+            "context_parallel: call it without, or outside of the context"
+        )
+    if kwargs.get("cache") is not None:
+        raise NotImplementedError(
+            f"{NAME}: {name} has a paged cache, which is not supported within context_parallel"
+        )
+    if kwargs.get("position_bias") is not None:
+        raise NotImplementedError(
+            f"{NAME}: {name} has a position_bias of this rank's part of the sequence, which is not "
+            "supported within context_parallel"
+        )
+    query, *others = tensors
+    tensors = (rescaled(region, module, query), *others)
+    sinks = kwargs.get("s_aux")
+    options = {
+        **options,
+        "enable_gqa": tensors[0].shape[1] != tensors[1].shape[1],
+        "softcap": kwargs.get("softcap"),
+        "sinks": getattr(module, "sinks", None) if sinks is None else sinks,
+    }
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = SequenceMask(is_causal=causal)
+    documents = kwargs.get("cu_seq_lens_q")
+    if isinstance(mask, SequenceMask):
+        if documents is not None:
+            mask = _with_documents(mask, documents, kwargs.get("cu_seq_lens_k"), tensors[0])
+        return attend_sequence(region, *tensors, mask, **options)
+    return _attend_given(region, name, tensors, mask, options)
+
+
+def _with_documents(
+    mask: SequenceMask, edges: torch.Tensor, edges_of_keys: torch.Tensor | None, query: torch.Tensor
+) -> SequenceMask:
+    """Returns a mask with the documents that `cu_seq_lens_q` of the whole batch gives."""
+    if query.shape[0] != 1:
+        raise NotImplementedError(
+            f"{NAME}: cu_seq_lens_q with {query.shape[0]} samples is not supported within "
+            "context_parallel: pack documents into one sample, or give them by position_ids"
+        )
+    if edges_of_keys is not None and edges_of_keys.shape != edges.shape:
+        raise ValueError(
+            f"{NAME}: cu_seq_lens_q has {len(edges)} boundaries and cu_seq_lens_k "
+            f"{len(edges_of_keys)}, must be equal"
+        )
+    return replace(mask, cu_seqlens=edges)
+
+
+def _attend_given(
+    region: ParallelRegion,
+    name: str,
+    tensors: _Tensors,
+    mask: torch.Tensor | BlockMask,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attends with a mask of the whole sequence that the caller of the model made."""
+    features = [option for option in ("softcap", "sinks", "dropout_p") if options.pop(option)]
+    if features:
+        raise NotImplementedError(
+            f"{NAME}: {name} was called with a mask that was made before, which within "
+            f"context_parallel excludes {', '.join(features)}: pass a mask of (batch, sequence)"
+        )
+    if isinstance(mask, BlockMask):
+        return flex.attend(*tensors, block_mask=mask, **options)  # type: ignore[no-any-return]
+    return sdpa.attend(region, *tensors, mask, **options)

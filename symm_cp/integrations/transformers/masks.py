@@ -1,0 +1,337 @@
+"""Masks of transformers' models, as descriptions over positions in the whole sequence.
+
+transformers composes a mask from functions of `(batch, head, query, key)` indices and hands the
+composition, with what it captures of this rank's part of the batch, to the mask function of the
+attention implementation. Here it is taken apart: functions are recognised by their code, tensors of
+this rank's part are gathered to those of the whole sequence, and what follows from a part alone
+(where documents begin, how much padding precedes) is made anew from the whole.
+
+Shapes: B samples, S positions of the whole sequence.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from transformers import masking_utils as made
+from transformers.utils.import_utils import is_tracing
+
+from symm_cp.context_parallel.closures import captured
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
+from symm_cp.ops.attention.flex.captures import captures_tensors
+
+OP = "transformers' mask"
+
+_IDS = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
+
+
+def _code(function: Any) -> types.CodeType:
+    code: types.CodeType = function.__code__
+    return code
+
+
+# The code of each kind of function: all functions of a kind share it.
+_CAUSAL = _code(made.causal_mask_function)
+_BIDIRECTIONAL = _code(made.bidirectional_mask_function)
+_AND = _code(made.and_masks())
+_OR = _code(made.or_masks())
+_WINDOW = _code(made.sliding_window_overlay(1))
+_WINDOW_BOTH = _code(made.sliding_window_bidirectional_overlay(1))
+_CHUNKS = _code(made.chunked_overlay(1, _IDS[0]))
+_PADDING = _code(made.padding_mask_function(_IDS))
+_PACKED = _code(made.packed_sequence_mask_function(_IDS))
+_REMAPPED = _code(made.remap_positions_for_packed_sequence(made.causal_mask_function, _IDS))
+_BLOCKS = _code(made.blockwise_overlay(_IDS))
+
+#: Factories of masks without `position_ids`.
+_UNPOSITIONED = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
+
+
+@dataclass
+class _Whole:
+    """What masks of one call refer to, gathered from all ranks when it is first needed."""
+
+    region: ParallelRegion
+    #: How many queries and keys this rank has.
+    lengths: tuple[int, int]
+    #: (B, columns of this rank), or None.
+    padding: torch.Tensor | None
+    positions: torch.Tensor | None
+
+    _made: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def gathered(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
+        """Returns the whole of a tensor over queries or keys."""
+        queries = self.lengths[0]
+        lengths = self.lengths if keys else (queries, queries)
+        return gather_sequence(OP, name, shard, self.region, lengths)
+
+    def _once(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
+        # By hand: Dynamo does not trace the lock of Python 3.11's cached_property.
+        if name not in self._made:
+            self._made[name] = self.gathered(name, shard, keys=keys)
+        return self._made[name]
+
+    @property
+    def key_mask(self) -> torch.Tensor | None:
+        """Keys that are no padding: (B, S_k) of bool."""
+        if self.padding is None:
+            return None
+        return self._once("attention_mask", self.padding, keys=True)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """(B, S), counted from the begin of each document."""
+        assert self.positions is not None
+        return self._once("position_ids", self.positions)
+
+    @property
+    def documents(self) -> torch.Tensor | None:
+        """(B, S): a new document begins where positions do not count on, as transformers has it."""
+        if self.positions is None:
+            return None
+        positions = self.position_ids
+        jumps = torch.diff(positions, prepend=positions[:, :1] - 1) != 1
+        if not _traced(positions) and not bool(jumps.any()):
+            return None
+        return jumps.cumsum(-1)
+
+    def left_padding(self) -> torch.Tensor:
+        """(B,): the number of padded positions before the first that is not."""
+        if self.key_mask is None:
+            return torch.zeros(1, dtype=torch.int64)
+        return (self.key_mask.cumsum(-1) == 0).sum(-1)
+
+    def chunks(self, size: int, *, remapped: bool) -> torch.Tensor:
+        """(B, S): the attention chunk of each position."""
+        counted = torch.arange(self.region.whole_length(self.lengths[0]))
+        if not remapped:
+            left = self.left_padding()
+            return (counted.to(left.device) - left[:, None]) // size
+        positions = self.position_ids
+        documents = self.documents
+        if documents is None:
+            return (counted.to(positions.device) // size).expand_as(positions)
+        # Without a jump transformers counts from the begin, whatever the first position is.
+        one = (documents[:, -1:] == documents[:, :1]).all()
+        return torch.where(one, counted.to(positions.device), positions) // size
+
+
+def _traced(tensor: torch.Tensor) -> bool:
+    """Whether the host cannot read a tensor, or must not: as transformers decides it."""
+    return torch.compiler.is_compiling() or is_tracing(tensor)
+
+
+@dataclass
+class _Parts:
+    """What a composition of mask functions requires: all of it."""
+
+    causal: bool = False
+    left: int | None = None
+    right: int | None = None
+    packed: bool = False
+    chunks: list[tuple[int, bool]] = field(default_factory=list)
+    rest: list[Callable[..., Any]] = field(default_factory=list)
+
+    @property
+    def relates_positions(self) -> bool:
+        """Whether queries and keys must be of one sequence."""
+        limited = self.left is not None or self.right is not None
+        return self.causal or self.packed or limited or bool(self.chunks)
+
+    def limit(self, left: int | None, right: int | None) -> None:
+        """Narrows the window."""
+        if left is not None:
+            self.left = left if self.left is None else min(self.left, left)
+        if right is not None:
+            self.right = right if self.right is None else min(self.right, right)
+
+    def add(self, whole: _Whole, function: Any, *, remapped: bool = False) -> None:
+        """Adds a function of indices; with `remapped` these are positions within documents."""
+        code = getattr(function, "__code__", None)
+        if code is _AND:
+            parts = captured(function)["mask_functions"]
+            inner = _packing(parts)
+            if inner is not None:  # within a document positions count like indices
+                self.packed = True
+                self.add(whole, inner, remapped=True)
+                return
+            for part in parts:
+                self.add(whole, part, remapped=remapped)
+        elif code is _CAUSAL:
+            self.causal = True
+        elif code is _WINDOW:
+            self.limit(captured(function)["sliding_window"] - 1, None)
+        elif code is _WINDOW_BOTH:
+            size = captured(function)["sliding_window"]
+            self.limit(size, size)
+        elif code is _CHUNKS:
+            self.chunks.append((captured(function)["chunk_size"], remapped))
+        elif code is not _BIDIRECTIONAL:
+            rest = rebuilt(whole, function)
+            self.rest.append(_repacked(whole, rest) if remapped else rest)
+
+    def mask(self, whole: _Whole) -> SequenceMask:
+        """Returns the mask of the whole sequence."""
+        ids = [whole.chunks(size, remapped=remapped) for size, remapped in self.chunks]
+        if self.packed and whole.documents is not None:
+            ids.append(whole.documents)
+        rest = made.and_masks(*self.rest) if len(self.rest) > 1 else None
+        return SequenceMask(
+            is_causal=self.causal,
+            window_left=self.left,
+            window_right=self.right,
+            document_ids=runs(*ids) if ids else None,
+            key_mask=_with_holes(whole.key_mask),
+            mask_mod=rest or (self.rest[0] if self.rest else None),
+            region=whole.region,
+        )
+
+
+def _with_holes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a mask of keys, or None if it is known to hide none."""
+    if key_mask is None or _traced(key_mask) or not bool(key_mask.all()):
+        return key_mask
+    return None
+
+
+def _packing(parts: Any) -> Any:
+    """Returns the mask within documents if the parts of a composition are those of packing."""
+    if len(parts) != 2 or getattr(parts[1], "__code__", None) is not _REMAPPED:
+        return None
+    return captured(parts[1])["mask_function"]
+
+
+def _repacked(whole: _Whole, function: Any) -> Any:
+    """Returns a mask function for positions within documents as one for the whole sequence."""
+    if whole.documents is None:
+        return function
+    return made.packed_sequence_compatibility_function(
+        function, whole.position_ids, whole.documents
+    )
+
+
+def rebuilt(whole: _Whole, function: Any) -> Callable[..., Any]:
+    """Returns a mask function over positions in the whole sequence.
+
+    Raises `NotImplementedError` for a function that captures tensors and that is none of
+    transformers' own: which positions these belong to is unknown.
+    """
+    code = getattr(function, "__code__", None)
+    if code is _AND or code is _OR:
+        composed = captured(function)["mask_functions"]
+        inner = _packing(composed) if code is _AND else None
+        if inner is not None:
+            return _repacked(whole, rebuilt(whole, inner))
+        parts = [rebuilt(whole, part) for part in composed]
+        return made.and_masks(*parts) if code is _AND else made.or_masks(*parts)
+    if code is _CHUNKS:
+        batch = len(captured(function)["left_padding"])
+        left = whole.left_padding().expand(batch)
+        return made.chunked_overlay(captured(function)["chunk_size"], left)
+    if code is _PADDING:
+        mask = whole.gathered("a mask of keys", captured(function)["padding_mask"], keys=True)
+        return made.padding_mask_function(mask)
+    if code is _PACKED:
+        ids = whole.gathered("ids of sequences", captured(function)["packed_sequence_mask"])
+        return made.packed_sequence_mask_function(ids)
+    if code is _BLOCKS:
+        ids = whole.gathered("block_sequence_ids", captured(function)["block_sequence_ids"])
+        return made.blockwise_overlay(ids)
+    if code is None or _holds_tensors(function):
+        name = getattr(function, "__qualname__", repr(function))
+        where = getattr(function, "__module__", "")
+        raise NotImplementedError(
+            f"{OP}: {where}.{name} captures tensors of this rank's part of the sequence, and which "
+            "positions they belong to is unknown. Use attn_implementation="
+            '"flex_attention" and pass a BlockMask of the whole sequence as attention_mask'
+        )
+    return function  # type: ignore[no-any-return]
+
+
+def _holds_tensors(function: Any) -> bool:
+    if not torch.compiler.is_compiling():
+        return captures_tensors(function)
+    values = list(captured(function).values())
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            return True
+        if getattr(value, "__code__", None) is not None and _holds_tensors(value):
+            return True
+    return False
+
+
+def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
+    """Returns a mask function as transformers composes it for packed documents, if it may see some.
+
+    It looks for jumps in `position_ids` in each rank's part, where some ranks may see none, and its
+    mask functions do not tell whether it looked: `caller`, the function that composed them, does.
+    """
+    if positions_in(function) is not None:
+        return function
+    if caller.f_globals.get("__name__") != made.__name__:
+        return function  # composed elsewhere, with all that there is
+    factory, names = caller.f_code.co_name, caller.f_locals
+    if factory in _UNPOSITIONED:
+        return function
+    needed = ("position_ids", "attention_mask", "past_key_values", "block_sequence_ids")
+    if any(name not in names for name in needed):
+        raise NotImplementedError(
+            f"{OP}: whether {factory} of transformers {transformers.__version__} looked for packed "
+            f"documents is unknown, it has the variables {sorted(names)}: use another version of "
+            "transformers, or another attn_implementation"
+        )
+    positions, mask, cache, blocks = (names[name] for name in needed)
+    if positions is None or mask is not None or cache is not None:
+        return function
+
+    def packed(inner: Any) -> Any:
+        # Which positions belong to which document is made anew from the whole.
+        ids = positions.expand(batch, -1)
+        return made.packed_sequence_compatibility_function(inner, ids, ids)
+
+    if blocks is None:
+        return packed(function)
+    inner, overlay = captured(function)["mask_functions"]
+    return made.or_masks(packed(inner), overlay)
+
+
+def positions_in(function: Any) -> torch.Tensor | None:
+    """Returns the `position_ids` of packed documents that a mask function captures."""
+    code = getattr(function, "__code__", None)
+    if code is _REMAPPED:
+        positions: torch.Tensor = captured(function)["position_ids"]
+        return positions
+    if code is _AND or code is _OR:
+        for part in captured(function)["mask_functions"]:
+            found = positions_in(part)
+            if found is not None:
+                return found
+    return None
+
+
+def sequence_mask(
+    region: ParallelRegion, function: Any, lengths: tuple[int, int], padding: torch.Tensor | None
+) -> SequenceMask:
+    """Returns the mask of the whole sequence that a mask function of transformers stands for.
+
+    Collective: each rank passes what it has of its own part. `lengths` are the numbers of its
+    queries and keys, `padding` (B, keys) is its part of the attention mask.
+    """
+    positions = positions_in(function)
+    whole = _Whole(region, lengths, padding, positions)
+    parts = _Parts()
+    parts.add(whole, function)
+    if parts.relates_positions and lengths[0] != lengths[1]:
+        given = "" if padding is None else f"attention_mask of shape {list(padding.shape)} gives "
+        raise ValueError(
+            f"{OP}: {given}{lengths[1]} keys for {lengths[0]} queries, must be as many: it is this "
+            "rank's part of the sequence, which symm_cp.shard_batch cuts"
+        )
+    return parts.mask(whole)

@@ -1,0 +1,59 @@
+"""What models with our attention compute outside of any context: as transformers does."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+_EAGER = "eager_attention_forward"
+
+
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`F.scaled_dot_product_attention`, or the model's eager attention where that cannot."""
+    if kwargs.get("softcap") is None and not has_sinks(module, kwargs):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, is_causal=is_causal, **kwargs
+        )
+    eager = getattr(sys.modules[type(module).__module__], _EAGER, None)
+    if eager is None:
+        raise NotImplementedError(
+            f"symm_cp: {type(module).__name__} has a soft cap or sinks, but its module "
+            f"{type(module).__module__} has no {_EAGER}: use another attn_implementation outside "
+            "of context_parallel"
+        )
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    mask = _additive(query, key, attention_mask, is_causal=is_causal)
+    return eager(module, query, key, value, mask, **kwargs)
+
+
+def has_sinks(module: nn.Module, kwargs: dict[str, Any]) -> bool:
+    """Whether attention has a logit in its softmax that belongs to no key."""
+    return kwargs.get("s_aux") is not None or getattr(module, "sinks", None) is not None
+
+
+def _additive(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool
+) -> torch.Tensor | None:
+    """Returns the mask that eager attention adds, from one of `F.scaled_dot_product_attention`."""
+    rows, keys = query.shape[2], key.shape[2]
+    if mask is None and is_causal and rows > 1:
+        q, k = (torch.arange(size, device=query.device) for size in (rows, keys))
+        mask = (k <= q[:, None])[None, None]
+    if mask is None or mask.dtype != torch.bool:
+        return mask
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    return torch.where(mask, zero, torch.finfo(query.dtype).min)

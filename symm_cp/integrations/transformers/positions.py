@@ -1,0 +1,106 @@
+"""What models compute from the positions that they see, made right for the whole sequence.
+
+Rotary embeddings of type "dynamic" and "longrope" choose their frequencies by the longest position,
+which differs from rank to rank. Llama 4 scales queries of layers without rotary embeddings by how
+many positions come before them in the tensor, whatever `position_ids` say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.load_balancers import positions_on
+from symm_cp.context_parallel.model_limits import length_dependent_rotary, position_scaled
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.ops.low_contention import low_contention_all_gather
+
+_NAME = "position_ids"
+
+
+# --- rotary embeddings -------------------------------------------------------------------------
+
+
+@contextmanager
+def by_longest_position(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, and within a region, rotary embeddings see the longest position of all ranks.
+
+    A further column with it is added to `position_ids`, and removed from the results.
+    """
+    with ExitStack() as stack:
+        for module in modules:
+            if length_dependent_rotary(module):
+                before = module.register_forward_pre_hook(_before, with_kwargs=True)
+                stack.callback(before.remove)
+                after = module.register_forward_hook(_after, with_kwargs=True)
+                stack.callback(after.remove)
+        yield
+
+
+def _spread() -> ParallelRegion | None:
+    within = current_region()
+    return None if within is None or within[0].world_size == 1 else within[0]
+
+
+def _before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    region = _spread()
+    if region is None:
+        return None
+    if _NAME in kwargs:
+        return args, {**kwargs, _NAME: _with_longest(region, kwargs[_NAME])}
+    return (args[0], _with_longest(region, args[1]), *args[2:]), kwargs
+
+
+#: How `model_limits` knows that a module needs no refusal.
+_before.sees_all_ranks = True  # type: ignore[attr-defined]
+
+
+def _with_longest(region: ParallelRegion, positions: torch.Tensor) -> torch.Tensor:
+    # A rank may hold no positions.
+    own = positions.flatten().amax(0, keepdim=True) if positions.numel() else positions.new_zeros(1)
+    longest = low_contention_all_gather(own, group=region.group).amax()
+    return torch.cat([positions, longest.expand(*positions.shape[:-1], 1)], -1)
+
+
+def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> Any:
+    if _spread() is None:
+        return None
+    columns = (kwargs[_NAME] if _NAME in kwargs else args[1]).shape[-1]
+    parts = result if isinstance(result, tuple) else (result,)
+    for part in parts:
+        if part.dim() < 2 or part.shape[-2] != columns:
+            raise NotImplementedError(
+                f"context_parallel: {type(module).__name__} returned a tensor of shape "
+                f"{list(part.shape)} for {columns} positions, must be (..., positions, features): "
+                "rotary embeddings that depend on the length are not supported otherwise"
+            )
+    cut = tuple(part[..., :-1, :] for part in parts)
+    return cut if isinstance(result, tuple) else cut[0]
+
+
+# --- scales of queries -------------------------------------------------------------------------
+
+
+def rescaled(region: ParallelRegion, module: nn.Module, query: torch.Tensor) -> torch.Tensor:
+    """Returns queries (B, H, S, E) with the scales of their positions in the whole sequence.
+
+    Only those of attention that scales them by position in the tensor: of Llama 4.
+    """
+    if region.world_size == 1 or not position_scaled(module):
+        return query
+    length = query.shape[2]
+    positions = positions_on(query.device, region.layout(length), region.rank)
+    local = torch.arange(length, device=query.device)
+    ratio = _scales(module, positions) / _scales(module, local)
+    return query * ratio.view(-1, 1, length, 1).to(query.dtype)
+
+
+def _scales(module: Any, positions: torch.Tensor) -> torch.Tensor:
+    """As in transformers' `Llama4TextAttention.forward`."""
+    floors = torch.floor((positions.float() + 1.0) / module.floor_scale)
+    return torch.log1p(floors) * module.attn_scale + 1.0

@@ -1,0 +1,303 @@
+"""Masks of each sample: packed documents, padding, hidden keys, with every other kind of mask."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from symm_cp.ops.attention import masks as module
+from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
+from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from tests.attention_reference import Problem, check
+from tests.exhaustive import exhaustive, some
+from tests.pool import Ranks
+
+OP = torch.ops.symm_mem.fused_all_gather_attention
+HEADS, FEATURES = 2, 16
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: SequenceLayout
+    batch: int
+    document_ids: torch.Tensor | None = None  # (B or 1, S)
+    key_mask: torch.Tensor | None = None  # (B or 1, S)
+    options: dict[str, Any] = field(default_factory=dict)
+    queries: int | None = None  # a rank's, where they are of another sequence
+    dtype: torch.dtype = torch.float64
+    with_lse: bool = False
+
+    def visible(self, queries: int) -> torch.Tensor:
+        """(B, 1, S, S_k)."""
+        offset = torch.arange(self.layout.length) - torch.arange(queries).unsqueeze(1)
+        seen = torch.ones(self.batch, 1, *offset.shape, dtype=torch.bool)
+        if self.options.get("is_causal"):
+            seen &= offset <= 0
+        if "window_left" in self.options:
+            seen &= offset >= -self.options["window_left"]
+        if "window_right" in self.options:
+            seen &= offset <= self.options["window_right"]
+        if "cu_seqlens" in self.options:
+            number = torch.bucketize(
+                torch.arange(self.layout.length), self.options["cu_seqlens"], right=True
+            )
+            seen &= number.unsqueeze(1) == number
+        if self.document_ids is not None:
+            ids = self.document_ids
+            seen &= (ids.unsqueeze(2) == ids.unsqueeze(1)).unsqueeze(1)
+        if self.key_mask is not None:
+            seen &= self.key_mask[:, None, None]
+        return seen
+
+
+def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator).to(case.dtype).double()
+
+    W, rank, length = group.size(), group.rank(), case.layout.length
+    queries = length if case.queries is None else case.queries * W
+    q = draw(case.batch, HEADS, queries, FEATURES)
+    k, v = (draw(case.batch, HEADS, length, FEATURES) for _ in range(2))
+    grad_out = draw(*q.shape)
+    grad_lse = draw(*q.shape[:3]) if case.with_lse else None
+    problem = Problem(q, k, v, case.visible(queries), grad_out, grad_lse)
+    exact, dense = problem.solve(torch.float64), problem.solve(case.dtype)
+    keys = torch.tensor(list(case.layout.positions(rank)), dtype=torch.int64)
+    rows = keys if case.queries is None else torch.arange(queries).chunk(W)[rank]
+    inputs = [
+        t[:, :, at].to(case.dtype).requires_grad_() for t, at in ((q, rows), (k, keys), (v, keys))
+    ]
+    out, lse = OP(
+        *inputs,
+        group.group_name,
+        chunk_order=list(case.layout.chunk_order),
+        chunk_lengths=list(case.layout.chunk_lengths),
+        document_ids=case.document_ids,
+        key_mask=case.key_mask,
+        **case.options,
+    )
+    outputs, grads = [out], [grad_out[:, :, rows].to(case.dtype)]
+    if grad_lse is not None:
+        outputs.append(lse)
+        grads.append(grad_lse[:, :, rows].to(lse.dtype))
+    found = torch.autograd.grad(outputs, inputs, grads)
+    results = dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
+    for name, result in results.items():
+        at = rows if name in ("out", "lse", "q") else keys
+        check(f"{name} of {case}", result, exact[name], dense[name], at, result.dtype)
+
+
+def run_all(group: dist.ProcessGroup, cases: list[Case], gap: int, seed: int) -> None:
+    before, module.SHORT_GAP = module.SHORT_GAP, gap
+    try:
+        for number, case in enumerate(cases):
+            run(group, case, seed + number)
+    finally:
+        module.SHORT_GAP = before
+
+
+def packed(batch: int, length: int) -> torch.Tensor:
+    """Random documents in each sample; their ids do not ascend."""
+    ids = torch.empty(batch, length, dtype=random.choice([torch.int32, torch.int64]))
+    for sample in ids:
+        edges = sorted(random.choices(range(length + 1), k=random.randrange(4)))
+        bounds = [0, *edges, length]
+        numbers = random.sample(range(-3, 10), len(bounds))
+        for number, begin, end in zip(numbers, bounds, bounds[1:], strict=False):
+            sample[begin:end] = number
+    return ids
+
+
+def padded(batch: int, length: int, side: str) -> torch.Tensor:
+    """Samples of different lengths, the first a whole one and the last without any key."""
+    position = torch.arange(length)
+    lengths = [length, *(random.randrange(length + 1) for _ in range(batch - 2)), 0][:batch]
+    shown = torch.tensor(lengths).unsqueeze(1)
+    return position < shown if side == "right" else position >= length - shown
+
+
+def layouts(world_size: int) -> list[SequenceLayout]:
+    """Even and uneven ones, one in random order, and one with ranks without keys."""
+    order = list(range(3 * world_size))
+    random.shuffle(order)
+    lengths = [random.choice([0, 5, 9]) for _ in order]
+    lonely = SequenceLayout(world_size, tuple(range(world_size)), (0,) * (world_size - 1) + (17,))
+    return [
+        sequential(12 * world_size, world_size),
+        head_tail(12 * world_size + 5, world_size),
+        SequenceLayout(world_size, tuple(order), (*lengths[:-1], 7)),
+        lonely,
+    ]
+
+
+def cases_of(layout: SequenceLayout) -> list[Case]:
+    length = layout.length
+    batch = random.randrange(2, 5)
+    holes = torch.rand(batch, length) < 0.5
+    holes[0] = False  # a sample without a key
+    chunks = torch.arange(length).div(7, rounding_mode="floor").unsqueeze(0)  # Llama 4's
+    causal, window = {"is_causal": True}, {"is_causal": True, "window_left": 5}
+    edges = torch.tensor([0, length // 3, length])
+    return [
+        Case(layout, batch, packed(batch, length)),
+        Case(layout, batch, packed(batch, length), options=causal, with_lse=True),
+        Case(layout, batch, packed(batch, length), options=window),
+        Case(layout, batch, chunks, options=causal),
+        Case(layout, batch, packed(1, length), options={"cu_seqlens": edges, "window_right": 2}),
+        Case(layout, batch, None, padded(batch, length, "right"), options=causal),
+        Case(layout, batch, None, padded(batch, length, "left"), options=causal, with_lse=True),
+        Case(layout, batch, None, padded(1, length, "left"), options=window),
+        Case(layout, batch, packed(batch, length), padded(batch, length, "right"), causal),
+        Case(layout, batch, None, holes),
+        Case(layout, batch, None, holes, options=causal, with_lse=True),
+        Case(layout, batch, chunks, holes, options=window),
+        Case(layout, batch, packed(batch, length), holes[1:2], options={"window_left": 3}),
+    ]
+
+
+@pytest.mark.parametrize("world_size", some(2, 4, of=[1, 2, 3, 4]))
+def test_masks_of_each_sample(ranks: Ranks, world_size: int) -> None:
+    cases = [case for layout in layouts(world_size) for case in cases_of(layout)]
+    # Gaps of two keys and more are cut out of tiles, as long ones of real sequences are.
+    for gap in (2, SHORT_GAP):
+        some_cases = random.sample(cases, 12) if gap == 2 else cases
+        ranks.run(world_size, run_all, some_cases, gap, int(torch.randint(1 << 30, ())))
+
+
+@pytest.mark.parametrize("world_size", some(2, 4, of=[1, 2, 3, 4]))
+def test_queries_of_another_sequence_see_unpadded_keys(ranks: Ranks, world_size: int) -> None:
+    cases = []
+    for layout in layouts(world_size):
+        length = layout.length
+        holes = torch.rand(3, length) < 0.5
+        for mask in (padded(3, length, "right"), padded(1, length, "left"), holes):
+            cases.append(Case(layout, 3, key_mask=mask, queries=random.choice([1, 5, 40])))
+    ranks.run(world_size, run_all, cases, SHORT_GAP, int(torch.randint(1 << 30, ())))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype"),
+    some(
+        (2, torch.bfloat16),
+        of=itertools.product([1, 2, 3, 4], [torch.float32, torch.bfloat16, torch.float16]),
+    ),
+    ids=str,
+)
+def test_dtypes_in_longer_sequences(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
+    """Rows enough for several bands, and gaps on both sides of the bound between short and long."""
+    layout = head_tail(700, world_size)
+    ids = torch.zeros(2, 700, dtype=torch.int64)
+    ids[0, 130:], ids[1, 5:], ids[1, 600:] = 1, 1, 2
+    mask = torch.ones(2, 700, dtype=torch.bool)
+    mask[0, 20:100], mask[0, 200:420], mask[1, 690:], mask[1, ::3] = False, False, False, False
+    cases = [
+        Case(layout, 2, ids, mask, options, dtype=dtype)
+        for options in ({}, {"is_causal": True}, {"is_causal": True, "window_left": 99})
+    ]
+    ranks.run(world_size, run_all, cases, SHORT_GAP, int(torch.randint(1 << 30, ())))
+
+
+def refused(group: dist.ProcessGroup) -> None:
+    W, rank, name = group.size(), group.rank(), group.group_name
+    q = torch.randn(2, HEADS, 6, FEATURES)
+    ids = torch.zeros(2, 6 * W, dtype=torch.int64)
+    torn = ids.clone()
+    torn[1, 2:4] = 5
+    seen = ids == 0
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"document_ids": torn}, ValueError, "document_ids of sample 1 has document 0 at pos"),
+        ({"document_ids": ids[:, 1:]}, ValueError, "document_ids has shape"),
+        ({"document_ids": ids.float()}, TypeError, "document_ids is torch.float32"),
+        ({"key_mask": ids}, TypeError, "key_mask is torch.int64"),
+        ({"key_mask": seen.repeat(2, 1)}, ValueError, "key_mask has shape"),
+    ]
+    for options, kind, message in wrong:
+        with pytest.raises(kind, match=f"^fused_all_gather_attention: {message}"):
+            OP(q, q, q, name, **options)
+    longer = torch.randn(2, HEADS, 7, FEATURES)
+    with pytest.raises(ValueError, match="documents require equal lengths"):
+        OP(longer, q, q, name, document_ids=torn.sort(1).values)
+    if W > 1:
+        # Masks must be identical on all ranks.
+        different = seen.clone()
+        different[0, 1] = rank == 0
+        with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
+            OP(q, q, q, name, key_mask=different)
+    out, _ = OP(q, q, q, name, key_mask=seen, document_ids=torn.sort(1).values)
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_invalid_masks_are_refused(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, refused)
+
+
+def test_an_empty_batch_has_masks_too(ranks: Ranks) -> None:
+    layout = sequential(10, 2)
+    ids, mask = torch.zeros(1, 10, dtype=torch.int64), torch.ones(1, 10, dtype=torch.bool)
+    mask[0, 3] = False
+    cases = [Case(layout, 0, ids[:n], mask[:n], {"is_causal": True}) for n in (0, 1)]
+    ranks.run(2, run_all, cases, SHORT_GAP, 0)
+
+
+def peak_of_masks(group: dist.ProcessGroup, length: int) -> list[int]:
+    W, rank = group.size(), group.rank()
+    layout = head_tail(length, W)
+    q = torch.randn(2, 1, layout.lengths[rank], 8, requires_grad=True)
+    ids = torch.arange(length).expand(2, -1) // 1000
+    gaps = torch.rand(2, length) < 0.9
+    gaps[1, 1000:] = False
+    peaks = []
+    for options in (
+        {"document_ids": ids, "is_causal": True},
+        {"key_mask": gaps, "is_causal": True},
+        {"key_mask": gaps, "is_causal": True, "window_left": 100},
+    ):
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            out, _ = OP(
+                q,
+                q,
+                q,
+                group.group_name,
+                chunk_order=list(layout.chunk_order),
+                chunk_lengths=list(layout.chunk_lengths),
+                **options,
+            )
+            out.sum().backward()
+        events = [e for e in profiler.events() if e.name == "[memory]"]
+        assert events
+        peaks.append(max(event.cpu_memory_usage for event in events))
+    return peaks
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_masks_take_no_memory_of_the_square_of_the_length(ranks: Ranks, world_size: int) -> None:
+    for peaks in ranks.run(world_size, peak_of_masks, 6000):
+        # The largest tensor at most the mask of a band's tile: samples x rows x keys, in float32.
+        assert max(peaks) <= 2 * 256 * 512 * 4, peaks
+
+
+@exhaustive
+def test_masks_of_long_sequences_are_read_in_time() -> None:
+    import time
+
+    ids = torch.arange(100_000).expand(8, -1) // 100
+    alternate = torch.arange(100_000).expand(8, -1) % 2 == 0
+    for read in (lambda: documents_of("op", ids), lambda: keys_of(alternate)):
+        best = min(_time(read, time.perf_counter) for _ in range(5))
+        assert best < 0.1
+
+
+def _time(call: Any, clock: Any) -> float:
+    begin = clock()
+    call()
+    return float(clock() - begin)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
@@ -43,20 +42,34 @@ def all_gather_attention(
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
+    document_ids: torch.Tensor | None = None,
+    key_mask: torch.Tensor | None = None,
+    query_load_balancer: LoadBalancer | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attends to the keys of all ranks without gathering them first.
 
-    Same result as, for shards cut by `load_balancer`::
+    Same result as, for shards cut by `load_balancer`, rows of all ranks in sequence order::
 
-        q, k, v = (torch.cat(shards, 2)[:, :, inverse] for shards in all ranks' shards)
-        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=is_causal, scale=scale)
+        score = scale * q @ k.mT  # (B, H, S_q, S_k)
+        score = softcap * torch.tanh(score / softcap)
+        score = score + bias[:, kv_pos - q_pos + S_q - 1]
+        score = score.masked_fill(hidden, -torch.inf)
+        lse = torch.logaddexp(score.logsumexp(-1), sinks.unsqueeze(-1))
+        out = F.dropout((score - lse.unsqueeze(-1)).exp(), dropout_p) @ v
         out[:, :, positions of this rank]
+
+    without the lines whose option is not given.
 
     Args:
         query: (B, H, S_q, E), this rank's part of the sequence.
         key, value: (B, G, S_k, E) and (B, G, S_k, V); G is H, or a divisor of it with `enable_gqa`.
-            S_q and S_k may differ where no mask is given.
+            S_q and S_k may differ where no mask but `key_mask` is given.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         is_causal: a query sees no later key.
         scale: of the scores; 1 / sqrt(E) by default.
@@ -67,33 +80,48 @@ def all_gather_attention(
             GPU, once for each tensor and each change that torch sees (not those by a replayed
             graph); while a graph is captured it is refused.
         window_left, window_right: how many positions before and after its own a query sees.
-        return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64).
+        softcap: bounds the scores, as in Gemma 2.
+        sinks: (H,), a learned score of each head that takes a share of every row's weights, as in
+            GPT-OSS and StreamingLLM.
+        bias: (H, S_q + S_k - 1), added to the scores by distance, as in ALiBi and T5; S_q and S_k
+            are the lengths of the whole sequences.
+        dropout_p, dropout_seed: the share of the weights that is dropped, and an int64 tensor of
+            one element on CPU, equal on all ranks. What is dropped depends only on the seed, the
+            sample, the head and both positions in the whole sequence: it is the same at every world
+            size and in every layout (Philox4x32: see ops/attention/philox.py).
+        document_ids: (B or 1, S) of int32 or int64, for the whole sequence: a query sees only keys
+            of its document. The positions of a document must be one run. The host reads it.
+        key_mask: (B or 1, S_k) of bool, for the whole sequence: False hides a key from all queries
+            (padding). The host reads it.
+        query_load_balancer: how the sequence of the queries is spread, if not as that of the keys.
+        return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
+            it includes the sinks and knows nothing of dropout.
 
     Inputs may be DTensors that are sharded along the sequence over this group; then the results
     are, too. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64).
     Gradients of all inputs, also through the log-sum-exp; those of keys and values are added in
-    rank order (see `set_rotate_method`), so results are bitwise the same from run to run. Rows that
-    see no key are zero. Raises `ValueError` or `TypeError` for invalid arguments, before any
-    communication; `RuntimeError` if a peer fails or calls it with other arguments. Source: ring
-    attention (Liu et al., 2023) as one pipelined op, `symm_mem::fused_all_gather_attention`.
+    rank order (see `set_rotate_method`), so results are bitwise the same from run to run. Those of
+    sinks and bias are this rank's part, to be summed over ranks like those of any replicated
+    parameter. Rows that see no key are zero. Raises `ValueError` or `TypeError` for invalid
+    arguments, before any communication; `RuntimeError` if a peer fails or calls it with other
+    arguments. Source: ring attention (Liu et al., 2023) as one pipelined op,
+    `symm_mem::fused_all_gather_attention`; FlashAttention (Dao et al., 2022) for dropout in the
+    backward pass; Gemma 2 (2024), StreamingLLM (Xiao et al., 2023), ALiBi (Press et al., 2021), T5
+    (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name = group_name(group)
     like = query
     query, key, value = telling_peers(name, _local_parts, query, key, value, name)
     documents = telling_peers(name, _document_options, cu_seqlens)
-    features, value_features = (t.shape[-1] if t.dim() > 0 else 0 for t in (query, value))
-    if features != value_features:
-        # The kernels take one size; zeros change neither scores nor the other features.
-        scale = max(features, 1) ** -0.5 if scale is None else scale
-        padding = value_features - features
-        if padding > 0:
-            query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
-        else:
-            value = F.pad(value, (0, -padding))
+    if is_dtensor(like):
+        sinks, bias = telling_peers(name, _local_options, like, name, sinks, bias, dropout_p)
     layout = {}
     if load_balancer is not None:
         layout["chunk_order"] = load_balancer.chunk_order
         layout["chunk_lengths"] = load_balancer.chunk_lengths
+    if query_load_balancer is not None:
+        layout["query_chunk_order"] = query_load_balancer.chunk_order
+        layout["query_chunk_lengths"] = query_load_balancer.chunk_lengths
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,
@@ -104,10 +132,16 @@ def all_gather_attention(
         enable_gqa=enable_gqa,
         window_left=window_left,
         window_right=window_right,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        document_ids=document_ids,
+        key_mask=key_mask,
         **layout,
         **documents,
     )
-    out = out[..., :value_features]
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)
     return (out, lse) if return_lse else out
@@ -134,6 +168,45 @@ def _local_parts(
     if is_dtensor(key) or is_dtensor(value):
         raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
     return query, key, value
+
+
+def _local_options(
+    query: DTensor,
+    group: str,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    dropout_p: float,
+) -> tuple[torch.Tensor | None, ...]:
+    """Returns sinks and bias of this rank's heads; their gradients are summed over ranks."""
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    mesh = query.device_mesh
+    others = [
+        Replicate() if _name_of(mesh, dim) == group else placement
+        for dim, placement in enumerate(query.placements)
+    ]
+    if dropout_p and any(placement.is_shard() for placement in others):
+        raise NotImplementedError(
+            f"{_OP}: {dropout_p=} with DTensors sharded along samples or heads: pass local "
+            "tensors, and a dropout_seed for each part"
+        )
+    placements = [Shard(0) if p.is_shard(_HEAD_DIM) else Replicate() for p in others]
+    # Ranks with other positions or samples add to the gradient.
+    grads = [
+        Partial() if q.is_shard() and not p.is_shard() else p
+        for q, p in zip(query.placements, placements, strict=True)
+    ]
+    local = []
+    for name, tensor in (("sinks", sinks), ("bias", bias)):
+        if is_dtensor(tensor):
+            if tensor.device_mesh != mesh or list(tensor.placements) != placements:
+                raise ValueError(
+                    f"{_OP}: {name} is a DTensor with placements {tensor.placements}, must be on "
+                    f"the mesh of query with placements {tuple(placements)}"
+                )
+            tensor = tensor.to_local(grad_placements=grads)
+        local.append(tensor)
+    return tuple(local)
 
 
 def _dtensor(local: torch.Tensor, like: DTensor) -> DTensor:

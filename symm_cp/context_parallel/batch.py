@@ -1,22 +1,35 @@
-"""Batches of a language model, cut with the positions, labels and loss of the whole sequence."""
+"""Batches of a model, cut with the positions, labels and loss of the whole sequence."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
+from symm_cp.context_parallel import model_batch
 from symm_cp.context_parallel.layouts import cut, remember
-from symm_cp.context_parallel.lengths import balancer_for
+from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import tells_peers
 
 _OP = "shard_batch"
+
+# What tells the length of the sequence (an encoder's, if there is a decoder), and of the decoder's.
+_SEQUENCE = ("input_ids", "inputs_embeds", "encoder_outputs")
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+# Never cut, whatever their shapes are: boundaries in the whole sequence, images and sounds.
+_WHOLE = (
+    *("cu_seq", "max_length", "max_seqlen"),
+    *("pixel_", "image_", "video_", "input_features", "input_values"),
+)
+# Labels of a whole sample or of places in it: a model compares them with this rank's part.
+_OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -37,17 +50,52 @@ class _GlobalMean(torch.autograd.Function):
         return grad * ctx.factor, None, None, None
 
 
+class LossReduction:
+    """Makes the loss of this rank's labels that of the whole batch, the same on all ranks.
+
+    The gradients of its result, summed over ranks, are those of the whole batch.
+    """
+
+    #: How the sequences of the batch are spread, for `context_parallel`.
+    load_balancer: BalancersByLength
+    #: How many labels of the whole batch count.
+    num_items: int
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        load_balancer: BalancersByLength,
+        counted: tuple[int, int] | None,
+        average_gradients: bool,
+    ) -> None:
+        own, self.num_items = counted or (0, 0)
+        self.load_balancer = load_balancer
+        self._group = group
+        self._share = own / max(1, self.num_items) if counted else 1.0 / group.size()
+        self._gain = float(group.size()) if average_gradients else 1.0
+
+    def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
+        """Reduces the mean loss over this rank's labels, or without labels over its positions.
+
+        `summed`: the loss is a sum over this rank's labels, or a sum divided by a number that is
+        equal on all ranks, as models of transformers compute with `num_items_in_batch`.
+        """
+        share = 1.0 if summed else self._share
+        return _GlobalMean.apply(loss, share, self._gain, self._group)
+
+
 @partial(tells_peers, group="mesh")
 def shard_batch(
     mesh: GroupLike,
-    batch: Mapping[str, torch.Tensor],
+    batch: Mapping[str, Any],
     *,
+    model: nn.Module | None = None,
     seq_dim: int = 1,
-    load_balancer: LoadBalancer | None = None,
-    shift_labels: bool = True,
+    load_balancer: BalancersByLength | None = None,
+    shift_labels: bool | None = None,
     ignore_index: int = -100,
     average_gradients: bool = False,
-) -> tuple[dict[str, torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+) -> tuple[dict[str, Any], LossReduction]:
     """Cuts a batch of a language model to this rank's part of the sequence.
 
     Same loss as the model has on the whole batch in one process::
@@ -58,69 +106,176 @@ def shard_batch(
             loss = reduce_loss(F.cross_entropy(logits.flatten(0, 1), local["labels"].flatten()))
             loss.backward()
 
+    or, for a model of transformers that computes its loss::
+
+        local, reduce_loss = shard_batch(mesh, batch, model=model)
+        with context_parallel(mesh, model=model, load_balancer=reduce_loss.load_balancer):
+            loss = reduce_loss(model(**local).loss)
+            loss.backward()
+
     Args:
         mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
-        batch: tensors by name, the same on all ranks. `input_ids` (or else `labels`) gives the
-            length of the sequence, and every tensor of that length in `seq_dim` is cut; others are
-            returned unchanged. `labels` are shifted first (label t becomes label t + 1, the last
-            one `ignore_index`), unless `shift_labels` is False: shifting shards would lose one
-            label at the end of each chunk. `position_ids` are added if missing.
-        load_balancer: as in `context_parallel`; head-tail by default.
+        batch: tensors by name, the same on all ranks. `input_ids` (or else `inputs_embeds`,
+            `encoder_outputs`, `labels`) gives the length of the sequence, `decoder_input_ids` (or
+            `decoder_inputs_embeds`) that of a decoder's. Every tensor of such a length in `seq_dim`
+            is cut, differentiably; others are returned unchanged, and so are masks of more than two
+            dimensions, `cu_seq_lens_*`, `max_length_*`, images and sounds. `labels` are shifted
+            first (label t becomes label t + 1, the last one `ignore_index`): shifting shards would
+            lose one label at the end of each chunk. `position_ids` are added if missing, unless
+            there is a decoder.
+        model: the model of transformers that gets the batch. Its class then decides whether labels
+            are shifted, and whether positions are added and from where they count;
+            `decoder_input_ids` are made from the labels; and `shift_labels` are added for a model
+            that would otherwise shift the labels again.
+        load_balancer: as in `context_parallel`, but no function; head-tail by default.
+        shift_labels: whether labels are shifted. By default the labels of a decoder that has an
+            encoder are not, and neither are those of a `model` for masked tokens or token classes.
         average_gradients: set it if gradients of parameters are averaged over this group
             afterwards (as DDP and FSDP do) instead of summed.
 
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
     returns the mean over all ranks' labels: the same on all ranks, and such that the gradients
-    summed over ranks are the gradient. Raises `ValueError` for a batch without a sequence or of
-    another length than the load balancer's. Source: the recipes of torchtitan and transformers.
+    summed over ranks are the gradient. Raises `ValueError` for a batch without a sequence, of
+    another length than the load balancer's, or with labels that are not one for each position;
+    `NotImplementedError` for a `model` that shifts labels by itself. Source: the recipes of
+    torchtitan and transformers.
     """
     group = _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
-    length = _length(batch, seq_dim)
-    balancer = balancer_for(_OP, load_balancer, length, group.size())
-    whole = dict(batch)
-    if shift_labels and "labels" in whole:
-        labels = whole["labels"].roll(-1, seq_dim)
-        labels.select(seq_dim, length - 1).fill_(ignore_index)
-        whole["labels"] = labels
-    if "position_ids" not in whole:
-        whole["position_ids"] = _positions(_sequence(batch), seq_dim)
-    rows = balancer.positions(group.rank())
-    local = {
-        name: cut(_OP, tensor, seq_dim, rows)
-        if tensor.dim() > seq_dim and tensor.shape[seq_dim] == length
-        else tensor
-        for name, tensor in whole.items()
-    }
-    remember(group, balancer, shards=True)
-    share = 1.0 / group.size()
+    whole = _completed(dict(batch), model, seq_dim, shift_labels, ignore_index)
+    lengths = _lengths(whole, seq_dim)
+    balancers = {n: balancer_for(_OP, load_balancer, n, group.size()) for n in lengths}
+    known_balancers(_OP, balancers, group.size())
+    local = {name: _cut(name, value, seq_dim, balancers, group) for name, value in whole.items()}
+    for balancer in balancers.values():
+        remember(group, balancer, shards=True)
+    counted = None
     if "labels" in whole:
-        counted = int((local["labels"] != ignore_index).sum())
-        share = counted / max(1, int((whole["labels"] != ignore_index).sum()))
-    gain = float(group.size()) if average_gradients else 1.0
-
-    def reduce_loss(loss: torch.Tensor) -> torch.Tensor:
-        return _GlobalMean.apply(loss, share, gain, group)
-
-    return local, reduce_loss
+        own, everything = (int((b["labels"] != ignore_index).sum()) for b in (local, whole))
+        counted = own, everything
+    only = next(iter(balancers.values())) if len(balancers) == 1 else None
+    return local, LossReduction(group, only or balancers, counted, average_gradients)
 
 
-def _sequence(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Returns the tensor that gives the length of the sequence."""
-    sequence = batch.get("input_ids", batch.get("labels"))
-    if sequence is None:
-        raise ValueError(f"{_OP}: batch has {sorted(batch)}, must have input_ids or labels")
+def _completed(
+    batch: dict[str, Any],
+    model: nn.Module | None,
+    seq_dim: int,
+    shift_labels: bool | None,
+    ignore_index: int,
+) -> dict[str, Any]:
+    """Returns the whole batch with what must be made before it is cut."""
+    of_samples = sorted(set(_OF_SAMPLES) & set(batch))
+    if of_samples:
+        raise ValueError(
+            f"{_OP}: batch has {of_samples}, which a model compares with the scores of all "
+            "positions: gather the model's outputs, and compute the loss from them"
+        )
+    if model is not None:
+        model_batch.add_decoder_input(_OP, model, batch)
+    sequence = _sequence(batch, seq_dim)
+    decoder = model_batch.has_decoder(model) or any(name in batch for name in _DECODER)
+    if isinstance(batch.get("labels"), torch.Tensor):
+        _check_labels(batch, seq_dim, decoder)
+        _shift(batch, model, seq_dim, shift_labels, ignore_index, decoder)
+    if "position_ids" not in batch:
+        if model is not None:
+            model_batch.add_positions(model, batch, sequence)
+        elif not decoder:
+            shape = sequence.shape[:-1] if sequence.is_floating_point() else sequence.shape
+            batch["position_ids"] = model_batch.positions(shape, seq_dim, sequence.device)
+    return batch
+
+
+def _parts(value: Any) -> list[Any]:
+    """Returns what an encoder's outputs hold."""
+    return list(value.values() if isinstance(value, Mapping) else value)
+
+
+def _first(value: Any) -> Any:
+    """Returns the hidden states of an encoder's outputs, and tensors as they are."""
+    return value if isinstance(value, torch.Tensor) else _parts(value)[0]
+
+
+def _sequence(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
+    """Returns the tensor that gives the length of the sequence, an encoder's if there is one."""
+    present = [batch[name] for name in (*_SEQUENCE, "labels") if batch.get(name) is not None]
+    if not present:
+        raise ValueError(
+            f"{_OP}: batch has {sorted(batch)}, must have input_ids, inputs_embeds, "
+            "encoder_outputs or labels"
+        )
+    sequence = _first(present[0])
+    if not isinstance(sequence, torch.Tensor):
+        raise TypeError(f"{_OP}: {sorted(batch)} gives a sequence of {type(sequence).__name__}")
+    if not 0 <= seq_dim < sequence.dim():
+        raise ValueError(f"{_OP}: {seq_dim=} is out of range for shape {list(sequence.shape)}")
     return sequence
 
 
-def _length(batch: Mapping[str, torch.Tensor], seq_dim: int) -> int:
-    sequence = _sequence(batch)
-    if not 0 <= seq_dim < sequence.dim():
-        raise ValueError(f"{_OP}: {seq_dim=} is out of range for shape {list(sequence.shape)}")
-    return sequence.shape[seq_dim]
+def _lengths(batch: Mapping[str, Any], seq_dim: int) -> list[int]:
+    """Returns the lengths of the sequences of a batch."""
+    tensors = [_sequence(batch, seq_dim)]
+    tensors += [batch[name] for name in _DECODER if batch.get(name) is not None]
+    return list(dict.fromkeys(tensor.shape[seq_dim] for tensor in tensors))
 
 
-def _positions(like: torch.Tensor, seq_dim: int) -> torch.Tensor:
-    """Returns the positions along `seq_dim`, in the shape of a tensor."""
-    shape = [1] * like.dim()
-    shape[seq_dim] = -1
-    return torch.arange(like.shape[seq_dim], device=like.device).view(shape).expand(like.shape)
+def _check_labels(batch: Mapping[str, Any], seq_dim: int, decoder: bool) -> None:
+    labels = batch["labels"]
+    names = [name for name in (_DECODER if decoder else _SEQUENCE) if batch.get(name) is not None]
+    if not names:
+        return
+    length = _first(batch[names[0]]).shape[seq_dim]
+    if labels.dim() <= seq_dim or labels.shape[seq_dim] != length:
+        raise ValueError(
+            f"{_OP}: labels of shape {list(labels.shape)} must be one for each of the {length} "
+            f"positions of {names[0]} (of an encoder-decoder: pass decoder_input_ids, or model)"
+        )
+
+
+def _shift(
+    batch: dict[str, Any],
+    model: nn.Module | None,
+    seq_dim: int,
+    shift_labels: bool | None,
+    ignore_index: int,
+    decoder: bool,
+) -> None:
+    """Shifts the labels of a whole batch, unless they are those of the positions themselves."""
+    by_model = model is not None and model_batch.shifts_labels(_OP, model)
+    if shift_labels is None:
+        shift_labels = not decoder if model is None else by_model
+    if "shift_labels" in batch:  # already shifted by what collated the batch
+        batch["labels"] = batch["shift_labels"]
+    elif shift_labels:
+        labels = batch["labels"].roll(-1, seq_dim)
+        labels.select(seq_dim, labels.shape[seq_dim] - 1).fill_(ignore_index)
+        batch["labels"] = labels
+    if by_model:
+        batch["shift_labels"] = batch["labels"]
+
+
+def _cut(
+    name: str,
+    value: Any,
+    seq_dim: int,
+    balancers: Mapping[int, LoadBalancer],
+    group: dist.ProcessGroup,
+) -> Any:
+    """Returns this rank's part of one thing in a batch."""
+    if name == "encoder_outputs" and not isinstance(value, torch.Tensor):
+        parts = [_cut("", part, seq_dim, balancers, group) for part in _parts(value)]
+        return (
+            type(value)(**dict(zip(value, parts, strict=True)))
+            if isinstance(value, Mapping)
+            else parts
+        )
+    if not isinstance(value, torch.Tensor) or name.startswith(_WHOLE):
+        return value
+    if name.endswith("attention_mask") and value.dim() > 2:
+        return value
+    if name.endswith("position_ids") and value.dim() == 3:  # several positions for each token
+        seq_dim += 1
+    if value.dim() <= seq_dim or value.shape[seq_dim] not in balancers:
+        return value
+    rows = balancers[value.shape[seq_dim]].positions(group.rank())
+    return cut(_OP, value, seq_dim, rows)

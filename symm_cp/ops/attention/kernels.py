@@ -59,8 +59,7 @@ def kind_of(
     """
     value = key if value is None else value
     if query.device.type == "cpu":
-        few = key.shape[2] < _CPU_KEYS or value.shape[3] != query.shape[3]
-        return "matmul" if few else "cpu"
+        return "cpu" if key.shape[2] >= _CPU_KEYS else "matmul"
     shared = query.shape[1] != key.shape[1]
     with torch.set_grad_enabled(backward):
         if backward:  # torch leaves out what has no backward pass for queries that require one

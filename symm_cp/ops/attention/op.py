@@ -35,6 +35,7 @@ from symm_cp.ops.attention.pipeline import (
     heads_in_rows,
     reduce_gradients,
 )
+from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, dense_features, grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
@@ -66,13 +67,13 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     spec = AttentionSpec.of(_FORWARD, group, query, key, value, **options)
-    _check_supported(_FORWARD, spec)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, query, key, value, spec, spec.call_name(_FORWARD, key))
     ranks, rows = range(group.world_size), query.shape[2]
     tiles = [spec.tiles(group.rank, owner, rows) for owner in ranks]
-    parts = sum(map(len, tiles))
-    forward = Forward(dense_features(query), spec, parts, sinks=options.get("sinks"))
+    query, parts = dense_features(query), sum(map(len, tiles))
+    scored = ScoredTiles.of(query, spec, group.rank, options.get("bias"))
+    forward = Forward(query, spec, parts, sinks=options.get("sinks"), scored=scored)
 
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in tiles[owner]:
@@ -98,26 +99,19 @@ def _attention_backward_kernel(
 ) -> tuple[torch.Tensor, ...]:
     group, E, V = group_of(group_name), query.shape[3], value.shape[3]
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
-    _check_supported(_BACKWARD, spec)
-    sinks = options.get("sinks")
-    grad_sinks = query.new_empty(0)
+    query, sinks, bias = dense_features(query), options.get("sinks"), options.get("bias")
+    grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
-    if grad_logsumexp is not None:
-        # The kernel takes weight * (grad_out . v - grad_out . out) for the gradient of a score.
-        # One more feature, 0 in v, 1 in grad_out and -grad_logsumexp in out, adds what the
-        # log-sum-exp contributes. CUDA kernels need a multiple of 8 features.
-        spec = replace(spec, scale=factor_of(query, spec.scale))
-        padding = 1 if query.device.type == "cpu" else -V % 8 or 8
-        value = F.pad(value, (0, padding))
-        if E == V:  # as most kernels require
-            query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
-        spec = replace(spec, value_features=value_features_of(query, value))
-        grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
-        extra = -grad_logsumexp.unsqueeze(-1).to(out.dtype)
-        out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
+    scored = ScoredTiles.of(query, spec, group.rank, bias)
+    if grad_logsumexp is not None and scored is None:
+        spec, query, key, value, grad_out, out = _with_grad_lse(
+            spec, query, key, value, grad_out, out, grad_logsumexp
+        )
     rows = query.shape[2]
-    backward = Backward(grad_out, dense_features(query), out, logsumexp, spec)
+    backward = Backward(
+        grad_out, query, out, logsumexp, spec, scored=scored, grad_lse=grad_logsumexp
+    )
 
     def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
         tiles = spec.tiles(group.rank, owner, rows)
@@ -129,13 +123,36 @@ def _attention_backward_kernel(
         heads_in_rows(grad[..., :features], own_memory=True)
         for grad, features in zip(grads, (E, E, V), strict=True)
     )
-    return *of_inputs, grad_sinks, query.new_empty(0)
+    if bias is not None and bias_grad:
+        grad_bias = backward.grad_bias(bias)
+    return *of_inputs, grad_sinks, grad_bias
 
 
-def _check_supported(op: str, spec: AttentionSpec) -> None:
-    for name in ("softcap", "bias", "dropout_seed"):
-        if getattr(spec, name):
-            raise NotImplementedError(f"{op}: {name} is not supported yet")
+def _with_grad_lse(
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    grad_out: torch.Tensor,
+    out: torch.Tensor,
+    grad_lse: torch.Tensor,
+) -> tuple[AttentionSpec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns a backward pass for torch's kernels that adds what flows back to the log-sum-exp.
+
+    They take weight * (grad_out . v - grad_out . out) for the gradient of a score. One more
+    feature, 0 in v, 1 in grad_out and -grad_lse in out, adds weight * grad_lse.
+    """
+    # CUDA kernels need a multiple of 8 features.
+    padding = 1 if query.device.type == "cpu" else -value.shape[3] % 8 or 8
+    scale = factor_of(query, spec.scale)
+    if query.shape[3] == value.shape[3]:  # as most kernels require
+        query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
+    value = F.pad(value, (0, padding))
+    spec = replace(spec, scale=scale, value_features=value_features_of(query, value))
+    grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
+    extra = -grad_lse.unsqueeze(-1).to(out.dtype)
+    out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
+    return spec, query, key, value, grad_out, out
 
 
 def _attention_fake(

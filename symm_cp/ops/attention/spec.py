@@ -183,6 +183,11 @@ class AttentionSpec:
             dropout_seed=int(dropout_seed) if dropout_p > 0 and dropout_seed is not None else None,
         )
 
+    @property
+    def rescores(self) -> bool:
+        """Whether scores or weights are more than a scale and a mask make of them."""
+        return self.softcap is not None or self.bias or self.dropout_p > 0
+
     def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
         """Returns the tiles of a rank's `rows` queries and the keys of rank `owner`."""
         if isinstance(self.mask, Mask):

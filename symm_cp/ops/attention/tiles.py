@@ -12,7 +12,8 @@ from typing import NamedTuple
 import torch
 
 from symm_cp.devices.kept import kept
-from symm_cp.ops.attention import kernels
+from symm_cp.ops.attention import kernels, native_tiles
+from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
 from symm_cp.schedule.tiles import Tile, in_rows, squares
@@ -111,6 +112,14 @@ def _mask_of(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) -
     return _TileMask(causal, mask if band is None else band + mask, blind)
 
 
+def _hidden(
+    tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int
+) -> torch.Tensor | None:
+    """The additive mask of keys that the tile's limits do not hide."""
+    hidden = spec.hidden_keys(tile, owner, query.device)
+    return None if hidden is None else additive(hidden[0], query.dtype)
+
+
 # Rows in a tile that needs a mask only because the device's kernels take none beside a causal one.
 _MASKED_ROWS = 256
 
@@ -135,11 +144,20 @@ def _rows(tensor: torch.Tensor, begin: int, end: int, samples: slice = _ALL) -> 
     return tensor if whole else tensor[:, :, begin:end]
 
 
+def _queries(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
+    return _rows(tensor, tile.q_begin, tile.q_end, tile.samples)
+
+
+def _keys(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
+    return _rows(tensor, tile.k_begin, tile.k_end, tile.samples)
+
+
 class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
     `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
-    is rounded only once. `sinks` (H,) are one more score in every row, of a value of zero.
+    is rounded only once. `sinks` (H,) are one more score in every row, of a value of zero. `scored`
+    is given where torch's kernels do not suffice.
     """
 
     def __init__(
@@ -149,8 +167,9 @@ class Forward:
         parts: int | None = None,
         *,
         sinks: torch.Tensor | None = None,
+        scored: ScoredTiles | None = None,
     ) -> None:
-        self._query, self._sinks = query, sinks
+        self._query, self._sinks, self._scored = query, sinks, scored
         self._spec = spec
         narrow = parts is not None and parts <= 2
         self._dtype = query.dtype if narrow else wide(query.dtype)
@@ -161,9 +180,12 @@ class Forward:
 
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
         """Adds a tile of the keys and values of rank `owner`."""
+        if self._scored is not None:
+            self.add_masked(tile, key, value, _hidden(tile, self._query, self._spec, owner), owner)
+            return
         for part in _for_kernels(tile, self._query, self._spec):
             causal, mask, blind = _mask_of(part, self._query, self._spec, owner)
-            self.add_masked(part, key, value, mask, blind, is_causal=causal)
+            self.add_masked(part, key, value, mask, owner, blind=blind, is_causal=causal)
 
     def add_masked(
         self,
@@ -171,14 +193,18 @@ class Forward:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: torch.Tensor | None,
-        blind: torch.Tensor | None,
+        owner: int,
         *,
+        blind: torch.Tensor | None = None,
         is_causal: bool = False,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q = _rows(self._query, tile.q_begin, tile.q_end, tile.samples)
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
+        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
         if q.numel() == 0 or k.numel() == 0:
+            return
+        if self._scored is not None:
+            scoring, sight = self._scored.scoring(tile), self._scored.sight(tile, owner, mask)
+            self.merge(tile, *native_tiles.forward(q, k, v, scoring, sight))
             return
         out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
         if blind is not None:  # the kernel returns 0 for them
@@ -192,9 +218,7 @@ class Forward:
                 self._merged = out.to(self._dtype), lse
                 return
             self._merged = self._nothing()
-        merged, merged_lse = (
-            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in self._merged
-        )
+        merged, merged_lse = (_queries(tile, tensor) for tensor in self._merged)
         kernels.merge(merged, merged_lse, out, lse)
 
     def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,7 +285,11 @@ class Total:
 
 
 class Backward:
-    """The gradients of one rank's queries, and of each part of the keys and values."""
+    """The gradients of one rank's queries, and of each part of the keys and values.
+
+    `scored` as in `Forward`; with it `grad_lse` may be given, and the gradient of a bias is added
+    up as well.
+    """
 
     def __init__(
         self,
@@ -270,9 +298,12 @@ class Backward:
         out: torch.Tensor,
         lse: torch.Tensor,
         spec: AttentionSpec,
+        *,
+        scored: ScoredTiles | None = None,
+        grad_lse: torch.Tensor | None = None,
     ) -> None:
-        self._query, self._out, self._spec = query, out, spec
-        self._grad_out = dense_features(grad_out)
+        self._query, self._out, self._spec, self._scored = query, out, spec, scored
+        self._grad_out, self._grad_lse = dense_features(grad_out), grad_lse
         # Heads of a row adjacent, as the CPU's kernel returns it: other strides cost a fifth more
         # time there. The others take it as it is.
         if query.device.type == "cpu":
@@ -280,6 +311,7 @@ class Backward:
         # exp(score - lse) is the weight of a key: inf gives rows that see no key no weights.
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
+        self._grad_bias: torch.Tensor | None = None
 
     def add_tiles(
         self,
@@ -292,9 +324,13 @@ class Backward:
         """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`."""
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
+            if self._scored is not None:
+                mask = _hidden(tile, self._query, self._spec, owner)
+                self.add(tile, key, value, totals, mask, owner)
+                continue
             for part in _for_kernels(tile, self._query, self._spec):
                 causal, mask, _ = _mask_of(part, self._query, self._spec, owner)
-                self.add(part, key, value, totals, mask, is_causal=causal)
+                self.add(part, key, value, totals, mask, owner, is_causal=causal)
         for total in totals:
             total.finish()
 
@@ -305,33 +341,42 @@ class Backward:
         value: torch.Tensor,
         totals: tuple[Total, Total],
         mask: torch.Tensor | None,
+        owner: int,
         *,
         is_causal: bool = False,
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
-        given = (self._query, self._grad_out, self._out, self._lse)
-        q, grad_out, out, lse = (
-            _rows(tensor, tile.q_begin, tile.q_end, tile.samples) for tensor in given
-        )
-        k, v = (_rows(tensor, tile.k_begin, tile.k_end, tile.samples) for tensor in (key, value))
+        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
         if q.numel() == 0 or k.numel() == 0:
             return
-        grad_q, grad_k, grad_v = kernels.backward(
-            grad_out,
-            q,
-            k,
-            v,
-            out,
-            lse,
-            mask,
-            causal=is_causal,
-            scale=self._spec.scale,
-        )
+        given = (self._grad_out, self._out, self._lse)
+        grad_out, out, lse = (_queries(tile, tensor) for tensor in given)
+        if self._scored is None:
+            scale = self._spec.scale
+            grad_q, grad_k, grad_v = kernels.backward(
+                grad_out, q, k, v, out, lse, mask, causal=is_causal, scale=scale
+            )
+        else:
+            scoring, sight = self._scored.scoring(tile), self._scored.sight(tile, owner, mask)
+            grad_lse = None if self._grad_lse is None else _queries(tile, self._grad_lse)
+            grad_q, grad_k, grad_v, of_bias = native_tiles.backward(
+                grad_out, q, k, v, out, lse, scoring, sight, grad_lse=grad_lse
+            )
+            self._add_to_bias(of_bias)
         self._grad_query.add(tile.q_begin, tile.q_end, grad_q, tile.samples)
         totals[0].add(tile.k_begin, tile.k_end, grad_k, tile.samples)
         totals[1].add(tile.k_begin, tile.k_end, grad_v, tile.samples)
+
+    def _add_to_bias(self, part: torch.Tensor | None) -> None:
+        earlier = self._grad_bias
+        self._grad_bias = part if part is None or earlier is None else earlier.add_(part)
 
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""
         self._grad_query.finish()
         return as_dtype(self._grad_query.total, self._query.dtype)
+
+    def grad_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """Returns the gradient of a bias by this rank's queries, in its dtype."""
+        found = self._grad_bias
+        return torch.zeros_like(bias) if found is None else found.to(bias.dtype)

@@ -191,7 +191,8 @@ class FlexAttention:
                     merged.add(tile, key, value, owner)
                 else:
                     blind = visible.any(-1).logical_not()
-                    merged.add_masked(tile, key, value, additive(visible, query.dtype), blind)
+                    mask = additive(visible, query.dtype)
+                    merged.add_masked(tile, key, value, mask, owner, blind=blind)
 
         queries = (self.masks.queries, query.shape[1])
         consume_keys(_OP, self.spec, self.group, key, value, consume, *queries)
@@ -224,7 +225,7 @@ class FlexAttention:
             for tile, visible in self.masks.tiles(owner):
                 if kernels is not None:
                     mask = None if visible is None else additive(visible, query.dtype)
-                    kernels.add(tile, shards[0], shards[1], totals, mask)
+                    kernels.add(tile, shards[0], shards[1], totals, mask, owner)
                 else:
                     gradients.add(tile, visible, shards, indices, totals)
             for total in totals:

@@ -16,7 +16,7 @@ from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
-from symm_cp.schedule.tiles import Tile, in_rows, squares
+from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -130,7 +130,7 @@ def _for_kernels(tile: Tile, query: torch.Tensor, spec: AttentionSpec) -> tuple[
         return (tile,)
     if tile.causal and spec.hidden is not None:
         return in_rows(tile, _MASKED_ROWS)
-    return squares(tile)
+    return tuple(part for band in in_bands(tile) for part in squares(band))
 
 
 _ALL = slice(0, None)

@@ -38,7 +38,7 @@ def all_gather_attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-    load_balancer: LoadBalancer | None = None,
+    load_balancer: LoadBalancer | torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | Sequence[int] | None = None,
     window_left: int | None = None,
     window_right: int | None = None,
@@ -73,7 +73,8 @@ def all_gather_attention(
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         is_causal: a query sees no later key.
         scale: of the scores; 1 / sqrt(E) by default.
-        load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
+        load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts. In
+            graphs also the tensor of ops/attention/layouts.py.
         cu_seqlens: documents + 1 boundaries of packed documents, in positions of the whole
             sequence: a query sees only keys of its document. A sequence of ints, or a 1-D tensor of
             int32 or int64, best on CPU: the host reads it. For one on a GPU the host waits for the
@@ -115,13 +116,6 @@ def all_gather_attention(
     documents = telling_peers(name, _document_options, cu_seqlens)
     if is_dtensor(like):
         sinks, bias = telling_peers(name, _local_options, like, name, sinks, bias, dropout_p)
-    layout = {}
-    if load_balancer is not None:
-        layout["chunk_order"] = load_balancer.chunk_order
-        layout["chunk_lengths"] = load_balancer.chunk_lengths
-    if query_load_balancer is not None:
-        layout["query_chunk_order"] = query_load_balancer.chunk_order
-        layout["query_chunk_lengths"] = query_load_balancer.chunk_lengths
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,
@@ -139,12 +133,26 @@ def all_gather_attention(
         dropout_seed=dropout_seed,
         document_ids=document_ids,
         key_mask=key_mask,
-        **layout,
+        **_layout_options(load_balancer, query_load_balancer),
         **documents,
     )
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)
     return (out, lse) if return_lse else out
+
+
+def _layout_options(
+    keys: LoadBalancer | torch.Tensor | None, queries: LoadBalancer | None
+) -> dict[str, Any]:
+    """Returns how keys and queries are spread as the op takes it."""
+    if isinstance(keys, torch.Tensor):
+        return {"layouts": keys}
+    options = {}
+    for prefix, balancer in (("", keys), ("query_", queries)):
+        if balancer is not None:
+            options[f"{prefix}chunk_order"] = balancer.chunk_order
+            options[f"{prefix}chunk_lengths"] = balancer.chunk_lengths
+    return options
 
 
 def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[str, Any]:

@@ -125,6 +125,6 @@ def _traced(query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.flex_trace import flex_in_graph, outside_graph
 
-    if region.layout_text is None or not flex.in_tiles(query.device):
+    if region.layouts is None or not flex.in_tiles(query.device):
         return outside_graph(query, *args, **kwargs)
     return flex_in_graph(region, query, *args, **kwargs)

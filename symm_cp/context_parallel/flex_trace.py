@@ -45,7 +45,7 @@ class _GraphFlexAttention(HigherOrderOperator):
         score_captured: tuple[Any, ...] = (),
         mask_captured: tuple[Any, ...] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        *sizes_and_blocks, mask_mod = block_mask
+        layouts, *sizes_and_blocks, mask_mod = block_mask
         scored, masked = options["scored"], options["masked"]
         score_captured = score_captured if scored else ()
         mask_captured = mask_captured if masked else ()
@@ -70,7 +70,7 @@ class _GraphFlexAttention(HigherOrderOperator):
             mask_numbers,
             modifiers,
             options["group_name"],
-            options["layout"],
+            layouts,
             scale,
             options["enable_gqa"],
             options["transformers"] and not mask_tensors,
@@ -133,13 +133,16 @@ def flex_in_graph(
     kernel_options: FlexKernelOptions | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    mask_mod: Callable[..., torch.Tensor] = torch_flex.noop_mask,
 ) -> Any:
-    """`flex_attention` within a region, as one op in the graph that Dynamo traces."""
+    """`flex_attention` within a region, as one op in the graph that Dynamo traces.
+
+    `mask_mod` is a mask of the whole sequence without blocks.
+    """
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
     blocks: tuple[Any, ...] = (None,) * 8
-    mask_mod = torch_flex.noop_mask
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
         blocks = (
@@ -152,14 +155,13 @@ def flex_in_graph(
         )
     options = {
         "group_name": region.group,
-        "layout": region.layout_text,
         "enable_gqa": enable_gqa,
         "scored": score_mod is not None and score_mod is not torch_flex._identity,
         "masked": mask_mod is not torch_flex.noop_mask,
     }
     score_mod = torch_flex._identity if score_mod is None else score_mod
     out, lse = _graph_flex_attention(
-        query, key, value, score_mod, (*blocks, mask_mod), scale, options
+        query, key, value, score_mod, (region.layouts, *blocks, mask_mod), scale, options
     )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)

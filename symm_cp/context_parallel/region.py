@@ -17,7 +17,7 @@ from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_balancers
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
 from symm_cp.memory import GroupLike, group_name
-from symm_cp.ops.attention.flex.graph import layout_text
+from symm_cp.ops.attention.layouts import encoded
 from symm_cp.schedule.layout import held_layout
 
 _OP = "context_parallel"
@@ -38,17 +38,21 @@ class ParallelRegion:
     # Returns the load balancer of a sequence of which this rank holds so many positions.
     choose: Callable[[int], LoadBalancer] | None = None
     kind: str | None = None
-    # The layouts as ops in graphs take them and as Dynamo can guard them; None if samples have
+    # The layouts as ops in graphs take them, as an input of the graph; None if samples have
     # different layouts, or a function chooses.
-    layout_text: str | None = field(init=False, repr=False, compare=False)
+    layouts: torch.Tensor | None = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "layout_text", self._layout_text())
+        object.__setattr__(self, "layouts", self._layouts())
 
-    def _layout_text(self) -> str | None:
+    def _layouts(self) -> torch.Tensor | None:
         if self.choose is not None or any(balancer.samples for balancer in self.balancers):
             return None
-        return layout_text(tuple(balancer.layout for balancer in self.balancers))
+        return encoded(tuple(balancer.layout for balancer in self.balancers))
+
+    def layouts_in_graph(self, device: torch.device) -> torch.Tensor | None:
+        """Returns the layouts as an input of the graph that is being traced, if they can be one."""
+        return self.layouts if torch.compiler.is_compiling() and device.type == "cpu" else None
 
     def layout(self, local_length: int) -> LoadBalancer:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
-from symm_cp.context_parallel.load_balancers import permutation_on, positions_on
+from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.memory import resolve
@@ -70,9 +70,11 @@ def _attend_batch(
             raise ValueError(f"{SDPA}: attn_mask and is_causal=True exclude each other")
         return _attend_masked(region, query, key, value, attn_mask, scale, enable_gqa)
     queries, keys = _length(query), _length(key)
-    balancer = (
-        region.layout(queries) if is_causal else region.layout_of_keys(queries, keys, ordered=False)
-    )
+    balancer: LoadBalancer | torch.Tensor | None = region.layouts_in_graph(query.device)
+    if balancer is None and is_causal:
+        balancer = region.layout(queries)
+    elif balancer is None:
+        balancer = region.layout_of_keys(queries, keys, ordered=False)
     return all_gather_attention(  # type: ignore[no-any-return]
         query,
         key,

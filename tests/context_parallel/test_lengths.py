@@ -294,7 +294,7 @@ def samples_with_layouts(group: dist.ProcessGroup) -> None:
         got = F.scaled_dot_product_attention(q, k, v, mask)
     want = torch.stack([sample[:, own] for sample, own in zip(out, rows, strict=True)])
     torch.testing.assert_close(got, want, **CLOSE)
-    assert region_over(group, by).layout_text is None
+    assert region_over(group, by).layouts is None
 
 
 @exhaustive

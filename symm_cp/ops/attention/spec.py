@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
@@ -20,6 +21,7 @@ from symm_cp.ops.attention.checks import (
     check_over_sequence,
     check_scores,
 )
+from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.masks import HiddenKeys, check_readable, masks_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
@@ -32,7 +34,7 @@ OPTIONS = (
     "int? window_left=None, int? window_right=None, float? softcap=None, Tensor? sinks=None, "
     "Tensor? bias=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
     "Tensor? document_ids=None, Tensor? key_mask=None, int[]? query_chunk_order=None, "
-    "SymInt[]? query_chunk_lengths=None"
+    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None"
 )
 
 _ROTATE_METHODS = ("allgather", "alltoall")
@@ -117,13 +119,31 @@ class AttentionSpec:
         key_mask: torch.Tensor | None = None,
         query_chunk_order: list[int] | None = None,
         query_chunk_lengths: list[int] | None = None,
+        layouts: torch.Tensor | None = None,
     ) -> AttentionSpec:
         """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
 
-        `document_edges` are those that `cu_seqlens` would hold. torch leaves out options that have
-        the default of the schema.
+        `document_edges` are those that `cu_seqlens` would hold, `layouts` (see layouts.py) those of
+        keys and queries instead of their chunks. torch leaves out options that have the default of
+        the schema.
         """
         check_tensors(op, query, key, value, enable_gqa)
+        if layouts is not None:
+            given = (chunk_order, chunk_lengths, query_chunk_order, query_chunk_lengths)
+            if any(chunks is not None for chunks in given):
+                raise ValueError(f"{op}: layouts and chunks are both given, must be one")
+            needs_positions = bias is not None or dropout_p > 0
+            limits = (window_left, window_right, cu_seqlens, document_edges, document_ids, key_mask)
+            keys, queries_as = _spread(
+                op,
+                layouts,
+                group,
+                (query.shape[2], key.shape[2]),
+                ordered=is_causal or needs_positions or any(each is not None for each in limits),
+                by_position=needs_positions,
+            )
+            chunk_order, chunk_lengths = keys
+            query_chunk_order, query_chunk_lengths = queries_as
         for name, size in (("window_left", window_left), ("window_right", window_right)):
             if size is not None and size < 0:
                 raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
@@ -329,6 +349,29 @@ def _layout_of(
             f"{rows}"
         )
     return layout
+
+
+_Chunks: TypeAlias = tuple[list[int] | None, list[int] | None]
+
+
+def _spread(
+    op: str,
+    layouts: torch.Tensor,
+    group: Group,
+    rows: tuple[int, int],
+    *,
+    ordered: bool,
+    by_position: bool,
+) -> tuple[_Chunks, _Chunks]:
+    """Returns the chunks of keys and, where something depends on their positions, of queries."""
+    known = decoded(op, layouts, group.world_size)
+    place = (group.rank, group.world_size)
+    keys = layout_of_keys(op, known, rows, *place, ordered=ordered)
+    of_keys = list(keys.chunk_order), list(keys.chunk_lengths)
+    if not by_position or rows[0] == rows[1]:
+        return of_keys, (None, None)
+    queries = layout_held(op, known, rows[0], *place)
+    return of_keys, (list(queries.chunk_order), list(queries.chunk_lengths))
 
 
 def _queries_of(

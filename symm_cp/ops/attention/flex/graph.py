@@ -3,18 +3,18 @@
 The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what they capture::
 
     flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
-                              mask_tensors, mask_numbers, modifiers, group_name, layout, scale,
+                              mask_tensors, mask_numbers, modifiers, group_name, layouts, scale,
                               enable_gqa, by_position)
 
 `blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
-`sizes` its sequence lengths and block sizes; both are empty without one.
+`sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
+only a function. `layouts` say how the
+sequences are spread (see layouts.py).
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -25,12 +25,12 @@ from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
+from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spec import AttentionSpec, rotate_method, value_features_of
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import SequenceLayout, head_tail, held_layout, sequential
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -47,7 +47,7 @@ _TRANSFORMS = (
 )
 _REST = (
     "Tensor[] blocks, SymInt[] sizes, Tensor[] score_tensors, SymInt[] score_numbers, "
-    "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, str layout, "
+    "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
     "float? scale, bool enable_gqa, bool by_position"
 )
 lib.define(f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)")
@@ -55,61 +55,6 @@ lib.define(
     f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
     f"Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
 )
-
-
-# --- layouts ---------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=256)
-def layout_text(layouts: tuple[SequenceLayout, ...]) -> str:
-    """Returns layouts as the op takes them: that of the only sequence, or those of several lengths.
-
-    Without any, sequences of any length are spread head-tail.
-    """
-    if not layouts:
-        return ""
-    return json.dumps([[each.world_size, each.chunk_order, each.chunk_lengths] for each in layouts])
-
-
-@functools.lru_cache(maxsize=256)
-def _layouts(text: str) -> tuple[SequenceLayout, ...]:
-    return tuple(
-        SequenceLayout(ranks, tuple(order), tuple(lengths))
-        for ranks, order, lengths in (json.loads(text) if text else ())
-    )
-
-
-@functools.lru_cache(maxsize=256)
-def _layout(text: str, local_length: int, rank: int, world_size: int) -> SequenceLayout:
-    """Returns the layout of a sequence of which this rank holds `local_length` positions."""
-    known = _layouts(text)
-    if len(known) == 1:
-        return known[0]
-    if known:
-        held = [layout.lengths[rank] for layout in known]
-        return known[held_layout(_FORWARD, held, local_length)]
-    if local_length % 2 != 0:
-        raise ValueError(
-            f"{_FORWARD}: {local_length} positions on this rank cannot be split into two equal "
-            "chunks: pass a load_balancer, which knows the length of the whole sequence"
-        )
-    return head_tail(local_length * world_size, world_size)
-
-
-def _layout_of_keys(
-    text: str, local: tuple[int, int], rank: int, world_size: int, *, ordered: bool
-) -> SequenceLayout:
-    """Returns the layout of keys; those of another length need one if a mask tells them apart."""
-    queries, keys = local
-    known = len(_layouts(text))
-    if queries != keys and known < 2 and not ordered:
-        return sequential(keys * world_size, world_size)
-    if queries != keys and known == 1:
-        raise ValueError(
-            f"{_FORWARD}: this rank has {queries} queries and {keys} keys, and the load_balancer "
-            "is for sequences of one length: pass one for each length"
-        )
-    return _layout(text, keys, rank, world_size)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -126,7 +71,7 @@ class _Arguments(NamedTuple):
     mask_numbers: list[int]
     modifiers: str
     group_name: str
-    layout: str
+    layouts: torch.Tensor | None
     scale: float | None
     enable_gqa: bool
     by_position: bool
@@ -163,14 +108,18 @@ class _Arguments(NamedTuple):
         local = (query.shape[2], key.shape[2])
         ordered = bool(self.blocks) or mask is not None or score is not None
         place = (group.rank, group.world_size)
-        queries = _layout(self.layout, local[0], *place)
-        keys = _layout_of_keys(self.layout, local, *place, ordered=ordered)
+        assert self.layouts is not None
+        known = decoded(_FORWARD, self.layouts, group.world_size)
+        queries = layout_held(_FORWARD, known, local[0], *place)
+        keys = layout_of_keys(_FORWARD, known, local, *place, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),
             local=local,
             whole=(queries.length, keys.length),
             by_position=self.by_position,
         )
+        if mask is not None and not self.blocks:
+            mask_mod = mask.bound(*self._mask_captures)
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
@@ -286,18 +235,23 @@ class _FlexOp(torch.autograd.Function):
             out, lse = torch.ops.symm_mem.flex_all_gather_attention(query, key, value, *arguments)
         blocks, masks = arguments.blocks, arguments.mask_tensors
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
-        ctx.save_for_backward(query, key, value, out, lse, *blocks, *masks, *score_tensors)
+        ctx.save_for_backward(
+            query, key, value, out, lse, arguments.layouts, *blocks, *masks, *score_tensors
+        )
         ctx.counts = len(blocks), len(masks)
         # The tensors are those that were saved.
-        ctx.arguments = arguments._replace(blocks=[], mask_tensors=[], score_tensors=[])
+        ctx.arguments = arguments._replace(
+            layouts=None, blocks=[], mask_tensors=[], score_tensors=[]
+        )
         return out, lse
 
     @staticmethod
     @once_differentiable(_FORWARD)
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
-        query, key, value, out, lse, *others = saved
+        query, key, value, out, lse, layouts, *others = saved
         blocks, masks = ctx.counts
         arguments = ctx.arguments._replace(
+            layouts=layouts,
             blocks=others[:blocks],
             mask_tensors=others[blocks : blocks + masks],
             score_tensors=others[blocks + masks :],

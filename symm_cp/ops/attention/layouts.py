@@ -1,0 +1,100 @@
+"""Layouts of sequences as one tensor, for graphs that serve every layout.
+
+A graph would hold numbers as constants, and be compiled again for each length, load balancer, or
+set of documents. The tensor is an input of the graph, which the kernels read when they run.
+
+It is 1-D, of int64, on CPU: the number of layouts, and for each the number of its chunks, their
+order and their lengths (see schedule/layout.py). Zeros fill it up to a power of two, so that it
+has one of few sizes. Without any layout sequences of any length are spread head-tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+
+from symm_cp.modes import ordinary_tensors
+from symm_cp.schedule.layout import SequenceLayout, head_tail, held_layout, sequential
+
+_LEAST = 64
+
+
+@lru_cache(maxsize=64)
+def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
+    """Returns the layout of the only sequence, or those of several lengths, as one tensor."""
+    numbers = [len(layouts)]
+    for layout in layouts:
+        numbers += [len(layout.chunk_order), *layout.chunk_order, *layout.chunk_lengths]
+    size = max(_LEAST, 1 << (len(numbers) - 1).bit_length())
+    with ordinary_tensors():
+        return torch.tensor(numbers + [0] * (size - len(numbers)), dtype=torch.int64, device="cpu")
+
+
+def decoded(op: str, layouts: torch.Tensor, world_size: int) -> tuple[SequenceLayout, ...]:
+    """Returns the layouts that a tensor holds; raises `ValueError` unless it holds some."""
+    if (layouts.dtype, layouts.device.type, layouts.dim()) != (torch.int64, "cpu", 1):
+        raise ValueError(
+            f"{op}: layouts must be a 1-D tensor of int64 on CPU, is {layouts.dtype} "
+            f"{list(layouts.shape)} on {layouts.device}"
+        )
+    return _decoded(op, tuple(layouts.tolist()), world_size)
+
+
+@lru_cache(maxsize=64)
+def _decoded(op: str, numbers: tuple[int, ...], world_size: int) -> tuple[SequenceLayout, ...]:
+    found: list[SequenceLayout] = []
+    begin = 1
+    try:
+        for _ in range(numbers[0]):
+            order = begin + 1
+            lengths = order + numbers[begin]
+            end = lengths + numbers[begin]
+            found.append(SequenceLayout(world_size, numbers[order:lengths], numbers[lengths:end]))
+            begin = end
+    except (IndexError, ValueError) as error:
+        raise ValueError(
+            f"{op}: layouts={list(numbers[:16])}... holds no layouts: {error}"
+        ) from None
+    return tuple(found)
+
+
+def layout_held(
+    op: str, known: Sequence[SequenceLayout], rows: int, rank: int, world_size: int
+) -> SequenceLayout:
+    """Returns the layout of a sequence of which this rank holds `rows` positions."""
+    if len(known) == 1:
+        return known[0]
+    if known:
+        return known[held_layout(op, [layout.lengths[rank] for layout in known], rows)]
+    if rows % 2 != 0:
+        raise ValueError(
+            f"{op}: {rows} positions on this rank cannot be split into two equal chunks: pass a "
+            "load_balancer, which knows the length of the whole sequence"
+        )
+    return head_tail(rows * world_size, world_size)
+
+
+def layout_of_keys(
+    op: str,
+    known: Sequence[SequenceLayout],
+    rows: tuple[int, int],
+    rank: int,
+    world_size: int,
+    *,
+    ordered: bool,
+) -> SequenceLayout:
+    """Returns the layout of keys; those of another length need one only if they are `ordered`.
+
+    `rows` are the numbers of queries and keys of this rank.
+    """
+    queries, keys = rows
+    if queries != keys and len(known) < 2 and not ordered:
+        return sequential(keys * world_size, world_size)
+    if queries != keys and len(known) == 1:
+        raise ValueError(
+            f"{op}: this rank has {queries} queries and {keys} keys, and the load_balancer is for "
+            "sequences of one length: pass one for each length"
+        )
+    return layout_held(op, known, keys, rank, world_size)

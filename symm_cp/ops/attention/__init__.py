@@ -9,6 +9,8 @@ In reading order:
     kernels     torch's kernels for one tile
     arrival     on CUDA: one kernel that starts before the peers' keys have arrived
     flex        the same with any `mask_mod` and `score_mod`: eager, and as an op in graphs
+    layouts     layouts of sequences as inputs of graphs
+    sequence    what graphs know of the whole sequence: ops that gather, and that give positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
 
 A new mask kind is an option and a check in `spec`, a rule in schedule/tiles.py (in `tiles`, too, if
@@ -20,7 +22,7 @@ that it does not know. Only tensors that want gradients (sinks, a bias) need `op
 
 from __future__ import annotations
 
-from symm_cp.ops.attention import gather_kv, op
+from symm_cp.ops.attention import gather_kv, op, sequence
 from symm_cp.ops.attention.flex import graph
 from symm_cp.ops.attention.spec import set_rotate_method
 
@@ -32,3 +34,4 @@ def register() -> None:
     op.register()
     gather_kv.register()
     graph.register()
+    sequence.register()

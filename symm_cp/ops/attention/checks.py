@@ -69,6 +69,11 @@ def _check_dropout(op: str, dropout_p: float, seed: torch.Tensor | None) -> None
         )
 
 
+def seed_of(dropout_p: float, seed: torch.Tensor | None) -> int | None:
+    """Returns the seed of dropout; None without dropout."""
+    return int(seed) if dropout_p > 0 and seed is not None else None
+
+
 def check_bias_length(
     op: str, bias: torch.Tensor, queries: SequenceLayout, keys: SequenceLayout
 ) -> None:

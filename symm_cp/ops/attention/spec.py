@@ -20,6 +20,7 @@ from symm_cp.ops.attention.checks import (
     check_bias_length,
     check_over_sequence,
     check_scores,
+    seed_of,
 )
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.masks import HiddenKeys, check_readable, masks_of
@@ -200,7 +201,7 @@ class AttentionSpec:
             sinks=sinks is not None,
             bias=bias is not None,
             dropout_p=dropout_p,
-            dropout_seed=int(dropout_seed) if dropout_p > 0 and dropout_seed is not None else None,
+            dropout_seed=seed_of(dropout_p, dropout_seed),
         )
 
     @property

@@ -149,9 +149,20 @@ def _of_keys(tile: Tile, first: int, end: int) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
-    """The tiles of a rank's queries against the keys of rank `owner`, for one sequence."""
-    if rank == owner and mask.is_causal and _ascends(layout.spans(rank)):
+def tiles(
+    layout: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    owner: int,
+    queries: SequenceLayout | None = None,
+) -> tuple[Tile, ...]:
+    """The tiles of a rank's queries against the keys of rank `owner`, for one sample.
+
+    Queries are spread as the keys are, unless `queries` says how.
+    """
+    queries = layout if queries is None else queries
+    same = rank == owner and queries == layout
+    if same and mask.is_causal and _ascends(layout.spans(rank)):
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
     keys: dict[int, list[Span]] = {}
@@ -159,7 +170,7 @@ def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Ti
         keys.setdefault(document, []).append(k)
     found = [
         tile
-        for document, q in _by_document(layout.spans(rank), mask)
+        for document, q in _by_document(queries.spans(rank), mask)
         for k in keys.get(document, ())
         for tile in _cut(q, k, mask)
     ]

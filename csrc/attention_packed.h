@@ -12,6 +12,7 @@ namespace symm_cp {
 inline void multiply_packed(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t a_stride,
                             const BFloat16* b, int64_t b_stride, bool adds, float* c,
                             int64_t c_stride) {
+  if (m == 0 || n == 0) return;
   at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, adds,
                               reinterpret_cast<const at::BFloat16*>(a),
                               reinterpret_cast<const at::BFloat16*>(b), c);
@@ -25,7 +26,9 @@ inline uint16_t* bits_of(BFloat16* data) { return reinterpret_cast<uint16_t*>(da
 // Tiles have 32 elements of a row.
 inline constexpr int64_t kTileElements = 32;
 
-inline int64_t padded(int64_t count) { return round_up(count, kTileElements); }
+inline int64_t padded(int64_t count) {
+  return round_up(std::max<int64_t>(count, 1), kTileElements);
+}
 
 // Copies rows, with zeros up to `stride`.
 inline void copy_rows(const BFloat16* from, int64_t from_stride, int64_t rows, int64_t columns,

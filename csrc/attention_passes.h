@@ -53,10 +53,19 @@ void for_tasks(int64_t tasks, const Task& run) {
   });
 }
 
+// Blocks of about the same size, so that no product of torch's is that of a single row when there
+// are more: those, and those of a single feature, depend on the number of threads in the last bit.
+inline int64_t balanced(int64_t length, int64_t most) {
+  const int64_t blocks = std::max<int64_t>((length + most - 1) / most, 1);
+  return std::max<int64_t>((length + blocks - 1) / blocks, 1);
+}
+
+// Rows of a block of `rows`.
 template <class A>
-int64_t rows_in_block(const TileTerms<A>& terms, int64_t keys) {
+int64_t rows_in_block(const TileTerms<A>& terms, int64_t rows, int64_t keys) {
   const bool is_band = keys > terms.high && -keys < terms.low;
-  return is_band && 2 * kColumns > terms.high - terms.low ? kBandRows : kRows;
+  const bool is_narrow = is_band && 2 * kColumns > terms.high - terms.low;
+  return balanced(rows, is_narrow ? kBandRows : kRows);
 }
 
 // --- forward -----------------------------------------------------------------------------------
@@ -85,10 +94,7 @@ class Forward {
     const Columns seen = terms_.keys_of(first, first + count - 1, sizes_.keys);
     bool adds = false;
     const int64_t begin = seen.begin / Products::kAlign * Products::kAlign;
-    // Blocks of about the same size.
-    const int64_t blocks = (seen.end - begin + kColumns - 1) / kColumns;
-    const int64_t step =
-        round_up((seen.end - begin + blocks - 1) / std::max<int64_t>(blocks, 1), kTileElements);
+    const int64_t step = round_up(balanced(seen.end - begin, kColumns), kTileElements);
     if (seen.begin < seen.end)
       for (int64_t column = begin; column < seen.end; column += step) {
         add_block(b, h, first, count, column, std::min(step, seen.end - column), adds);
@@ -158,7 +164,8 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
             const at::Tensor& out, const at::Tensor& lse) {
   const TileSizes& sizes = inputs.sizes;
   const typename Products::Shared shared(inputs);
-  const int64_t step = rows_in_block(terms, sizes.keys), blocks = (sizes.rows + step - 1) / step;
+  const int64_t step = rows_in_block(terms, sizes.rows, sizes.keys);
+  const int64_t blocks = (sizes.rows + step - 1) / step;
   for_tasks(sizes.samples * sizes.heads * blocks, [&](int64_t begin, int64_t end) {
     Forward<Products> forward(sizes, terms, shared, out, lse);
     for (int64_t task = begin; task < end; ++task) {
@@ -199,11 +206,11 @@ class Backward {
 
   void run() {
     const int64_t heads = sizes_.heads / sizes_.groups;
-    const int64_t step = rows_in_block(terms_, sizes_.keys);
     for (int64_t key = 0; key < sizes_.keys; key += kColumns) {
       const int64_t columns = std::min(kColumns, sizes_.keys - key);
       const Columns seen = terms_.rows_of(key, key + columns - 1, sizes_.rows);
       if (seen.begin >= seen.end) continue;
+      const int64_t step = rows_in_block(terms_, seen.end - seen.begin, sizes_.keys);
       products_.enter_keys(key, columns);
       for (int64_t h = g_ * heads; h < (g_ + 1) * heads; ++h)
         for (int64_t row = seen.begin; row < seen.end; row += step)

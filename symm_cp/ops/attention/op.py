@@ -109,6 +109,7 @@ def _attention_backward_kernel(
         spec, query, key, value, grad_out, out = _with_grad_lse(
             spec, query, key, value, grad_out, out, grad_logsumexp
         )
+        grad_logsumexp = None
     rows = query.shape[2]
     backward = Backward(
         grad_out, query, out, logsumexp, spec, scored=scored, grad_lse=grad_logsumexp

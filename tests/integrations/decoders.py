@@ -211,3 +211,32 @@ for kind, more in {
             "max_position_embeddings": 16 if kind == "dynamic" else 64,
         },
     )
+
+# Those that call no function that transformers' AttentionInterface could replace.
+NOT_THROUGH_INTERFACE = [
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon-alibi",
+    "gpt-neo",
+    "gpt-neo-global",
+    "gptj",
+    "codegen",
+    "openai",
+    "xglm",
+    "rwkv",
+]
+# What is refused, and what the message says.
+REFUSED = {
+    **dict.fromkeys(
+        NOT_THROUGH_INTERFACE, "does not attend through transformers' AttentionInterface"
+    ),
+    "qwen3-next": r"'linear_attention' in config\.layer_types",
+    "mamba": r"'linear_attention' in config\.layer_types",
+    "mamba2": r"'linear_attention' in config\.layer_types",
+    "jamba": r"'linear_attention' in config\.layer_types",
+    "recurrent-gemma": r"'linear_attention' in config\.layer_types",
+    "lfm2": r"'conv' in config\.layer_types",
+    "falcon-h1": "FalconH1Mixer has a Conv1d",
+    "doge": r"config\.keep_window_size=7: keys are picked among those of this rank only",
+}

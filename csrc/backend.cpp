@@ -8,6 +8,7 @@
 
 #include "backend_call.h"
 #include "error.h"
+#include "failure_notes.h"
 #include "group.h"
 #include "groups.h"
 #include "messages.h"
@@ -23,15 +24,6 @@ using std::chrono::milliseconds;
 
 // How long the end of a process group waits for works that nobody has waited for.
 constexpr std::chrono::seconds kShutdownGrace{10};
-
-// For another thread; stores in Python may have no such copies.
-c10::intrusive_ptr<c10d::Store> copy_of(const c10::intrusive_ptr<c10d::Store>& store) {
-  try {
-    return store->clone();
-  } catch (const std::exception&) {
-    return store;
-  }
-}
 
 // The peers of the backends of this process by the names of their groups.
 struct Backends {

@@ -38,9 +38,10 @@ at::Tensor new_head(Head** head) {
 // One call of `HostLinks::exchange`.
 class Round {
  public:
-  Round(c10d::Backend& transport, int rank, const std::string& call_name,
+  Round(c10d::Backend& transport, FailureNotes& notes, int rank, const std::string& call_name,
         const std::string& failure, milliseconds timeout)
       : transport_(transport),
+        notes_(notes),
         rank_(rank),
         call_name_(call_name),
         own_failure_(failure),
@@ -133,10 +134,13 @@ class Round {
   }
 
   void lost(int peer, const std::exception& error) {
+    if (!own_failure_.empty() || !failure_.empty()) return;
+    const std::string noted = notes_.read(peer);
     std::string text = error.what();
     text.resize(std::min(text.size(), text.find('\n')));
     fail(call_name_ + ": rank " + std::to_string(rank_) + " lost the link to rank " +
-         std::to_string(peer) + " on another host: " + text);
+         std::to_string(peer) + " on another host" +
+         (noted.empty() ? ": " + text : ", whose last call failed: " + noted));
   }
 
   void fail(std::string failure) {
@@ -144,6 +148,7 @@ class Round {
   }
 
   c10d::Backend& transport_;
+  FailureNotes& notes_;
   int rank_;
   const std::string& call_name_;
   const std::string& own_failure_;
@@ -159,7 +164,7 @@ class Round {
 void HostLinks::exchange(const std::string& call_name, const std::string& failure,
                          const std::vector<Parcel>& sends, const std::vector<Parcel>& receives,
                          milliseconds timeout) {
-  Round round(*transport_, rank_, call_name, failure, timeout);
+  Round round(*transport_, notes_, rank_, call_name, failure, timeout);
   for (const Parcel& parcel : receives) round.receive(parcel);
   for (const Parcel& parcel : sends) round.send(parcel);
   round.finish();

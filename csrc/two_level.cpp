@@ -397,11 +397,11 @@ TwoLevelBackend::TwoLevelBackend(c10::intrusive_ptr<c10d::Store> store, std::str
                                  c10::intrusive_ptr<c10d::ProcessGroup> local,
                                  std::shared_ptr<void> local_object,
                                  c10::intrusive_ptr<c10d::Backend> transport)
-    : Backend(std::move(store), std::move(name), rank, size, timeout, nullptr),
+    : Backend(store, std::move(name), rank, size, timeout, nullptr),
       spread_(std::move(spread)),
       local_object_(std::move(local_object)),
       local_(std::move(local)),
-      links_(std::move(transport), rank),
+      links_(std::move(transport), std::move(store), rank),
       thread_([this] { carry_out_all(); }) {}
 
 TwoLevelBackend::~TwoLevelBackend() {
@@ -460,6 +460,7 @@ void TwoLevelBackend::run_stages(Stages stages, std::string failure, millisecond
       [&] { links_.exchange(stages.call_name, failure, stages.sends, stages.receives, timeout); });
   if (failure.empty() && stages.then) attempt(stages.then);
   run_all(stages.last);
+  links_.note(failure.empty() ? failure : failure.substr(kAcross.size()));
   if (!failure.empty()) throw PeerError(failure);
 }
 

@@ -52,6 +52,7 @@ TORCH_UNITS = (
         "backend_messages.cpp",
         "backend_tensors.cpp",
         "backend_work.cpp",
+        "failure_notes.cpp",
         "host_links.cpp",
         "two_level.cpp",
     ),

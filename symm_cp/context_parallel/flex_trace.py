@@ -133,13 +133,16 @@ def flex_in_graph(
     kernel_options: FlexKernelOptions | None = None,
     *,
     return_aux: AuxRequest | None = None,
+    mask_mod: Callable[..., torch.Tensor] = torch_flex.noop_mask,
 ) -> Any:
-    """`flex_attention` within a region, as one op in the graph that Dynamo traces."""
+    """`flex_attention` within a region, as one op in the graph that Dynamo traces.
+
+    `mask_mod` is a mask of the whole sequence without blocks.
+    """
     if return_aux is not None and return_aux.max_scores:
         raise NotImplementedError(f"{FLEX}: max_scores within context_parallel")
     block_mask = getattr(block_mask, "symm_cp_global", block_mask)
     blocks: tuple[Any, ...] = (None,) * 8
-    mask_mod = torch_flex.noop_mask
     if block_mask is not None:
         mask_mod = block_mask.mask_mod
         blocks = (

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
-from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -114,37 +112,41 @@ def _attend_batch(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attends with one layout for all samples."""
-    for name in ("bias", "dropout_p"):
-        if options[name]:
-            raise NotImplementedError(f"{_OP}: {name} is not supported yet")
-    softcap, sinks = options["softcap"], options["sinks"]
-    by_tiles = softcap is not None or any(
-        part is not None for part in (mask.document_ids, mask.key_mask, mask.mask_mod)
+    if mask.mask_mod is not None:
+        return _by_tiles(region, query, key, value, mask, options)
+    dropout_p = options["dropout_p"]
+    ordered = (
+        mask.relates_positions
+        or mask.key_mask is not None
+        or options["bias"] is not None
+        or dropout_p > 0
     )
-    if by_tiles:
-        out, lse = _by_tiles(region, query, key, value, mask, options)
-    else:
-        keys: LoadBalancer | torch.Tensor | None = region.layouts_in_graph(query.device)
-        if keys is None:
-            _, keys = flex.spread(region, query, key, ordered=mask.relates_positions)
-        out, lse = all_gather_attention(
-            query,
-            key,
-            value,
-            group=region.group,
-            load_balancer=keys,
-            is_causal=mask.is_causal,
-            window_left=mask.window_left,
-            window_right=mask.window_right,
-            scale=options["scale"],
-            enable_gqa=options["enable_gqa"],
-            return_lse=True,
-        )
-    if sinks is None:
-        return out
-    # A sink is a further key without a value: it only takes its share of the weights.
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share.unsqueeze(-1).to(out.dtype)
+    layouts = region.layouts_in_graph(query.device)
+    spread: dict[str, Any] = {"load_balancer": layouts}
+    if layouts is None:
+        queries, keys = flex.spread(region, query, key, ordered=ordered)
+        spread = {"load_balancer": keys}
+        if ordered and queries != keys:
+            spread["query_load_balancer"] = queries
+    return all_gather_attention(  # type: ignore[no-any-return]
+        query,
+        key,
+        value,
+        group=region.group,
+        is_causal=mask.is_causal,
+        window_left=mask.window_left,
+        window_right=mask.window_right,
+        document_ids=mask.document_ids,
+        key_mask=mask.key_mask,
+        dropout_seed=drawn_seed() if dropout_p > 0 else None,
+        **options,
+        **spread,
+    )
+
+
+def drawn_seed() -> torch.Tensor:
+    """Draws a seed from torch's default generator of the CPU, as torch's own dropout does."""
+    return torch.randint(2**62, (1,), device="cpu")
 
 
 def _by_tiles(
@@ -154,31 +156,65 @@ def _by_tiles(
     value: torch.Tensor,
     mask: SequenceMask,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attends with functions of positions."""
-    ordered = mask.relates_positions or mask.key_mask is not None or mask.mask_mod is not None
-    queries, keys = flex.spread(region, query, key, ordered=ordered)
-    features, scale = value.shape[3], options["scale"]
-    if features != query.shape[3]:
-        scale = query.shape[3] ** -0.5 if scale is None else scale
-        width = max(features, query.shape[3])
-        query, key, value = (F.pad(t, (0, width - t.shape[3])) for t in (query, key, value))
-    softcap = options["softcap"]
+) -> torch.Tensor:
+    """Attends with a function of positions."""
+    for name in ("bias", "dropout_p"):
+        if options[name]:
+            raise NotImplementedError(
+                f"{_OP}: {name} is not supported with a mask that only a function describes"
+            )
+    softcap, sinks = options["softcap"], options["sinks"]
 
     def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
     score_mod: Callable[..., torch.Tensor] | None = None if softcap is None else capped
-    out, lse = flex_all_gather_attention(
+    attend = _flex_in_graph if region.layouts_in_graph(query.device) is not None else _flex
+    how = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+    out, lse = attend(region, query, key, value, mask.as_mask_mod(), score_mod, how)
+    if sinks is None:
+        return out
+    # A sink is a further key without a value: it only takes its share of the weights.
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share.unsqueeze(-1).to(out.dtype)
+
+
+def _flex(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_mod: Callable[..., torch.Tensor],
+    score_mod: Callable[..., torch.Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    queries, keys = flex.spread(region, query, key)
+    return flex_all_gather_attention(
         query,
         key,
         value,
         group=resolve(region.group),
         layout=queries.layout,
         kv_layout=keys.layout,
-        mask_mod=mask.as_mask_mod(),
+        mask_mod=mask_mod,
         score_mod=score_mod,
-        scale=scale,
-        enable_gqa=options["enable_gqa"],
+        **options,
     )
-    return out[..., :features], lse
+
+
+def _flex_in_graph(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask_mod: Callable[..., torch.Tensor],
+    score_mod: Callable[..., torch.Tensor] | None,
+    options: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # Imported here because it loads Dynamo.
+    from symm_cp.context_parallel.flex_trace import flex_in_graph
+
+    out, lse = flex_in_graph(
+        region, query, key, value, score_mod, mask_mod=mask_mod, return_lse=True, **options
+    )
+    return out, lse

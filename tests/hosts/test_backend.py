@@ -19,7 +19,7 @@ from tests.backend import programs, sharded
 from tests.backend.test_programs import compare
 from tests.exhaustive import exhaustive, some
 from tests.hosts.fabric import fabric
-from tests.pool import Ranks
+from tests.pool import Place, Ranks
 from tests.rank_process import say
 
 BACKEND = "symm_cp"
@@ -267,3 +267,28 @@ def test_a_rank_that_dies_is_named_on_all_hosts(ranks: Ranks) -> None:
             running.kill(3)
             for rank in range(3):
                 assert "rank 3" in running.hear(rank, timeout=20)
+
+
+def gives_up_for_one_on_its_host(group: dist.ProcessGroup) -> None:
+    """Rank 2 waits for rank 3 alone: only the end of its process shows on the other host."""
+    ranks = dist.get_process_group_ranks(group)
+    span = dist.new_group(ranks, datetime.timedelta(seconds=60), BACKEND)
+    x = torch.ones(1000)
+    dist.all_reduce(x, group=span)
+    say("ready")
+    if group.rank() == 3:
+        time.sleep(60)
+    try:
+        dist.broadcast(x, src=0, group=span)  # rank 0 hears from nobody
+        dist.all_reduce(x, group=span)
+    except RuntimeError as error:
+        say(str(error))
+
+
+def test_why_a_rank_gave_up_is_known_on_other_hosts(ranks: Ranks) -> None:
+    places = [Place(environment={"SYMM_CP_HOST": f"host {rank // 2}"}) for rank in range(4)]
+    with ranks.own(4, gives_up_for_one_on_its_host, places=places) as running:
+        assert running.hear_all() == ["ready"] * 4
+        running.kill(3)
+        for rank in range(3):
+            assert "rank 3" in running.hear(rank, timeout=20), rank

@@ -7,7 +7,8 @@ The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what 
                               enable_gqa, by_position)
 
 `blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
-`sizes` its sequence lengths and block sizes; both are empty without one. `layouts` say how the
+`sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
+only a function. `layouts` say how the
 sequences are spread (see layouts.py).
 """
 
@@ -117,6 +118,8 @@ class _Arguments(NamedTuple):
             whole=(queries.length, keys.length),
             by_position=self.by_position,
         )
+        if mask is not None and not self.blocks:
+            mask_mod = mask.bound(*self._mask_captures)
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)

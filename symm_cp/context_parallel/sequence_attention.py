@@ -46,7 +46,7 @@ def attend_sequence(
         softcap: scores become softcap * tanh(score / softcap).
         sinks: (H,), a logit of each head that takes part in the softmax and has no value.
         bias: added to the scores by distance; see `all_gather_attention`.
-        dropout_p: probability of dropping a weight. The seed is drawn from torch's default
+        dropout_p: the share of the weights that is dropped. The seed is drawn from torch's default
             generator of the CPU, which ranks must have seeded alike.
 
     Returns (B, H, S_q, V). Raises `ValueError`, `TypeError` and `NotImplementedError` before any
@@ -136,6 +136,7 @@ def _attend_batch(
         is_causal=mask.is_causal,
         window_left=mask.window_left,
         window_right=mask.window_right,
+        cu_seqlens=mask.cu_seqlens,
         document_ids=mask.document_ids,
         key_mask=mask.key_mask,
         dropout_seed=drawn_seed() if dropout_p > 0 else None,

@@ -35,6 +35,8 @@ class SequenceMask:
     window_right: int | None = None
     #: (B or 1, S) of int64: contiguous runs of equal ids are documents.
     document_ids: torch.Tensor | None = None
+    #: Boundaries of documents packed into the only sample, of int32 or int64.
+    cu_seqlens: torch.Tensor | None = None
     #: (B or 1, S_k) of bool: keys that any query may see.
     key_mask: torch.Tensor | None = None
     #: For everything else: evaluated tile by tile.
@@ -58,7 +60,7 @@ class SequenceMask:
     @property
     def relates_positions(self) -> bool:
         """Whether queries and keys must be of one sequence."""
-        limits = (self.window_left, self.window_right, self.document_ids)
+        limits = (self.window_left, self.window_right, self.document_ids, self.cu_seqlens)
         return self.is_causal or any(limit is not None for limit in limits)
 
     def sample(self, index: int) -> SequenceMask:
@@ -90,6 +92,8 @@ class SequenceMask:
                 seen = seen & (distance <= self.window_right)
             if (ids := self.document_ids) is not None:
                 seen = seen & (_entry(ids, b, q) == _entry(ids, b, kv))
+            if (edges := self.cu_seqlens) is not None:
+                seen = seen & ((edges <= q).sum() == (edges <= kv).sum())
             if self.key_mask is not None:
                 seen = seen & _entry(self.key_mask, b, kv)
             if self.mask_mod is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,13 +150,32 @@ def _attend(
         "softcap": kwargs.get("softcap"),
         "sinks": getattr(module, "sinks", None) if sinks is None else sinks,
     }
-    if mask is None or isinstance(mask, SequenceMask):
-        if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
-        return attend_sequence(
-            region, *tensors, mask, is_causal=mask is None and is_causal, **options
-        )
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        mask = SequenceMask(is_causal=causal)
+    documents = kwargs.get("cu_seq_lens_q")
+    if isinstance(mask, SequenceMask):
+        if documents is not None:
+            mask = _with_documents(mask, documents, kwargs.get("cu_seq_lens_k"), tensors[0])
+        return attend_sequence(region, *tensors, mask, **options)
     return _attend_given(region, name, tensors, mask, options)
+
+
+def _with_documents(
+    mask: SequenceMask, edges: torch.Tensor, edges_of_keys: torch.Tensor | None, query: torch.Tensor
+) -> SequenceMask:
+    """Returns a mask with the documents that `cu_seq_lens_q` of the whole batch gives."""
+    if query.shape[0] != 1:
+        raise NotImplementedError(
+            f"{NAME}: cu_seq_lens_q with {query.shape[0]} samples is not supported within "
+            "context_parallel: pack documents into one sample, or give them by position_ids"
+        )
+    if edges_of_keys is not None and edges_of_keys.shape != edges.shape:
+        raise ValueError(
+            f"{NAME}: cu_seq_lens_q has {len(edges)} boundaries and cu_seq_lens_k "
+            f"{len(edges_of_keys)}, must be equal"
+        )
+    return replace(mask, cu_seqlens=edges)
 
 
 def _attend_given(

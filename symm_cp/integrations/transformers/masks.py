@@ -60,15 +60,21 @@ class _Whole:
     """What masks of one call refer to, gathered from all ranks when it is first needed."""
 
     region: ParallelRegion
-    queries: LoadBalancer
-    keys: LoadBalancer
+    #: How many queries and keys this rank has.
+    lengths: tuple[int, int]
     #: (B, columns of this rank), or None.
     padding: torch.Tensor | None
     positions: torch.Tensor | None
 
+    @cached_property
+    def queries(self) -> LoadBalancer:
+        """How queries are spread."""
+        return self.region.layout(self.lengths[0])
+
     def gathered(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
-        balancer = self.keys if keys else self.queries
-        return gather_sequence(OP, name, shard, balancer, self.region)
+        """Returns the whole of a tensor over queries or keys."""
+        of_keys = self.region.layout_of_keys(*self.lengths) if keys else None
+        return gather_sequence(OP, name, shard, of_keys or self.queries, self.region)
 
     @cached_property
     def key_mask(self) -> torch.Tensor | None:
@@ -130,6 +136,12 @@ class _Parts:
     packed: bool = False
     chunks: list[tuple[int, bool]] = field(default_factory=list)
     rest: list[Callable[..., Any]] = field(default_factory=list)
+
+    @property
+    def relates_positions(self) -> bool:
+        """Whether queries and keys must be of one sequence."""
+        limited = self.left is not None or self.right is not None
+        return self.causal or self.packed or limited or bool(self.chunks)
 
     def limit(self, left: int | None, right: int | None) -> None:
         """Narrows the window."""
@@ -279,7 +291,7 @@ def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
 
     def packed(inner: Any) -> Any:
         # Which positions belong to which document is made anew from the whole.
-        ids = positions.expand(batch, -1) if positions.dim() == 2 else positions
+        ids = positions.expand(batch, -1)
         return made.packed_sequence_compatibility_function(inner, ids, ids)
 
     if blocks is None:
@@ -311,15 +323,13 @@ def sequence_mask(
     queries and keys, `padding` (B, keys) is its part of the attention mask.
     """
     positions = positions_in(function)
-    if positions is not None and positions.dim() != 2:
-        raise NotImplementedError(
-            f"{OP}: position_ids have shape {list(positions.shape)}, must be (batch, sequence) to "
-            "tell packed documents: pass an attention_mask of ones for one document"
-        )
-    # Padding tells keys apart; the rest of what does is between positions of one sequence.
-    queries, ordered = region.layout(lengths[0]), padding is not None
-    keys = region.layout_of_keys(*lengths, ordered=ordered)
-    whole = _Whole(region, queries, keys or queries, padding, positions)
+    whole = _Whole(region, lengths, padding, positions)
     parts = _Parts()
     parts.add(whole, function)
+    if parts.relates_positions and lengths[0] != lengths[1]:
+        given = "" if padding is None else f"attention_mask of shape {list(padding.shape)} gives "
+        raise ValueError(
+            f"{OP}: {given}{lengths[1]} keys for {lengths[0]} queries, must be as many: it is this "
+            "rank's part of the sequence, which symm_cp.shard_batch cuts"
+        )
     return parts.mask(whole)

@@ -1,0 +1,293 @@
+"""Masks that transformers composes on shards, against those that it makes of the whole batch."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import DynamicCache, LlamaConfig, masking_utils
+
+import symm_cp
+import symm_cp.integrations.transformers
+from symm_cp.context_parallel.layouts import cut
+from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.ops.attention.flex.mask import evaluate
+from tests.context_parallel.common import mesh_of
+from tests.exhaustive import some
+from tests.integrations.common import BALANCERS
+from tests.pool import Ranks
+
+Tensors = dict[str, torch.Tensor]
+BATCH = 2
+FACTORIES: dict[str, Callable[..., Any]] = {
+    "causal": masking_utils.create_causal_mask,
+    "sliding": masking_utils.create_sliding_window_causal_mask,
+    "chunked": masking_utils.create_chunked_causal_mask,
+    "bidirectional": masking_utils.create_bidirectional_mask,
+    "bidirectional_sliding": masking_utils.create_bidirectional_sliding_window_mask,
+}
+CAUSAL = ("causal", "sliding", "chunked")
+
+
+def padding(kind: str, length: int) -> Tensors:
+    """An attention_mask with padding at one end, or with holes anywhere."""
+    mask = torch.ones(BATCH, length, dtype=torch.int64)
+    for sample in range(BATCH):
+        padded = random.randrange(1, length)
+        if kind == "left":
+            mask[sample, :padded] = 0
+        elif kind == "right":
+            mask[sample, length - padded :] = 0
+        elif kind == "holes":
+            mask[sample] = torch.randint(2, (length,))
+            mask[sample, padded] = 0
+    return {"attention_mask": mask}
+
+
+def packing(length: int, *, ends: list[int] | None = None, first: int = 0) -> Tensors:
+    """Positions of packed documents, by default other ones in each sample."""
+    rows = []
+    for _ in range(BATCH):
+        begins = random.sample(range(1, length), 3) if ends is None else ends
+        edges = sorted({0, *begins, length})
+        pieces = [torch.arange(b - a) for a, b in itertools.pairwise(edges)]
+        rows.append(torch.cat(pieces) + first)
+    return {"position_ids": torch.stack(rows)}
+
+
+def batches(length: int, world_size: int) -> dict[str, Tensors]:
+    parts = length // world_size
+    return {
+        "nothing": {},
+        "ones": padding("none", length),
+        "left": padding("left", length),
+        "right": padding("right", length),
+        "holes": padding("holes", length),
+        "packed": packing(length),
+        "one document": packing(length, ends=[]),
+        "from 5 on": packing(length, ends=[], first=5),
+        # With Sequential no rank sees a jump.
+        "packed at ranks": packing(length, ends=list(range(parts, length, parts))),
+    }
+
+
+def config(implementation: str, window: int, chunk: int) -> LlamaConfig:
+    made = LlamaConfig(
+        sliding_window=window, attention_chunk_size=chunk, attn_implementation=implementation
+    )
+    # What a model does when it is made.
+    made._attn_implementation_internal = implementation
+    return made
+
+
+def made(factory: str, settings: LlamaConfig, batch: Tensors, length: int, **more: Any) -> Any:
+    """A mask as models make it."""
+    options = {"attention_mask": None, **batch, **more}
+    if factory in CAUSAL:
+        options = {"past_key_values": None, "position_ids": None, **options}
+        options["allow_is_causal_skip"] = False
+    else:
+        options.pop("position_ids", None)
+        options["allow_is_bidirectional_skip"] = False
+    return FACTORIES[factory](settings, torch.empty(BATCH, length, 8), **options)
+
+
+def dense(mask: SequenceMask, length: int) -> torch.Tensor:
+    positions = torch.arange(length)
+    visible = evaluate(mask.as_mask_mod(), BATCH, 1, positions, positions)
+    return visible.expand(BATCH, 1, length, length)
+
+
+def local(batch: Tensors, balancer: symm_cp.LoadBalancer, rank: int) -> Tensors:
+    return {name: cut("test", t, 1, balancer.positions(rank)) for name, t in batch.items()}
+
+
+@dataclass(frozen=True)
+class Around:
+    """What a factory gets besides: the whole tensors of the batch, and what is made of them."""
+
+    whole: Tensors
+    options: Callable[[Tensors], dict[str, Any]]
+
+
+def check(
+    group: dist.ProcessGroup,
+    factory: str,
+    batch: Tensors,
+    balancer: symm_cp.LoadBalancer,
+    around: Around | None = None,
+    *,
+    window: int = 7,
+    chunk: int = 6,
+) -> SequenceMask:
+    """Raises unless the mask made of this rank's part is that of the whole batch; returns it."""
+    length = balancer.seq_length
+    whole_options = around.options(around.whole) if around else {}
+    expected = made(factory, config("sdpa", window, chunk), batch, length, **whole_options)
+    if expected is None:  # a bidirectional mask of nothing
+        expected = torch.ones(BATCH, 1, length, length, dtype=torch.bool)
+    own = around.options(local(around.whole, balancer, group.rank())) if around else {}
+    with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
+        mask = made(
+            factory,
+            config("symm_cp", window, chunk),
+            local(batch, balancer, group.rank()),
+            balancer.lengths[group.rank()],
+            **own,
+        )
+    assert isinstance(mask, SequenceMask)
+    torch.testing.assert_close(dense(mask, length), expected)
+    return mask
+
+
+def recognises(group: dist.ProcessGroup, layout: str, length: int, window: int, chunk: int) -> None:
+    for factory in FACTORIES:
+        for name, batch in batches(length, group.size()).items():
+            if factory not in CAUSAL and "position_ids" in batch:
+                continue
+            balancer = BALANCERS[layout](length, group.size())
+            mask = check(group, factory, batch, balancer, window=window, chunk=chunk)
+            case = (factory, name)
+            # The fast way: options of the op, and none that changes nothing.
+            assert mask.mask_mod is None, case
+            assert (mask.key_mask is not None) == (name in ("left", "right", "holes")), case
+            packed = name == "packed" or (name == "packed at ranks" and group.size() > 1)
+            assert (mask.document_ids is not None) == (packed or factory == "chunked"), case
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "length", "window", "chunk"),
+    some(
+        (2, "HeadTail", 24, 7, 6),
+        (2, "Sequential", 29, 30, 16),
+        of=[
+            (w, layout, *sizes)
+            for w in (1, 2, 3, 4)
+            for layout in BALANCERS
+            for sizes in ((24, 7, 6), (29, 30, 16), (24, 1, 1))
+        ],
+    ),
+)
+def test_masks_are_those_of_the_whole_batch(
+    ranks: Ranks, world_size: int, layout: str, length: int, window: int, chunk: int
+) -> None:
+    ranks.run(world_size, recognises, layout, length, window, chunk)
+
+
+# --- masks that models compose further ---------------------------------------------------------
+
+
+def images(length: int) -> Tensors:
+    """Numbers of the images that positions belong to, -1 for text."""
+    ids = torch.randint(-1, 2, (BATCH, length // 3)).repeat_interleave(3, 1)
+    return {"ids": torch.nn.functional.pad(ids, (0, length - ids.shape[1]), value=-1)}
+
+
+def every_other(batch: Any, head: Any, q: Any, kv: Any) -> Any:
+    return (q - kv) % 2 == 0
+
+
+def in_window(size: int) -> Callable[..., Any]:
+    return lambda batch, head, q, kv: (q - kv).abs() < size
+
+
+def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
+    balancer = BALANCERS[layout](length, group.size())
+    every = batches(length, group.size())
+    for factory in CAUSAL:
+        for name in ("nothing", "left", "packed", "packed at ranks"):
+            batch = every[name]
+            around = Around(images(length), lambda whole: {"block_sequence_ids": whole["ids"]})
+            check(group, factory, batch, balancer, around)
+            around = Around(
+                images(length),
+                lambda whole: {
+                    "or_mask_function": masking_utils.blockwise_overlay(whole["ids"]),
+                    "and_mask_function": in_window(5),
+                },
+            )
+            if not name.startswith("packed"):  # transformers looks up ids at positions in documents
+                check(group, factory, batch, balancer, around)
+            around = Around({}, lambda whole: {"and_mask_function": every_other})
+            check(group, factory, batch, balancer, around)
+        # With a cache, as in training with use_cache=True, transformers looks for no documents.
+        around = Around({}, lambda whole: {"past_key_values": DynamicCache()})
+        check(group, factory, every["packed"], balancer, around)
+    around = Around(
+        images(length),
+        lambda whole: {
+            "and_mask_function": masking_utils.packed_sequence_mask_function(whole["ids"])
+        },
+    )
+    check(group, "bidirectional", every["right"], balancer, around)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    some((2, "HeadTail"), of=[(w, layout) for w in (1, 2, 3) for layout in BALANCERS]),
+)
+def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str) -> None:
+    ranks.run(world_size, composed, layout, 25)
+
+
+def by_sample(group: dist.ProcessGroup) -> None:
+    each = 2 * group.size()
+    balancer = symm_cp.PerDocumentHeadTail([[2 * each, 4 * each], [5 * each, each]], group.size())
+    every = batches(6 * each, group.size())
+    for factory in FACTORIES:
+        check(group, factory, every["left"], balancer)
+    for factory in CAUSAL:
+        check(group, factory, every["packed"], balancer)
+
+
+def test_samples_with_layouts_of_their_own(ranks: Ranks) -> None:
+    ranks.run(2, by_sample)
+
+
+def looked_up(table: torch.Tensor) -> Callable[..., Any]:
+    return lambda batch, head, q, kv: table[q] == table[kv]
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    size = 12
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("looked_up.*captures tensors.*BlockMask", {"or_mask_function": looked_up(torch.ones(12))}),
+        (
+            "attention_mask of shape .*13 keys for 12 queries.*shard_batch",
+            {"attention_mask": torch.ones(2, 13)},
+        ),
+    ]
+    for message, options in cases:
+        with (
+            symm_cp.context_parallel(mesh_of(group)),
+            pytest.raises((NotImplementedError, ValueError), match=message),
+        ):
+            made("causal", config("symm_cp", 3, 3), {}, size, **options)
+    cache = DynamicCache()
+    cache.update(torch.zeros(2, 1, 4, 8), torch.zeros(2, 1, 4, 8), 0)
+    with (
+        symm_cp.context_parallel(mesh_of(group)),
+        pytest.raises(NotImplementedError, match=r"a cache holds keys of earlier calls.*Generate"),
+    ):
+        made("causal", config("symm_cp", 3, 3), {}, size, past_key_values=cache)
+
+
+def test_masks_that_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def test_outside_of_a_context_masks_are_those_of_sdpa() -> None:
+    for factory in FACTORIES:
+        for batch in batches(24, 1).values():
+            if factory not in CAUSAL and "position_ids" in batch:
+                continue
+            ours, theirs = (
+                made(factory, config(name, 7, 6), batch, 24) for name in ("symm_cp", "sdpa")
+            )
+            assert torch.equal(ours, theirs) if isinstance(theirs, torch.Tensor) else ours is None

@@ -26,9 +26,12 @@ from torch.nn.modules import module as torch_module
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer, positions_on
 from symm_cp.context_parallel.model_limits import (
+    WATCHED,
     Limit,
     attends_with_symm_cp,
+    call_limits,
     first_position,
+    implementation_of,
     limits_of,
     uses_transformers,
 )
@@ -56,6 +59,7 @@ class Watch:
     called: bool = False
     runs_before: int = 0
     transformers: bool = False
+    chosen: str | None = None  # how the last model that has run attends
     has_positions: bool = False
     first_position: int = 0
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
@@ -83,7 +87,8 @@ class Watch:
         for part in inner.modules() if compiled else (inner,):
             self.transformers = self.transformers or uses_transformers(part)
             self.first_position = self.first_position or first_position(part)
-            for limit in limits_of(part, transformers=self.transformers):
+            self.chosen = implementation_of(part) or self.chosen
+            for limit in limits_of(part, transformers=self.transformers, chosen=self.chosen):
                 self._apply(part, limit, compiling or compiled)
 
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
@@ -184,6 +189,18 @@ def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
     return args[index] if index < len(args) else kwargs.get(name)
 
 
+def _asked(kwargs: Any) -> tuple[str, ...]:
+    """The watched arguments that a call sets, by keyword."""
+    return tuple([n for n in WATCHED if kwargs.get(n) is not None and kwargs[n] is not False])
+
+
+def _check_call(watch: Watch, module: nn.Module, asked: tuple[str, ...]) -> None:
+    """Refuses a model whose result depends on more than this rank's part of the sequence."""
+    if watch.world_size > 1 and asked and uses_transformers(module):
+        for limit in call_limits(module, asked):
+            raise limit.error(module)
+
+
 def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses a language model that counts its positions from 0 on each rank."""
     if watch.world_size == 1 or not hasattr(module, "base_model_prefix"):
@@ -279,10 +296,11 @@ def _complaint_before(module: nn.Module) -> str | None:
 
 
 @_constant_when_traced
-def _complaint_after(module: nn.Module, has_positions: bool) -> str | None:
+def _complaint_after(module: nn.Module, has_positions: bool, asked: tuple[str, ...]) -> str | None:
     watch = current()
     try:
         if watch is not None and watch.transformers:
+            _check_call(watch, module, asked)
             _check_positions(watch, module, (), {"position_ids": has_positions or None})
     except NotImplementedError as error:
         return str(error)
@@ -303,12 +321,18 @@ def _before(module: nn.Module, args: Any) -> None:
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     if torch.compiler.is_compiling():
         # Models pass positions by keyword; a positional one counts as missing.
-        if complaint := _complaint_after(module, kwargs.get("position_ids") is not None):
+        has_positions = kwargs.get("position_ids") is not None
+        if complaint := _complaint_after(module, has_positions, _asked(kwargs)):
             raise NotImplementedError(complaint)
         return
     watch = current()
     if watch is not None and watch.transformers:
-        _untraced(watch, lambda _: _check_positions(watch, module, args, kwargs))
+        _untraced(watch, lambda _: _check_after(watch, module, args, kwargs))
+
+
+def _check_after(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
+    _check_call(watch, module, _asked(kwargs))
+    _check_positions(watch, module, args, kwargs)
 
 
 def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:

@@ -176,6 +176,17 @@ STRANGERS = {
     ),
     "gemma4": Client("Gemma4", {"sliding_window": 7}, config=TEXT),
     "doge": Client("Doge", {"keep_window_size": 7}),
+    "doge-whole": Client("Doge", {"keep_window_size": 64}),
+    "moshi": Client("Moshi", {"ffn_dim": 48, "sliding_window": 7}),
+    "mixtral-router-loss": Client("Mixtral", {**MOE, "output_router_logits": True}),
+    "jetmoe-router-loss": Client("JetMoe", {**MOE, "output_router_logits": True}),
+    "minimax-m3": Client(
+        "MiniMaxM3VL",
+        {**MOE, "index_block_size": 2, "index_topk_blocks": 2}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+        config=TEXT,
+    ),
+    "classifier": Client("Llama", head="ForSequenceClassification"),
     "llama4-temperature": Client(
         "Llama4",
         {**CLIENTS["llama4"].options, "attn_temperature_tuning": True, "floor_scale": 5},
@@ -238,5 +249,10 @@ REFUSED = {
     "recurrent-gemma": r"'linear_attention' in config\.layer_types",
     "lfm2": r"'conv' in config\.layer_types",
     "falcon-h1": "FalconH1Mixer has a Conv1d",
+    "doge-whole": "takes '.*' of its attention mask, which is no matrix",
+    "mixtral-router-loss": r"MixtralForCausalLM has config\.output_router_logits=True",
+    "jetmoe-router-loss": r"JetMoeForCausalLM has config\.output_router_logits=True",
+    "minimax-m3": r"'minimax_m3_sparse' in config\.layer_types",
+    "classifier": "has type LlamaForSequenceClassification: it reads the first or last position",
     "doge": r"config\.keep_window_size=7: keys are picked among those of this rank only",
 }

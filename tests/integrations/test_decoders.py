@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
@@ -20,9 +21,12 @@ from tests.integrations.common import (
     Batch,
     Client,
     Result,
+    assert_near,
+    assert_same,
     causal_batch,
     check_client,
     in_one_process,
+    summed_grads,
     under_context_parallel,
 )
 from tests.integrations.decoders import CLIENTS, NOT_THROUGH_INTERFACE, REFUSED, STRANGERS
@@ -144,7 +148,7 @@ def errs_like_one_process(group: dist.ProcessGroup, client: Client) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["llama", "gpt-oss"])
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_autocast(ranks: Ranks, name: str) -> None:
     ranks.run(2, errs_like_one_process, CLIENTS[name])
 
@@ -172,6 +176,43 @@ def test_inference_then_training(ranks: Ranks) -> None:
     ranks.run(2, evaluates, CLIENTS["gpt-oss"])
 
 
+def dropping(model: nn.Module, *, recompute: bool = False) -> None:
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    torch.manual_seed(7)
+
+
+def drops(group: dist.ProcessGroup, layout: str, seed: int, recompute: bool) -> Result:
+    """A GPT-2 with dropout in attention only: elsewhere masks fall by place in a shard."""
+    client = Client("GPT2", NO_OTHER_DROPOUT | {"attn_pdrop": 0.3}, head="LMHeadModel")
+    torch.manual_seed(seed)
+    batch = batch_of("padded left")
+    balancer = BALANCERS[layout](LENGTH, group.size())
+    prepare = functools.partial(dropping, recompute=recompute)
+    return under_context_parallel(group, client, batch, balancer=balancer, prepare=prepare)
+
+
+NO_OTHER_DROPOUT = {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+@exhaustive
+@pytest.mark.parametrize("layout", BALANCERS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_of_attention(ranks: Ranks, layout: str, recompute: bool) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    torch.manual_seed(seed)
+    batch = batch_of("padded left")
+    (alone,) = ranks.run(1, drops, layout, seed, False)
+    for world_size in (2, 4):
+        for spread in ranks.run(world_size, drops, layout, seed, recompute):
+            assert_same(spread, alone, batch, 1e-9)
+    client = Client("GPT2", NO_OTHER_DROPOUT, head="LMHeadModel")
+    kept = in_one_process(client, batch).logits[batch["attention_mask"].bool()]
+    off = (alone.logits[batch["attention_mask"].bool()] - kept).abs().max()
+    assert off > 0.05, "nothing was dropped"
+
+
 # --- models that were not thought of -----------------------------------------------------------
 
 
@@ -183,8 +224,10 @@ def test_other_models(ranks: Ranks, name: str) -> None:
 
 
 def refuses(group: dist.ProcessGroup, client: Client, match: str) -> None:
+    balancer = symm_cp.HeadTail(LENGTH, group.size())
+    batch = batch_of("mask of ones")
     with pytest.raises(NotImplementedError, match=match):
-        check_client(group, client, batch_of("mask of ones"))
+        under_context_parallel(group, client, batch, balancer=balancer)
 
 
 @exhaustive
@@ -216,6 +259,41 @@ def test_models_that_ignore_their_configuration(ranks: Ranks, name: str) -> None
     ranks.run(2, refuses_as_configured, STRANGERS[name])
 
 
+def balances(group: dist.ProcessGroup, client: Client) -> None:
+    """As the message of the refusal has it: the loss of all ranks' router logits."""
+    batch = batch_of("mask of ones")
+    dense = client.make("eager")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    logits = dense.model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    expected = load_balancing_loss_func(logits.router_logits, 4, 2)
+    expected.backward()
+    mesh, balancer = mesh_of(group), symm_cp.Sequential(LENGTH, group.size())
+    local, _ = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
+    local.pop("labels")
+    model = client.make("eager")
+    sizes = [len(ids) * length for length in balancer.lengths]
+    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer):
+        with pytest.raises(NotImplementedError, match="has output_router_logits=True"):
+            model(**local, output_router_logits=True)
+        outputs = model.model(**local, output_router_logits=True)
+        logits = tuple(
+            symm_cp.low_contention_all_gather(each, group=group, sizes=sizes)
+            for each in outputs.router_logits
+        )
+        loss = load_balancing_loss_func(logits, 4, 2)
+        (loss / group.size()).backward()
+    assert_near("loss", loss.detach(), expected.detach(), 1e-5)
+    grads = summed_grads(group, model)
+    for name, parameter in dense.named_parameters():
+        if parameter.grad is not None:
+            assert_near(name, grads[name], parameter.grad, 1e-4, 1e-3)
+
+
+@exhaustive
+def test_losses_that_balance_experts(ranks: Ranks) -> None:
+    ranks.run(2, balances, CLIENTS["mixtral"])
+
+
 # --- positions ---------------------------------------------------------------------------------
 
 
@@ -234,8 +312,8 @@ def refuses_without_model(group: dist.ProcessGroup, client: Client, match: str) 
     local.pop("labels")
     model = client.make("sdpa")
     with (
-        symm_cp.context_parallel(mesh, load_balancer=balancer),
         pytest.raises(NotImplementedError, match=match),
+        symm_cp.context_parallel(mesh, load_balancer=balancer),
     ):
         model(**local, use_cache=False)
 

@@ -189,24 +189,43 @@ def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
     return args[index] if index < len(args) else kwargs.get(name)
 
 
+def _check_call(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses calls of a model of transformers that take this rank's part for the whole."""
+    if watch.world_size == 1 or not hasattr(module, "base_model_prefix"):
+        return
+    if not uses_transformers(module):
+        return
+    _check_asked(module, _asked(kwargs))
+    _check_cache(module, args, kwargs)
+    _check_positions(watch, module, args, kwargs)
+
+
 def _asked(kwargs: Any) -> tuple[str, ...]:
     """The watched arguments that a call sets, by keyword."""
     return tuple([n for n in WATCHED if kwargs.get(n) is not None and kwargs[n] is not False])
 
 
-def _check_call(watch: Watch, module: nn.Module, asked: tuple[str, ...]) -> None:
-    """Refuses a model whose result depends on more than this rank's part of the sequence."""
-    if watch.world_size > 1 and asked and uses_transformers(module):
-        for limit in call_limits(module, asked):
-            raise limit.error(module)
+def _check_asked(module: nn.Module, asked: tuple[str, ...]) -> None:
+    """Refuses a model that is asked for what depends on more than this rank's part."""
+    for limit in call_limits(module, asked):
+        raise limit.error(module)
+
+
+def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses generation: `generate` passes its cache to the model; models make their own else."""
+    generates = getattr(module, "can_generate", None)
+    if generates is None or not generates():
+        return
+    if _argument(module, "past_key_values", args, kwargs) is not None:
+        raise NotImplementedError(
+            f"context_parallel: {type(module).__name__} was called with past_key_values, as "
+            "generate does: a cache holds the keys of this rank's part only. Generate outside of "
+            "the context"
+        )
 
 
 def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
     """Refuses a language model that counts its positions from 0 on each rank."""
-    if watch.world_size == 1 or not hasattr(module, "base_model_prefix"):
-        return
-    if not uses_transformers(module):
-        return
     name, names = type(module).__name__, _parameters(module.__class__)
     if "position_ids" in names:
         positions = _argument(module, "position_ids", args, kwargs)
@@ -300,8 +319,13 @@ def _complaint_after(module: nn.Module, has_positions: bool, asked: tuple[str, .
     watch = current()
     try:
         if watch is not None and watch.transformers:
-            _check_call(watch, module, asked)
+<<<<<<< HEAD
+            if watch.world_size > 1 and asked and uses_transformers(module):
+                _check_asked(module, asked)
             _check_positions(watch, module, (), {"position_ids": has_positions or None})
+=======
+            _check_call(watch, module, (), {"position_ids": has_positions or None})
+>>>>>>> trunk
     except NotImplementedError as error:
         return str(error)
     return None
@@ -327,12 +351,8 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         return
     watch = current()
     if watch is not None and watch.transformers:
-        _untraced(watch, lambda _: _check_after(watch, module, args, kwargs))
-
-
-def _check_after(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
-    _check_call(watch, module, _asked(kwargs))
-    _check_positions(watch, module, args, kwargs)
+<<<<<<< HEAD
+        _untraced(watch, lambda _: _check_call(watch, module, args, kwargs))
 
 
 def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:

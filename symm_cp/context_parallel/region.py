@@ -41,9 +41,13 @@ class ParallelRegion:
     # The layouts as ops in graphs take them, as an input of the graph; None if samples have
     # different layouts, or a function chooses.
     layouts: torch.Tensor | None = field(init=False, repr=False, compare=False)
+    # Whether all ranks hold equally many positions of each sequence.
+    even: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layouts", self._layouts())
+        even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
+        object.__setattr__(self, "even", even and self.choose is None)
 
     def _layouts(self) -> torch.Tensor | None:
         if self.choose is not None or any(balancer.samples for balancer in self.balancers):
@@ -53,6 +57,15 @@ class ParallelRegion:
     def layouts_in_graph(self, device: torch.device) -> torch.Tensor | None:
         """Returns the layouts as an input of the graph that is being traced, if they can be one."""
         return self.layouts if torch.compiler.is_compiling() and device.type == "cpu" else None
+
+    def whole_length(self, local_length: int) -> int:
+        """Returns the length of a sequence of which this rank holds `local_length` positions.
+
+        In graphs it follows from `local_length` where all ranks hold equally many.
+        """
+        if torch.compiler.is_compiling() and self.even:
+            return local_length * self.world_size
+        return self.layout(local_length).seq_length
 
     def layout(self, local_length: int) -> LoadBalancer:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""

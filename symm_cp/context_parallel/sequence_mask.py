@@ -10,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 
-from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.memory import reported
 from symm_cp.ops.attention.flex.mask import Modifier
+from symm_cp.ops.attention.sequence import in_sequence_order
 from symm_cp.ops.low_contention import low_contention_all_gather
 
 _NO_MATRIX = (
@@ -137,43 +139,42 @@ def runs(*ids: torch.Tensor) -> torch.Tensor:
 
 
 def gather_sequence(
-    op: str, name: str, shard: torch.Tensor, balancer: LoadBalancer, region: ParallelRegion
+    op: str, name: str, shard: torch.Tensor, region: ParallelRegion, lengths: tuple[int, int]
 ) -> torch.Tensor:
     """Returns a tensor (B, S) of the whole sequence from this rank's part of it. Collective.
 
-    `name` is that of the argument, for errors: `ValueError` unless the shard has as many columns as
-    the load balancer gives this rank.
+    `name` is that of the argument, for errors. `lengths` are the numbers of queries of this rank,
+    and of positions of the sequence that the shard is of. Raises `ValueError` unless the shard has
+    as many columns as the load balancer gives this rank.
     """
-    lengths, rank = balancer.lengths, region.rank
-    if shard.dim() != 2 or shard.shape[1] != lengths[rank]:
+    sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
+    layouts = region.layouts_in_graph(shard.device)
+    if layouts is not None:
+        whole_length = region.whole_length(lengths[1])
+        whole = torch.ops.symm_mem._gather_sequence(sent, layouts, whole_length, region.group)
+        return whole.to(shard.dtype)  # type: ignore[no-any-return]
+    balancer = region.layout_of_keys(*lengths)
+    assert balancer is not None
+    held, rank = balancer.lengths, region.rank
+    if shard.dim() != 2 or shard.shape[1] != held[rank]:
         raise ValueError(
-            f"{op}: {name} has shape {list(shard.shape)}, must be (batch, {lengths[rank]}), this "
+            f"{op}: {name} has shape {list(shard.shape)}, must be (batch, {held[rank]}), this "
             f"rank's part of the {balancer.seq_length} positions: symm_cp.shard_batch cuts a batch"
         )
-    sent = shard.to(torch.uint8) if shard.dtype == torch.bool else shard
-    gathered = low_contention_all_gather(
-        sent.t().contiguous(),
-        group=region.group,
-        sizes=None if len(set(lengths)) == 1 else lengths,
-    )
     samples = balancer.samples
     if samples and len(samples) != len(shard):
         raise ValueError(f"{op}: {name} has {len(shard)} samples, {balancer} is for {len(samples)}")
-    if samples:
-        parts = [_ordered(gathered[:, b : b + 1], own) for b, own in enumerate(samples)]
-        whole = torch.cat(parts, 1)
-    else:
-        whole = _ordered(gathered, balancer)
+    gathered = _gathered(sent.t().contiguous(), held, region.group)
+    columns = [
+        in_sequence_order(gathered[:, b : b + 1], own.layout) for b, own in enumerate(samples)
+    ]
+    whole = torch.cat(columns, 1) if samples else in_sequence_order(gathered, balancer.layout)
     return whole.t().to(shard.dtype).contiguous()
 
 
-def _ordered(gathered: torch.Tensor, balancer: LoadBalancer) -> torch.Tensor:
-    """Returns the rows that ranks hold, rank after rank, in the order of the sequence."""
-    pieces: list[tuple[int, int, int]] = []
-    begin = 0
-    for rank, length in enumerate(balancer.lengths):
-        for span in balancer.layout.spans(rank):
-            pieces.append((span.start, begin + span.row, span.length))
-        begin += length
-    pieces.sort()
-    return torch.cat([gathered[row : row + length] for _, row, length in pieces])
+def _gathered(shard: torch.Tensor, lengths: list[int], group: str) -> torch.Tensor:
+    sizes = None if len(set(lengths)) == 1 else lengths
+    try:
+        return funcol.wait_tensor(low_contention_all_gather(shard, group=group, sizes=sizes))
+    except RuntimeError as error:
+        raise reported(error) from None  # by the native op

@@ -174,7 +174,13 @@ STRANGERS = {
         },
         config=TEXT,
     ),
-    "gemma4": Client("Gemma4", {"sliding_window": 7}, config=TEXT),
+    "gemma4": Client(
+        "Gemma4",
+        {"sliding_window": 7, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 61, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        config=TEXT,
+    ),
     "doge": Client("Doge", {"keep_window_size": 7}),
     "doge-whole": Client("Doge", {"keep_window_size": 64}),
     "moshi": Client("Moshi", {"ffn_dim": 48, "sliding_window": 7}),

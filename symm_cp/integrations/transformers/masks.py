@@ -14,7 +14,6 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from transformers import masking_utils as made
 from transformers.utils.import_utils import is_tracing
 
 from symm_cp.context_parallel.closures import captured
-from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
 from symm_cp.ops.attention.flex.captures import captures_tensors
@@ -66,30 +64,34 @@ class _Whole:
     padding: torch.Tensor | None
     positions: torch.Tensor | None
 
-    @cached_property
-    def queries(self) -> LoadBalancer:
-        """How queries are spread."""
-        return self.region.layout(self.lengths[0])
+    _made: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def gathered(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
         """Returns the whole of a tensor over queries or keys."""
-        of_keys = self.region.layout_of_keys(*self.lengths) if keys else None
-        return gather_sequence(OP, name, shard, of_keys or self.queries, self.region)
+        queries = self.lengths[0]
+        lengths = self.lengths if keys else (queries, queries)
+        return gather_sequence(OP, name, shard, self.region, lengths)
 
-    @cached_property
+    def _once(self, name: str, shard: torch.Tensor, *, keys: bool = False) -> torch.Tensor:
+        # By hand: Dynamo does not trace the lock of Python 3.11's cached_property.
+        if name not in self._made:
+            self._made[name] = self.gathered(name, shard, keys=keys)
+        return self._made[name]
+
+    @property
     def key_mask(self) -> torch.Tensor | None:
         """Keys that are no padding: (B, S_k) of bool."""
         if self.padding is None:
             return None
-        return self.gathered("attention_mask", self.padding, keys=True)
+        return self._once("attention_mask", self.padding, keys=True)
 
-    @cached_property
+    @property
     def position_ids(self) -> torch.Tensor:
         """(B, S), counted from the begin of each document."""
         assert self.positions is not None
-        return self.gathered("position_ids", self.positions)
+        return self._once("position_ids", self.positions)
 
-    @cached_property
+    @property
     def documents(self) -> torch.Tensor | None:
         """(B, S): a new document begins where positions do not count on, as transformers has it."""
         if self.positions is None:
@@ -108,7 +110,7 @@ class _Whole:
 
     def chunks(self, size: int, *, remapped: bool) -> torch.Tensor:
         """(B, S): the attention chunk of each position."""
-        counted = torch.arange(self.queries.seq_length)
+        counted = torch.arange(self.region.whole_length(self.lengths[0]))
         if not remapped:
             left = self.left_padding()
             return (counted.to(left.device) - left[:, None]) // size

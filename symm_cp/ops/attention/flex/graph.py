@@ -4,12 +4,12 @@ The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what 
 
     flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
                               mask_tensors, mask_numbers, modifiers, group_name, layouts, scale,
-                              enable_gqa, by_position)
+                              enable_gqa, by_position, *, softcap, sinks, bias, dropout_p,
+                              dropout_seed)
 
 `blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
 `sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
-only a function. `layouts` say how the
-sequences are spread (see layouts.py).
+only a function. `layouts` say how the sequences are spread (see layouts.py).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
-from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
+from symm_cp.ops.attention.flex.op import FlexAttention, check_flex, flex_spec
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
-from symm_cp.ops.attention.spec import AttentionSpec, rotate_method, value_features_of
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -50,10 +50,20 @@ _REST = (
     "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
     "float? scale, bool enable_gqa, bool by_position"
 )
-lib.define(f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor)")
+_OPTIONS = (
+    "float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float dropout_p=0.0, "
+    "Tensor? dropout_seed=None"
+)
+_TENSORS = ("sinks", "bias", "dropout_seed")
+lib.define(
+    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    " -> (Tensor, Tensor)"
+)
+# `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
 lib.define(
     f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
-    f"Tensor query, Tensor key, Tensor value, {_REST}) -> (Tensor, Tensor, Tensor, Tensor[])"
+    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    " -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
 
@@ -100,6 +110,7 @@ class _Arguments(NamedTuple):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        options: dict[str, Any],
         wanted: Sequence[bool] | None = None,
     ) -> FlexAttention:
         """Returns the checked call; `wanted` are the score tensors that a backward pass wants."""
@@ -123,15 +134,13 @@ class _Arguments(NamedTuple):
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
         heads = (query.shape[0], query.shape[1])
         masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank)
-        spec = AttentionSpec(
-            layout=keys,
-            scale=self.scale,
-            method=rotate_method(),
-            value_features=value_features_of(query, value),
-        )
+        score_mod = None
+        if score is not None:
+            score_mod = score.bound(self.score_tensors, self.score_numbers)
+        given = Options(scale=self.scale, **options)
+        spec = flex_spec(query, value, (queries, keys), score_mod, given)
         if score is None:
             return FlexAttention(group, spec, masks)
-        score_mod = score.bound(self.score_tensors, self.score_numbers)
         captures = None if wanted is None else _WantedCaptures(score, self, wanted)
         return FlexAttention(group, spec, masks, score_mod, captures)
 
@@ -164,12 +173,13 @@ def _transforms() -> torch._C._ForceDispatchKeyGuard:
 
 
 def _kernel(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1  # also when it is refused
     with _transforms():
-        attention = _Arguments(*rest).attention(query, key, value)
-        out, lse = attention.forward(query, key, value)
+        attention = _Arguments(*rest).attention(query, key, value, options)
+        added = options.get("sinks"), options.get("bias")
+        out, lse = attention.forward(query, key, value, *added)
     return heads_in_rows(out), lse
 
 
@@ -183,20 +193,25 @@ def _backward_kernel(
     key: torch.Tensor,
     value: torch.Tensor,
     *rest: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     arguments = _Arguments(*rest)
-    captured = itertools.compress(arguments.score_tensors, wanted)
+    *of_score, of_sinks, of_bias = wanted
+    captured = itertools.compress(arguments.score_tensors, of_score)
+    added = options.get("sinks"), options.get("bias")
     # Collective: every rank takes part, also without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
-        attention = arguments.attention(query, key, value, wanted)
-        grads = attention.backward((query, key, value, out, lse, *captured), grad_out, grad_lse)
-    of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads[:3])
-    return of_query, of_key, of_value, [grad.contiguous() for grad in grads[3:]]
+        attention = arguments.attention(query, key, value, options, of_score)
+        saved = (query, key, value, out, lse, *captured)
+        grads, of_added, of_captured = attention.backward(saved, *added, grad_out, grad_lse)
+    of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)
+    found = [*of_captured, *itertools.compress(of_added, (of_sinks, of_bias))]
+    return of_query, of_key, of_value, [t.contiguous() for t in found if t is not None]
 
 
 def _fake(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
     return fake_like(query, value.shape[3]), lse
@@ -209,11 +224,12 @@ def _backward_fake(
     out: torch.Tensor,
     lse: torch.Tensor,
     *args: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     query, key, value, *rest = args
-    captured = itertools.compress(_Arguments(*rest).score_tensors, wanted)
-    of_captured = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in captured]
-    return fake_like(query), fake_like(key), fake_like(value), of_captured
+    others = [*_Arguments(*rest).score_tensors, options.get("sinks"), options.get("bias")]
+    found = [t.new_empty(t.shape) for t in itertools.compress(others, wanted) if t is not None]
+    return fake_like(query), fake_like(key), fake_like(value), found
 
 
 # --- gradients -------------------------------------------------------------------------------
@@ -229,20 +245,26 @@ class _FlexOp(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         arguments: _Arguments,
-        *score_tensors: torch.Tensor,
+        options: dict[str, Any],
+        *added: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`added` are the score tensors, sinks, bias and the seed of dropout."""
+        tensors = dict(zip(_TENSORS, added[-len(_TENSORS) :], strict=True))
         with torch._C._AutoDispatchBelowAutograd():
-            out, lse = torch.ops.symm_mem.flex_all_gather_attention(query, key, value, *arguments)
+            out, lse = torch.ops.symm_mem.flex_all_gather_attention(
+                query, key, value, *arguments, **options, **tensors
+            )
         blocks, masks = arguments.blocks, arguments.mask_tensors
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
         ctx.save_for_backward(
-            query, key, value, out, lse, arguments.layouts, *blocks, *masks, *score_tensors
+            query, key, value, out, lse, arguments.layouts, *blocks, *masks, *added
         )
         ctx.counts = len(blocks), len(masks)
         # The tensors are those that were saved.
         ctx.arguments = arguments._replace(
             layouts=None, blocks=[], mask_tensors=[], score_tensors=[]
         )
+        ctx.options = options
         return out, lse
 
     @staticmethod
@@ -250,31 +272,35 @@ class _FlexOp(torch.autograd.Function):
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
         query, key, value, out, lse, layouts, *others = saved
         blocks, masks = ctx.counts
+        *score_tensors, sinks, bias, seed = others[blocks + masks :]
         arguments = ctx.arguments._replace(
             layouts=layouts,
             blocks=others[:blocks],
             mask_tensors=others[blocks : blocks + masks],
-            score_tensors=others[blocks + masks :],
+            score_tensors=score_tensors,
         )
         wanted = [
             needed and tensor.is_floating_point()
             for needed, tensor in zip(
-                ctx.needs_input_grad[4:], arguments.score_tensors, strict=True
+                ctx.needs_input_grad[5:-1], (*score_tensors, sinks, bias), strict=True
             )
         ]
-        *grads, of_captured = torch.ops.symm_mem.flex_all_gather_attention_backward(
-            grad_out, grad_lse, wanted, out, lse, query, key, value, *arguments
-        )
-        remaining = iter(of_captured)
-        return (*grads, None, *(next(remaining) if want else None for want in wanted))
+        tensors = dict(zip(_TENSORS, (sinks, bias, seed), strict=True))
+        *grads, of_others = torch.ops.symm_mem.flex_all_gather_attention_backward(
+            grad_out, grad_lse, wanted, out, lse, query, key, value, *arguments,
+            **ctx.options, **tensors,
+        )  # fmt: skip
+        remaining = iter(of_others)
+        return (*grads, None, None, *(next(remaining) if want else None for want in wanted), None)
 
 
 def _autograd(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     arguments = _Arguments(*rest)
-    check_transforms(_FORWARD, query, key, value, *arguments.score_tensors)
-    return _FlexOp.apply(query, key, value, arguments, *arguments.score_tensors)  # type: ignore[no-any-return]
+    added = (*arguments.score_tensors, *(options.pop(name, None) for name in _TENSORS))
+    check_transforms(_FORWARD, query, key, value, *added)
+    return _FlexOp.apply(query, key, value, arguments, options, *added)  # type: ignore[no-any-return]
 
 
 def register() -> None:

@@ -22,9 +22,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
+from symm_cp.ops.attention.checks import (
+    check_bias_length,
+    check_scores,
+    check_tensors,
+    seed_of,
+)
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -33,13 +40,21 @@ from symm_cp.ops.attention.pipeline import (
     fake_results,
     reduce_gradients,
 )
+from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import (
     AttentionSpec,
-    check_tensors,
     rotate_method,
     value_features_of,
 )
-from symm_cp.ops.attention.tiles import Backward, Forward, Total, additive, as_dtype, dense_features
+from symm_cp.ops.attention.tiles import (
+    Backward,
+    Forward,
+    Total,
+    additive,
+    as_dtype,
+    dense_features,
+    grad_of_sinks,
+)
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
@@ -60,6 +75,11 @@ def flex_all_gather_attention(
     kv_layout: SequenceLayout | None = None,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -69,16 +89,19 @@ def flex_all_gather_attention(
         flex_attention(full_query, full_key, full_value, score_mod, block_mask, scale, enable_gqa,
                        return_lse=True)
 
-    with `block_mask` and all indices those of the whole sequence. query: (B, H, S_q, E); key and
-    value: (B, G, S_k, E); returns out, as query, and lse: (B, H, S_q) of float32 (float64 for
-    float64). Rows that see no key are zero with lse -inf. `layout` gives the positions of this
-    rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod` defaults to that
-    of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
+    with `block_mask` and all indices those of the whole sequence. query: (B, H, S_q, E); key:
+    (B, G, S_k, E); value: (B, G, S_k, V); returns out: (B, H, S_q, V), and lse: (B, H, S_q) of
+    float32 (float64 for float64). Rows that see no key are zero with lse -inf. `layout` gives the
+    positions of this rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod`
+    defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
-    Differentiable, also through lse and in tensors that `score_mod` captures: those get this rank's
-    part of their gradient, to be summed over ranks like that of any replicated parameter. Masks
-    take memory for one tile at a time. Raises `ValueError`, `TypeError` and `NotImplementedError`
-    before any communication.
+    `softcap`, `sinks`, `bias` and dropout are those of `all_gather_attention`; of these only sinks
+    go together with a `score_mod`.
+
+    Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
+    these get this rank's part of their gradient, to be summed over ranks like that of any
+    replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
+    and `NotImplementedError` before any communication.
     """
     device = query.device.type
     if torch.is_autocast_enabled(device):
@@ -93,17 +116,25 @@ def flex_all_gather_attention(
     captures: Captures | None = None
     if score_mod is not None and torch.is_grad_enabled() and layout.length:
         captures = Captures(score_mod)
-    spec = AttentionSpec(
-        layout=kv_layout,
-        scale=scale,
-        method=rotate_method(),
-        value_features=value_features_of(query, value),
+    spec = flex_spec(
+        query,
+        value,
+        (layout, kv_layout),
+        score_mod,
+        Options(
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+        ),
     )
     attention = FlexAttention(group, spec, masks, score_mod, captures)
     tensors = captures.tensors if captures is not None else []
-    check_transforms(_OP, query, key, value, *tensors)
+    check_transforms(_OP, query, key, value, sinks, bias, *tensors)
     with torch.autocast(device, enabled=False):
-        out, lse = _FlexFunction.apply(query, key, value, attention, *tensors)
+        out, lse = _FlexFunction.apply(query, key, value, attention, sinks, bias, *tensors)
     return out, lse
 
 
@@ -155,6 +186,38 @@ def check_flex(
         )
 
 
+def flex_spec(
+    query: torch.Tensor,
+    value: torch.Tensor,
+    layouts: tuple[SequenceLayout, SequenceLayout],
+    score_mod: Modifier | None,
+    options: Options,
+) -> AttentionSpec:
+    """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
+    check_scores(_OP, query, options)
+    queries, keys = layouts
+    if options.bias is not None:
+        check_bias_length(_OP, options.bias, queries, keys)
+    spec = AttentionSpec(
+        layout=keys,
+        scale=options.scale,
+        method=rotate_method(),
+        queries=None if queries == keys else queries,
+        value_features=value_features_of(query, value),
+        softcap=options.softcap,
+        sinks=options.sinks is not None,
+        bias=options.bias is not None,
+        dropout_p=options.dropout_p,
+        dropout_seed=seed_of(options),
+    )
+    if score_mod is not None and spec.rescores:
+        raise NotImplementedError(
+            f"{_OP}: softcap, bias and dropout_p cannot be used together with a score_mod: compute "
+            "the soft cap and the bias in score_mod; dropout with a score_mod is not supported"
+        )
+    return spec
+
+
 @dataclass(frozen=True, eq=False)
 class FlexAttention:
     """A checked call on this rank. `captures` are the tensors of `score_mod` that want gradients.
@@ -169,14 +232,20 @@ class FlexAttention:
     captures: Rebinding | None = None
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and its log-sum-exp. Collective."""
         if isinstance(query, FakeTensor):
             return fake_results(query, value)
         attention_runs.count += 1
         query = dense_features(query)
-        merged = Forward(query, self.spec)
+        scored = ScoredTiles.of(query, self.spec, self.group.rank, bias)
+        merged = Forward(query, self.spec, sinks=sinks, scored=scored)
         scores = None
         if self.score_mod is not None:
             scores = Scores(query, self.spec.scale, self.score_mod)
@@ -198,20 +267,28 @@ class FlexAttention:
         consume_keys(_OP, self.spec, self.group, key, value, consume, *queries)
         return merged.result()
 
-    def backward(self, saved: Tensors, grad_out: torch.Tensor, grad_lse: Grad) -> Tensors:
-        """Returns the gradients of query, key, value and the captured tensors. Collective.
+    def backward(
+        self,
+        saved: Tensors,
+        sinks: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        grad_out: torch.Tensor,
+        grad_lse: Grad,
+    ) -> tuple[Tensors, tuple[Grad, Grad], Tensors]:
+        """Returns the gradients of query, key and value; sinks and bias; the captured tensors.
 
-        `saved` are query, key, value, the results, and the captured tensors.
+        Collective. `saved` are query, key, value, the results, and the captured tensors.
         """
         query, key, value, out, lse, *captured = saved
         if isinstance(query, FakeTensor):
-            like = [torch.empty_like(tensor) for tensor in captured]
-            return fake_like(query), fake_like(key), fake_like(value), *like
+            of_inputs = fake_like(query), fake_like(key), fake_like(value)
+            return of_inputs, (sinks, bias), tuple(torch.empty_like(t) for t in captured)
         query = dense_features(query)
         spec = replace(self.spec, method=rotate_method())  # the one that holds now
         kernels: Backward | None = None
-        if self.score_mod is None and grad_lse is None:
-            kernels = Backward(grad_out, query, out, lse, spec)
+        scored = ScoredTiles.of(query, spec, self.group.rank, bias)
+        if self.score_mod is None and (grad_lse is None or scored is not None):
+            kernels = Backward(grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse)
         else:
             score_mod, leaves = self.score_mod, captured
             if self.captures is not None:
@@ -233,13 +310,18 @@ class FlexAttention:
 
         name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
         of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)
         if kernels is not None:
-            return kernels.grad_query(), *of_keys
-        of_captured = (
+            of_bias = None if bias is None else kernels.grad_bias(bias)
+            return (kernels.grad_query(), *of_keys), (of_sinks, of_bias), ()
+        of_query = as_dtype(gradients.grad_query.total, query.dtype)
+        of_captured = tuple(
             grad.to(tensor.dtype)
             for grad, tensor in zip(gradients.grad_captured, captured, strict=True)
         )
-        return as_dtype(gradients.grad_query.total, query.dtype), *of_keys, *of_captured
+        return (of_query, *of_keys), (of_sinks, None), of_captured
 
     def _indices(self, owner: int) -> Indices:
         """Gives the positions of the queries and of a rank's keys in a tile."""
@@ -255,19 +337,24 @@ class _FlexFunction(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         attention: FlexAttention,
+        sinks: torch.Tensor | None,
+        bias: torch.Tensor | None,
         *captured: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = attention.forward(query, key, value)
+        out, lse = attention.forward(query, key, value, sinks, bias)
         ctx.attention = attention
         ctx.set_materialize_grads(False)  # the log-sum-exp is rarely used
-        ctx.save_for_backward(query, key, value, out, lse, *captured)
+        ctx.save_for_backward(sinks, bias, query, key, value, out, lse, *captured)
         return out, lse
 
     @staticmethod
     @once_differentiable(_OP)
     def backward(ctx: Any, saved: Tensors, grad_out: Grad, grad_lse: Grad) -> tuple[Grad, ...]:  # type: ignore[override]
+        sinks, bias, *tensors = saved
         # Collective: every rank takes part, also without a gradient of its own.
-        grad_out = torch.zeros_like(saved[3]) if grad_out is None else grad_out
+        grad_out = torch.zeros_like(tensors[3]) if grad_out is None else grad_out
         with torch.autocast(grad_out.device.type, enabled=False):
-            grads = ctx.attention.backward(saved, grad_out, grad_lse)
-        return *grads[:3], None, *grads[3:]
+            of_inputs, of_options, of_captured = ctx.attention.backward(
+                tuple(tensors), sinks, bias, grad_out, grad_lse
+            )
+        return *of_inputs, None, *of_options, *of_captured

@@ -1,0 +1,182 @@
+"""transformers' `Trainer` under context parallelism.
+
+Ranks of a context-parallel group get the same batches, each cuts its part, and the gradients are
+those of the whole sequence. DDP or FSDP, which accelerate wraps the model in, averages gradients
+over all ranks, so `shard_batch` scales the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from transformers import Trainer
+
+from symm_cp.context_parallel import LoadBalancer, context_parallel, shard_batch
+from symm_cp.context_parallel.batch import LossReduction
+from symm_cp.context_parallel.load_balancers import HeadTail
+from symm_cp.memory import GroupLike, group_name
+
+_OP = "ContextParallelTrainer"
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What accelerate's data loaders read of a device mesh: which processes get one batch."""
+
+    sizes: Mapping[str, int]
+
+    @property
+    def mesh_dim_names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def __getitem__(self, name: str) -> _Sizes:
+        return _Sizes({name: self.sizes[name]})
+
+    def size(self) -> int:
+        (size,) = self.sizes.values()
+        return size
+
+
+class ContextParallelMixin:
+    """Makes a `Trainer` run context parallel, as `class MyTrainer(ContextParallelMixin, Trainer)`.
+
+    Further arguments, by keyword:
+
+    cp_mesh: a 1-D DeviceMesh, a ProcessGroup or a group name: the ranks that share a sequence.
+        They must be consecutive, and started so that accelerate knows them (torchrun). Further
+        ranks are replicas with other batches.
+    cp_load_balancer: a function of the length of a whole sequence and the number of ranks, such as
+        the class `symm_cp.Sequential`; `symm_cp.HeadTail` by default.
+
+    Batches are those of one process, of any model that `context_parallel(model=...)` takes; see
+    `shard_batch`. The loss is the mean over all labels, as accelerate and gradient accumulation
+    count them. Evaluation computes the loss only. Refused with `NotImplementedError`: label
+    smoothing, `compute_loss_func`, and metrics, which would get this rank's logits.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        cp_mesh: GroupLike,
+        cp_load_balancer: Callable[[int, int], LoadBalancer] = HeadTail,
+        **kwargs: Any,
+    ) -> None:
+        self._cp_group = _resolve_process_group(group_name(cp_mesh))  # type: ignore[arg-type]
+        self._cp_load_balancer = cp_load_balancer
+        self._cp_reduce_loss: LossReduction | None = None
+        super().__init__(*args, **kwargs)
+        trainer: Any = self
+        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+            raise NotImplementedError(
+                f"{_OP}: label_smoothing_factor and compute_loss_func would get labels that are "
+                "shifted already: override compute_loss instead"
+            )
+        if trainer.compute_metrics is not None:
+            raise NotImplementedError(
+                f"{_OP}: compute_metrics would get the logits of this rank's part: compute metrics "
+                "with a Trainer"
+            )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Creates the accelerator, whose data loaders give all ranks of a group the same batch."""
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        trainer: Any = self
+        ranks, size = dist.get_process_group_ranks(self._cp_group), self._cp_group.size()
+        processes = trainer.accelerator.num_processes
+        if processes != dist.get_world_size():
+            raise RuntimeError(
+                f"{_OP}: accelerate sees {processes} processes of {dist.get_world_size()}: start "
+                "them with torchrun"
+            )
+        if ranks != list(range(ranks[0], ranks[0] + size)) or ranks[0] % size or processes % size:
+            raise ValueError(
+                f"{_OP}: cp_mesh has ranks {ranks} of {processes}, must be {size} consecutive "
+                f"ones from a multiple of {size}"
+            )
+        sizes = _Sizes({"dp_replicate": processes // size, "cp": size})
+        trainer.accelerator._prepare_device_mesh = lambda: sizes
+
+    def get_cp_size(self) -> int:
+        """The number of ranks that share a sequence."""
+        return self._cp_group.size()
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """How many labels a step counts: of all replicas, or of this one."""
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        trainer: Any = self
+        if torch.is_tensor(items) and not trainer.args.average_tokens_across_devices:
+            # transformers divides by the number of ranks also where it counted only one's labels.
+            items = items * self.get_cp_size()
+        return items
+
+    def _prepare_context_parallel_inputs(
+        self, model: nn.Module, inputs: dict[str, Any]
+    ) -> tuple[Callable[[], Any], dict[str, Any]]:
+        """Cuts a batch; `Trainer` calls it before each step, and enters the context it returns."""
+        trainer: Any = self
+        whole = trainer._prepare_inputs(inputs)
+        tensors = [value for value in whole.values() if isinstance(value, torch.Tensor)]
+        lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
+        size = self._cp_group.size()
+        local, self._cp_reduce_loss = shard_batch(
+            self._cp_group,
+            whole,
+            model=model,
+            load_balancer={n: self._cp_load_balancer(n, size) for n in lengths},
+            average_gradients=True,
+        )
+        balancer = self._cp_reduce_loss.load_balancer
+        context = partial(context_parallel, self._cp_group, model=model, load_balancer=balancer)
+        return context, local
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        """The loss of the whole batch, from the mean over this rank's labels."""
+        trainer: Any = self
+        reduce_loss, self._cp_reduce_loss = self._cp_reduce_loss, None
+        if reduce_loss is None:
+            raise RuntimeError(f"{_OP}: compute_loss was called with a batch that was not cut")
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)  # type: ignore[misc]
+        loss = reduce_loss(loss)
+        if num_items_in_batch is not None:
+            # A mean over all labels of the step: of several batches, and perhaps of all replicas.
+            loss = loss * reduce_loss.num_items / num_items_in_batch
+            if trainer.args.average_tokens_across_devices:
+                loss = loss * (trainer.accelerator.num_processes // self._cp_group.size())
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        """The loss of a batch; predictions are refused."""
+        if not prediction_loss_only:
+            raise NotImplementedError(
+                f"{_OP}: predictions would be those of this rank's part: predict with a Trainer"
+            )
+        return super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
+
+
+class ContextParallelTrainer(ContextParallelMixin, Trainer):
+    """transformers' `Trainer`, context parallel: see `ContextParallelMixin`.
+
+    Same losses and weights as with one process::
+
+        trainer = ContextParallelTrainer(model, args, train_dataset=data, cp_mesh=mesh["cp"])
+        trainer.train()
+    """

@@ -1,0 +1,219 @@
+"""transformers' `Trainer` under context parallelism: losses and weights of one process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments
+
+import symm_cp
+from symm_cp.integrations.transformers.trainer import ContextParallelMixin, ContextParallelTrainer
+from tests.context_parallel.common import mesh_of
+from tests.exhaustive import exhaustive
+from tests.pool import Ranks
+
+pytest.importorskip("accelerate")
+
+STEPS, LENGTH, IGNORED = 3, 24, -100
+SIZES = {
+    "vocab_size": 31,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "pad_token_id": 0,
+    "max_position_embeddings": 64,
+    "attn_implementation": "sdpa",
+}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "dropout_rate": 0.0}
+BERT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+
+
+class Texts(Dataset[dict[str, torch.Tensor]]):
+    """Samples with padding on the right and different numbers of labels."""
+
+    def __init__(self, kind: str, count: int = 16) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.samples = []
+        for sample in range(count):
+            ids = torch.randint(1, 31, (LENGTH,), generator=generator)
+            ids[LENGTH - sample % 7 :] = 0
+            labels = ids.masked_fill(ids == 0, IGNORED)
+            labels[: 2 * (sample % 5)] = IGNORED
+            mask = (ids != 0).long()
+            entry = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+            if kind.startswith("T5"):
+                entry["labels"] = labels[:16].clone()
+            self.samples.append(entry)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.samples[index]
+
+
+def model_of(name: str) -> torch.nn.Module:
+    transformers.logging.set_verbosity_error()
+    torch.manual_seed(0)
+    kind = getattr(transformers, name)
+    options = T5 if name.startswith("T5") else BERT
+    made = kind.config_class(**{**SIZES, **options, "decoder_start_token_id": 0})
+    return kind(made).double()
+
+
+def trained(
+    kind: type[Trainer], name: str, folder: str, batch: int, options: dict[str, Any], **cp: Any
+) -> tuple[list[float], float, dict[str, torch.Tensor]]:
+    """Losses of each step, that of the evaluation, and the weights."""
+    model = model_of(name)
+    args = TrainingArguments(
+        output_dir=folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=batch,
+        per_device_eval_batch_size=batch,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=1.0,
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        seed=3,
+        logging_nan_inf_filter=False,
+        **options,
+    )
+    texts = Texts(name)
+    trainer = kind(model, args, train_dataset=texts, eval_dataset=texts, **cp)
+    trainer.train()
+    losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    evaluated = float(trainer.evaluate()["eval_loss"])
+    plain = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+    return losses, evaluated, plain
+
+
+def launched(group: dist.ProcessGroup) -> None:
+    """As torchrun starts processes."""
+    variables = {"RANK": group.rank(), "LOCAL_RANK": group.rank(), "WORLD_SIZE": group.size()}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+
+
+def trains(
+    group: dist.ProcessGroup, name: str, replicas: int, sequential: bool, options: dict[str, Any]
+) -> Any:
+    launched(group)
+    mesh = mesh_of(group)
+    if replicas > 1:
+        sizes = (replicas, group.size() // replicas)
+        mesh = dist.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "cp"))["cp"]
+    cp = {"cp_load_balancer": symm_cp.Sequential} if sequential else {}
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(
+            ContextParallelTrainer, name, folder, 4 // replicas, options, cp_mesh=mesh, **cp
+        )
+
+
+def alone(group: dist.ProcessGroup, name: str, options: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(Trainer, name, folder, 4, options)
+
+
+def results(ranks: Ranks, world_size: int, function: Any, *args: Any) -> list[Any]:
+    """In processes of their own: accelerate keeps what it saw first for the process' lifetime."""
+    with ranks.own(world_size, function, *args) as running:
+        outcomes = running.outcomes(timeout=240)
+    for outcome in outcomes:
+        assert not outcome.failure, outcome.failure
+    return [outcome.result for outcome in outcomes]
+
+
+CHECKPOINTED = {"gradient_checkpointing": True}
+CASES: list[tuple[Any, ...]] = [
+    ("LlamaForCausalLM", 2, 1, False, {}),
+    ("LlamaForCausalLM", 2, 1, True, CHECKPOINTED),
+    ("LlamaForCausalLM", 4, 2, False, {}),
+    ("LlamaForCausalLM", 4, 2, False, {"average_tokens_across_devices": False}),
+    ("LlamaForCausalLM", 2, 1, False, {"gradient_accumulation_steps": 2}),
+    ("LlamaForCausalLM", 4, 2, False, {"gradient_accumulation_steps": 2, **CHECKPOINTED}),
+    ("BertForMaskedLM", 2, 1, False, {}),
+    ("T5ForConditionalGeneration", 2, 1, False, {}),
+    ("T5ForConditionalGeneration", 4, 1, True, CHECKPOINTED),
+]
+
+
+@exhaustive
+@pytest.mark.parametrize(("name", "world_size", "replicas", "sequential", "options"), CASES)
+def test_losses_and_weights_are_those_of_one_process(
+    ranks: Ranks,
+    name: str,
+    world_size: int,
+    replicas: int,
+    sequential: bool,
+    options: dict[str, Any],
+) -> None:
+    ((losses, evaluated, weights),) = results(ranks, 1, alone, name, options)
+    assert len(losses) == STEPS
+    parallel = results(ranks, world_size, trains, name, replicas, sequential, options)
+    if options.get("average_tokens_across_devices") is False:
+        # A mean over replicas of means, as without context parallelism.
+        parallel_alone = results(ranks, 2, replicated, name, options)
+        losses, evaluated, weights = parallel_alone[0]
+    for got_losses, got_evaluated, got in parallel:
+        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
+        assert abs(got_evaluated - evaluated) < 1e-4
+        assert got.keys() == weights.keys()
+        for key, want in weights.items():
+            torch.testing.assert_close(got[key], want, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def replicated(group: dist.ProcessGroup, name: str, options: dict[str, Any]) -> Any:
+    launched(group)
+    with tempfile.TemporaryDirectory() as folder:
+        return trained(Trainer, name, folder, 2, options)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+
+    class Ours(ContextParallelMixin, Trainer):
+        pass
+
+    def make(**options: Any) -> Trainer:
+        with tempfile.TemporaryDirectory() as folder:
+            given = {key: options.pop(key) for key in ("label_smoothing_factor",) if key in options}
+            args = TrainingArguments(output_dir=folder, use_cpu=True, report_to="none", **given)
+            return Ours(model_of("LlamaForCausalLM"), args, cp_mesh=mesh, **options)
+
+    if os.environ.get("WORLD_SIZE") is None:
+        with pytest.raises(RuntimeError, match="accelerate sees 1 processes of 2: start them with"):
+            make()
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+    launched(group)
+    with pytest.raises(NotImplementedError, match="label_smoothing_factor and compute_loss_func"):
+        make(label_smoothing_factor=0.1)
+    with pytest.raises(NotImplementedError, match="label_smoothing_factor and compute_loss_func"):
+        make(compute_loss_func=lambda *args, **kwargs: None)
+    with pytest.raises(NotImplementedError, match="compute_metrics would get the logits"):
+        make(compute_metrics=lambda prediction: {})
+    with pytest.raises(NotImplementedError, match="predict with a Trainer"):
+        make().predict(Texts("Llama"))
+    with pytest.raises(RuntimeError, match="a batch that was not cut"):
+        make().compute_loss(torch.nn.Identity(), {})
+
+
+@exhaustive
+def test_what_a_rank_cannot_compute_is_refused(ranks: Ranks) -> None:
+    results(ranks, 2, refuses)

@@ -315,17 +315,12 @@ def _complaint_before(module: nn.Module) -> str | None:
 
 
 @_constant_when_traced
-def _complaint_after(module: nn.Module, has_positions: bool, asked: tuple[str, ...]) -> str | None:
+def _complaint_after(module: nn.Module, has_positions: bool, asked: dict[str, bool]) -> str | None:
     watch = current()
     try:
         if watch is not None and watch.transformers:
-<<<<<<< HEAD
-            if watch.world_size > 1 and asked and uses_transformers(module):
-                _check_asked(module, asked)
-            _check_positions(watch, module, (), {"position_ids": has_positions or None})
-=======
-            _check_call(watch, module, (), {"position_ids": has_positions or None})
->>>>>>> trunk
+            arguments = dict.fromkeys(asked, True)
+            _check_call(watch, module, (), {"position_ids": has_positions or None, **arguments})
     except NotImplementedError as error:
         return str(error)
     return None
@@ -351,7 +346,6 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         return
     watch = current()
     if watch is not None and watch.transformers:
-<<<<<<< HEAD
         _untraced(watch, lambda _: _check_call(watch, module, args, kwargs))
 
 

@@ -252,7 +252,7 @@ def refuses_as_configured(group: dist.ProcessGroup, client: Client) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["bloom", "mpt", "gptj", "gpt-neo", "xglm"])
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
 def test_models_that_ignore_their_configuration(ranks: Ranks, name: str) -> None:
     ranks.run(2, refuses_as_configured, STRANGERS[name])
 

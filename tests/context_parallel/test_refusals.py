@@ -63,7 +63,7 @@ def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
         "flex": (flex, "max_scores within context_parallel"),
         "buffers": (cut, "seq_dim=2 is out of range"),
         "shard": (shard, "seq_dim=2 is out of range"),
-        "batch": (batch, "must have input_ids or labels"),
+        "batch": (batch, "must have input_ids, inputs_embeds"),
         "DTensor": (direct, r"must be Shard\(2\)"),
     }
 

@@ -118,6 +118,15 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
     yield from _attribute_limits(module)
 
 
+def positions_known(module: nn.Module) -> bool:
+    """Tells whether the integration makes a part of a model see positions in the whole sequence."""
+    return any(
+        getattr(function, "sees_all_ranks", False)
+        for part in module.modules()
+        for function in (*part._forward_pre_hooks.values(), vars(part).get("compute_bias"))
+    )
+
+
 def length_dependent_rotary(module: nn.Module) -> bool:
     """Tells whether a module embeds positions by the longest of them."""
     kinds = getattr(module, "rope_type", None)

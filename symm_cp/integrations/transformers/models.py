@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,7 +11,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.integrations.transformers.attention import NAME
+from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.positions import by_longest_position
+from symm_cp.integrations.transformers.tables import by_position_in_sequence
 
 _OP = "context_parallel"
 _CHOSEN = "_attn_implementation_internal"  # what `_attn_implementation` sets in sub-configurations
@@ -40,35 +41,7 @@ def _configurations(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-class _InUse:
-    """What is changed in objects while they are in use, by several threads or nested contexts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By id: configurations are not hashable. Kept alive as long as they are here.
-        self._users: dict[int, tuple[Any, dict[str, Any], int]] = {}
-
-    def acquire(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute of the object itself, unless it is in use."""
-        with self._lock:
-            _, before, count = self._users.get(id(owner), (owner, None, 0))
-            if before is None:
-                before = {name: vars(owner)[name]} if name in vars(owner) else {}
-                vars(owner)[name] = value
-            self._users[id(owner)] = owner, before, count + 1
-
-    def release(self, owner: Any, name: str) -> None:
-        """Restores the attribute when nobody uses the object any longer."""
-        with self._lock:
-            _, before, count = self._users.pop(id(owner))
-            if count > 1:
-                self._users[id(owner)] = owner, before, count - 1
-                return
-            vars(owner).pop(name, None)
-            vars(owner).update(before)
-
-
-_configs, _generators = _InUse(), _InUse()
+_configs, _generators = InUse(), InUse()
 
 
 def _refusing(module: nn.Module) -> Any:
@@ -113,7 +86,7 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
     for module in generators:
         _generators.acquire(module, "generate", _refusing(module))
     try:
-        with by_longest_position(modules):
+        with by_longest_position(modules), by_position_in_sequence(modules):
             yield modules
     finally:
         for module in generators:

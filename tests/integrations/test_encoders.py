@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.exhaustive import exhaustive
 from tests.integrations.common import BALANCERS
 from tests.integrations.encoders import ENCODERS, SEQ2SEQ, check_encoder, masked_batch, pair_batch
 from tests.pool import Ranks

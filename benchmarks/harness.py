@@ -33,6 +33,8 @@ Cases = Callable[..., Iterable[Case]]
 def _run_rank(cases: Iterable[Case], group: dist.ProcessGroup, args: argparse.Namespace) -> None:
     rows = []
     for case in cases:
+        if args.case not in case.name:
+            continue
         row = measure(case, group, args.seconds)
         rows.append(row.as_dict())
         if group.rank() == 0:
@@ -69,6 +71,7 @@ def main(
     )
     parser.add_argument("--ranks", type=positive, default=2, help="processes, one thread each")
     parser.add_argument("--seconds", type=float, default=4.0, help="time for a case (%(default)s)")
+    parser.add_argument("--case", default="", help="only cases with this in their name")
     parser.add_argument("--json", type=Path, help="write the rows, the machine and the date here")
     parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)
     if against:

@@ -36,6 +36,7 @@ from . import env, trusted, wire
 TORCH_UNITS = (
     (
         "attention.cpp",
+        "attention_tile.cpp",
         "collectives.cpp",
         "gather_kv.cpp",
         "gradients.cpp",
@@ -60,6 +61,7 @@ TORCH_UNITS = (
 TORCH_SOURCES = tuple(name for unit in TORCH_UNITS for name in unit)
 # Arithmetic and what each call runs; -O1 takes two thirds of the time for the others.
 _LEVELS = {
+    "attention_rows.cpp": "-O3",
     "channel.cpp": "-O3",
     "copy.cpp": "-O3",
     "exchange.cpp": "-O3",
@@ -68,6 +70,7 @@ _LEVELS = {
     "merge.cpp": "-O3",
     "message_engine.cpp": "-O2",
     "messages.cpp": "-O2",
+    "philox.cpp": "-O3",
     "reduce.cpp": "-O3",
 }
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility-inlines-hidden", "-march=native")

@@ -60,6 +60,11 @@ def attend_compiled(*args: Any, **kwargs: Any) -> Any:
     return _attend(torch.compile(original), *args, **kwargs)
 
 
+def attend_over(region: ParallelRegion, *args: Any, **kwargs: Any) -> Any:
+    """`flex_attention` in eager mode, within a given region; torch's own function is compiled."""
+    return _attend_within(region, torch.compile(original), *args, **kwargs)
+
+
 def _attend(torch_attention: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     region = active()
     if region is None:

@@ -185,12 +185,31 @@ def _argument(module: nn.Module, name: str, args: Any, kwargs: Any) -> Any:
     return args[index] if index < len(args) else kwargs.get(name)
 
 
-def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
-    """Refuses a language model that counts its positions from 0 on each rank."""
+def _check_call(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses calls of a model of transformers that take this rank's part for the whole."""
     if watch.world_size == 1 or not hasattr(module, "base_model_prefix"):
         return
     if not uses_transformers(module):
         return
+    _check_cache(module, args, kwargs)
+    _check_positions(watch, module, args, kwargs)
+
+
+def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses generation: `generate` passes its cache to the model; models make their own else."""
+    generates = getattr(module, "can_generate", None)
+    if generates is None or not generates():
+        return
+    if _argument(module, "past_key_values", args, kwargs) is not None:
+        raise NotImplementedError(
+            f"context_parallel: {type(module).__name__} was called with past_key_values, as "
+            "generate does: a cache holds the keys of this rank's part only. Generate outside of "
+            "the context"
+        )
+
+
+def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses a language model that counts its positions from 0 on each rank."""
     name, names = type(module).__name__, _parameters(module.__class__)
     if "position_ids" in names:
         positions = _argument(module, "position_ids", args, kwargs)
@@ -286,7 +305,7 @@ def _complaint_after(module: nn.Module, has_positions: bool) -> str | None:
     watch = current()
     try:
         if watch is not None and watch.transformers:
-            _check_positions(watch, module, (), {"position_ids": has_positions or None})
+            _check_call(watch, module, (), {"position_ids": has_positions or None})
     except NotImplementedError as error:
         return str(error)
     return None
@@ -311,7 +330,7 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         return
     watch = current()
     if watch is not None and watch.transformers:
-        _untraced(watch, lambda _: _check_positions(watch, module, args, kwargs))
+        _untraced(watch, lambda _: _check_call(watch, module, args, kwargs))
 
 
 def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
@@ -158,64 +160,102 @@ def _by_tiles(
     mask: SequenceMask,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attends with a function of positions."""
-    for name in ("bias", "dropout_p"):
-        if options[name]:
-            raise NotImplementedError(
-                f"{_OP}: {name} is not supported with a mask that only a function describes"
-            )
-    softcap, sinks = options["softcap"], options["sinks"]
-
-    def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
-        return softcap * torch.tanh(score / softcap)
-
-    score_mod: Callable[..., torch.Tensor] | None = None if softcap is None else capped
-    attend = _flex_in_graph if region.layouts_in_graph(query.device) is not None else _flex
-    how = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
-    out, lse = attend(region, query, key, value, mask.as_mask_mod(), score_mod, how)
-    if sinks is None:
-        return out
-    # A sink is a further key without a value: it only takes its share of the weights.
-    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
-    return out * share.unsqueeze(-1).to(out.dtype)
-
-
-def _flex(
-    region: ParallelRegion,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask_mod: Callable[..., torch.Tensor],
-    score_mod: Callable[..., torch.Tensor] | None,
-    options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attends with a mask that is a function of positions."""
+    if region.layouts_in_graph(query.device) is not None:
+        return _in_graph(region, query, key, value, mask, options)
+    if not flex.in_tiles(query.device):
+        return _by_torch(region, query, key, value, mask, options)
     queries, keys = flex.spread(region, query, key)
-    return flex_all_gather_attention(
+    out, _ = flex_all_gather_attention(
         query,
         key,
         value,
         group=resolve(region.group),
         layout=queries.layout,
         kv_layout=keys.layout,
-        mask_mod=mask_mod,
-        score_mod=score_mod,
+        mask_mod=mask.as_mask_mod(),
+        dropout_seed=drawn_seed() if options["dropout_p"] > 0 else None,
         **options,
     )
+    return out
 
 
-def _flex_in_graph(
+def _in_graph(
     region: ParallelRegion,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask_mod: Callable[..., torch.Tensor],
-    score_mod: Callable[..., torch.Tensor] | None,
+    mask: SequenceMask,
     options: dict[str, Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
+    """Attends with a mask that is a function of positions, as one op in the graph."""
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.flex_trace import flex_in_graph
 
+    options, score_mod, sinks = _by_functions(options)
+    mask_mod = mask.as_mask_mod()
     out, lse = flex_in_graph(
         region, query, key, value, score_mod, mask_mod=mask_mod, return_lse=True, **options
     )
-    return out, lse
+    return _with_sinks(out, lse, sinks)
+
+
+def _by_torch(
+    region: ParallelRegion,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: SequenceMask,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attends with a mask that is a function of positions, to gathered keys by torch's kernels."""
+    options, score_mod, sinks = _by_functions(options)
+    queries, keys = flex.spread(region, query, key)
+    lengths = (queries.seq_length, keys.seq_length)
+    blocks = _blocks_of.get(mask)
+    if blocks is None or tuple(blocks.seq_lengths) != lengths:
+        blocks = _blocks_of[mask] = create_block_mask(
+            mask.as_mask_mod(), query.shape[0], None, *lengths, device=query.device
+        )
+    out, more = flex.attend_over(
+        region,
+        query,
+        key,
+        value,
+        score_mod=score_mod,
+        block_mask=blocks,
+        return_aux=AuxRequest(lse=True),
+        **options,
+    )
+    return _with_sinks(out, more.lse, sinks)
+
+
+# All layers of a model share a few masks.
+_blocks_of: weakref.WeakKeyDictionary[SequenceMask, BlockMask] = weakref.WeakKeyDictionary()
+
+
+def _by_functions(
+    options: dict[str, Any],
+) -> tuple[dict[str, Any], Callable[..., torch.Tensor] | None, torch.Tensor | None]:
+    """Returns options for `flex_attention`, with a soft cap as `score_mod`, and the sinks."""
+    for name in ("bias", "dropout_p"):
+        if options[name]:
+            raise NotImplementedError(
+                f"{_OP}: {name} is not supported with a mask that only a function describes, in "
+                "compiled code and on GPUs"
+            )
+    softcap = options["softcap"]
+
+    def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    rest = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
+    return rest, None if softcap is None else capped, options["sinks"]
+
+
+def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Adds a key without a value to each row: it only takes its share of the weights."""
+    if sinks is None:
+        return out
+    share = torch.sigmoid(lse - sinks.to(lse.dtype)[:, None])
+    return out * share.unsqueeze(-1).to(out.dtype)

@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as funcol
 
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.memory import reported
 from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.sequence import in_sequence_order
 from symm_cp.ops.low_contention import low_contention_all_gather
@@ -143,14 +145,20 @@ def gather_sequence(
             f"{op}: {name} has shape {list(shard.shape)}, must be (batch, {held[rank]}), this "
             f"rank's part of the {balancer.seq_length} positions: symm_cp.shard_batch cuts a batch"
         )
-    gathered = low_contention_all_gather(
-        sent.t().contiguous(), group=region.group, sizes=None if len(set(held)) == 1 else held
-    )
     samples = balancer.samples
     if samples and len(samples) != len(shard):
         raise ValueError(f"{op}: {name} has {len(shard)} samples, {balancer} is for {len(samples)}")
+    gathered = _gathered(sent.t().contiguous(), held, region.group)
     columns = [
         in_sequence_order(gathered[:, b : b + 1], own.layout) for b, own in enumerate(samples)
     ]
     whole = torch.cat(columns, 1) if samples else in_sequence_order(gathered, balancer.layout)
     return whole.t().to(shard.dtype).contiguous()
+
+
+def _gathered(shard: torch.Tensor, lengths: list[int], group: str) -> torch.Tensor:
+    sizes = None if len(set(lengths)) == 1 else lengths
+    try:
+        return funcol.wait_tensor(low_contention_all_gather(shard, group=group, sizes=sizes))
+    except RuntimeError as error:
+        raise reported(error) from None  # by the native op

@@ -3,7 +3,7 @@
 A tile is one call of an attention kernel: some rows of this rank's queries against some rows of
 one rank's keys, for some samples of a batch. What a mask excludes is in no tile, and most tiles
 need no mask: they are full, or causal from their first row and key. Documents, ranges of keys and
-causal masks are cut exactly; only the slanted edges of a sliding window need tiles with a band.
+causal masks are cut exactly; only sliding windows need tiles with a band.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from symm_cp.schedule.layout import SequenceLayout, Span
 
-# Query rows in a tile with a band: bounds the memory of its mask and the work wasted on it.
+# Query rows in a part of a tile with a band: bounds the memory of its mask and the wasted work.
 _BAND_ROWS = 256
 
 
@@ -116,17 +116,22 @@ def squares(tile: Tile) -> tuple[Tile, ...]:
 
 def in_rows(tile: Tile, rows: int) -> tuple[Tile, ...]:
     """Cuts a tile into tiles of at most `rows` rows, without the keys that none of them sees."""
-    found = []
-    for begin in range(tile.q_begin, tile.q_end, rows):
-        done, end = begin - tile.q_begin, min(begin + rows, tile.q_end)
-        low, high = (side if side is None else side + done for side in (tile.low, tile.high))
-        part = replace(tile, q_begin=begin, q_end=end, low=low, high=high)
-        keys = tile.k_end - tile.k_begin
-        first = 0 if low is None else max(0, low)
-        last = keys if high is None else min(keys, high + end - begin)
-        if first < last:
-            found.append(_of_keys(part, first, last))
-    return tuple(found)
+    total = tile.q_end - tile.q_begin
+    return tuple(
+        found
+        for begin in range(0, total, rows)
+        for found in _trimmed(_of_rows(tile, begin, min(begin + rows, total)))
+    )
+
+
+def in_bands(tile: Tile, rows: int = _BAND_ROWS) -> tuple[Tile, ...]:
+    """Cuts a tile with a left limit so that little of it is masked: for kernels that take masks.
+
+    Returns any other tile unchanged.
+    """
+    if tile.low is None:
+        return (tile,)
+    return tuple(found for band in in_rows(tile, rows) for found in _banded(band))
 
 
 def _of_keys(tile: Tile, first: int, end: int) -> Tile:
@@ -144,9 +149,20 @@ def _of_keys(tile: Tile, first: int, end: int) -> Tile:
 
 
 @lru_cache(maxsize=1024)
-def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Tile, ...]:
-    """The tiles of a rank's queries against the keys of rank `owner`, for one sequence."""
-    if rank == owner and mask.is_causal and _ascends(layout.spans(rank)):
+def tiles(
+    layout: SequenceLayout,
+    mask: Mask,
+    rank: int,
+    owner: int,
+    queries: SequenceLayout | None = None,
+) -> tuple[Tile, ...]:
+    """The tiles of a rank's queries against the keys of rank `owner`, for one sample.
+
+    Queries are spread as the keys are, unless `queries` says how.
+    """
+    queries = layout if queries is None else queries
+    same = rank == owner and queries == layout
+    if same and mask.is_causal and _ascends(layout.spans(rank)):
         rows = layout.lengths[rank]
         return (Tile(0, rows, 0, rows, high=0),) if rows else ()
     keys: dict[int, list[Span]] = {}
@@ -154,7 +170,7 @@ def tiles(layout: SequenceLayout, mask: Mask, rank: int, owner: int) -> tuple[Ti
         keys.setdefault(document, []).append(k)
     found = [
         tile
-        for document, q in _by_document(layout.spans(rank), mask)
+        for document, q in _by_document(queries.spans(rank), mask)
         for k in keys.get(document, ())
         for tile in _cut(q, k, mask)
     ]
@@ -239,9 +255,27 @@ def _cut(q: Span, k: Span, mask: Mask) -> Iterator[Tile]:
     if low is None or low <= -(q.length - 1):  # the left limit excludes no key
         yield from _below(whole)
         return
-    for begin in range(0, q.length, _BAND_ROWS):
-        rows = min(_BAND_ROWS, q.length - begin)
-        yield from _banded(whole, begin, rows, low + begin, None if high is None else high + begin)
+    # Rows that see a key: before them keys end too late, behind them too early.
+    first = 0 if high is None else max(0, -high)
+    end = min(q.length, k.length - low)
+    if first < end:
+        yield from _trimmed(_of_rows(whole, first, end))
+
+
+def _of_rows(tile: Tile, first: int, end: int) -> Tile:
+    """The tile of the rows [first, end) of a tile, with all of its keys."""
+    low, high = (side if side is None else side + first for side in (tile.low, tile.high))
+    rows = {"q_begin": tile.q_begin + first, "q_end": tile.q_begin + end}
+    return replace(tile, **rows, low=low, high=high)
+
+
+def _trimmed(tile: Tile) -> Iterator[Tile]:
+    """A tile without the first and last keys that none of its rows sees."""
+    rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
+    first = 0 if tile.low is None else max(0, tile.low)
+    end = keys if tile.high is None else min(keys, tile.high + rows)
+    if first < end:
+        yield _of_keys(tile, first, end)
 
 
 def _below(tile: Tile) -> Iterator[Tile]:
@@ -264,29 +298,17 @@ def _below(tile: Tile) -> Iterator[Tile]:
         yield Tile(q_begin + side, tile.q_end, k_begin, tile.k_end)
 
 
-def _banded(whole: Tile, begin: int, rows: int, low: int, high: int | None) -> Iterator[Tile]:
-    """The tiles of `rows` rows, the first of which sees keys `low` to `high`."""
-    keys = whole.k_end - whole.k_begin
-    first = max(0, low)
-    last = keys if high is None else min(keys, high + rows)
-    if first >= last:
-        return
-    q_begin = whole.q_begin + begin
-    part = replace(whole, q_begin=q_begin, q_end=q_begin + rows, low=low, high=high)
-
-    def tile(k_from: int, k_to: int) -> Iterator[Tile]:
-        if k_from < k_to:
-            yield _of_keys(part, k_from, k_to)
-
-    # All rows see the keys from `middle` to `until`.
-    middle = max(first, low + rows - 1)
-    until = last if high is None else min(last, high + 1)
+def _banded(tile: Tile) -> Iterator[Tile]:
+    """Splits a tile of few rows into the keys that all rows see and those before and behind."""
+    rows, keys = tile.q_end - tile.q_begin, tile.k_end - tile.k_begin
+    middle = 0 if tile.low is None else min(keys, max(0, tile.low + rows - 1))
+    until = keys if tile.high is None else min(keys, max(0, tile.high + 1))
     if until - middle < rows:
-        yield from tile(first, last)
+        yield tile
         return
-    yield from tile(first, middle)
-    yield from tile(middle, until)
-    yield from tile(until, last)
+    for first, end in ((0, middle), (middle, until), (until, keys)):
+        if first < end:
+            yield _of_keys(tile, first, end)
 
 
 def _join_keys(found: list[Tile]) -> list[Tile]:

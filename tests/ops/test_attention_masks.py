@@ -224,7 +224,7 @@ def refused(group: dist.ProcessGroup) -> None:
         with pytest.raises(kind, match=f"^fused_all_gather_attention: {message}"):
             OP(q, q, q, name, **options)
     longer = torch.randn(2, HEADS, 7, FEATURES)
-    with pytest.raises(ValueError, match="documents require equal lengths"):
+    with pytest.raises(ValueError, match="document_ids requires equal lengths"):
         OP(longer, q, q, name, document_ids=torn.sort(1).values)
     if W > 1:
         # Masks must be identical on all ranks.

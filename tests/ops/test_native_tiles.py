@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from symm_cp.ops.attention import native_tiles, tiles_by_matmuls
+from symm_cp.ops.attention import native_tiles, philox, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Scoring, Sight
+from tests.exhaustive import some
 
 KERNELS = {"native": native_tiles, "matmuls": tiles_by_matmuls}
 #: Round-offs of results of about one: of the dtype, and of sums of some hundred terms.
@@ -154,7 +155,7 @@ def _random_tile(dtype: torch.dtype, rows: int, keys: int, features: str = "") -
             key_positions=_spans(keys, 300) + random.choice([0, 5]),
         )
     if "bias" in features:
-        furthest = 1000
+        furthest = 2000  # beyond any distance of the positions
         bias = torch.randn(H, 2 * furthest + 1, dtype=random.choice([wide, dtype]))
         scoring = replace(scoring, bias=bias, bias_zero=furthest)
     if "dropout" in features:
@@ -197,25 +198,19 @@ def _mask(B: int, H: int, rows: int, keys: int, dtype: torch.dtype) -> torch.Ten
     return random.choice([mask, mask.expand(B, H, rows, keys)])
 
 
-def _check(tile: Tile, found: dict[str, torch.Tensor]) -> None:
-    exact = tile.solve()
+def _check(
+    dtype: torch.dtype, found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]
+) -> None:
     assert found.keys() == exact.keys()
-    dtype = tile.q.dtype
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert found["out"].dtype == dtype
     for name, expected in exact.items():
-        actual = found[name]
-        if name != "out":
-            assert actual.dtype == wide, name
+        assert found[name].dtype == (dtype if name == "out" else wide), name
         scale = max(1.0, float(expected.nan_to_num(neginf=0.0).abs().max()))
         # lse comes of scores, of which none is rounded to the dtype.
         tolerance = TOLERANCE[wide if name == "lse" else dtype] * scale
+        actual = found[name].double()
         torch.testing.assert_close(
-            actual.double(),
-            expected,
-            rtol=0,
-            atol=tolerance,
-            msg=lambda text, n=name: f"{n}: {text}",
+            actual, expected, rtol=0, atol=tolerance, msg=f"{name}: {{}}".format
         )
 
 
@@ -232,10 +227,267 @@ FEATURES = [
 ]
 
 
-@pytest.mark.parametrize("features", FEATURES)
+@pytest.mark.parametrize("features", some("", FEATURES[-1], of=FEATURES))
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_agrees_with_dense_attention(kernel: str, dtype: torch.dtype, features: str) -> None:
     rows, keys = random.choice([1, 7, 35]), random.choice([1, 18, 45])
     tile = _random_tile(dtype, rows, keys, features)
-    _check(tile, tile.run(KERNELS[kernel]))
+    _check(dtype, tile.run(KERNELS[kernel]), tile.solve())
+
+
+@pytest.mark.parametrize("dtype", some(torch.bfloat16, of=TOLERANCE), ids=str)
+@pytest.mark.parametrize("kernel", some("native", of=KERNELS))
+def test_many_blocks(kernel: str, dtype: torch.dtype) -> None:
+    tile = _random_tile(dtype, random.randint(130, 300), random.randint(520, 1200), "softcap band")
+    _check(dtype, tile.run(KERNELS[kernel]), tile.solve())
+
+
+@pytest.mark.parametrize("features", ["mask", "bias dropout positions"])
+@pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, of=TOLERANCE), ids=str)
+def test_native_kernel_agrees_with_matmuls(dtype: torch.dtype, features: str) -> None:
+    # Several blocks of keys, of which dropout cuts few rows: plain torch takes its time there.
+    rows, keys = random.choice([1, 9]), random.randint(520, 1200)
+    tile = _random_tile(dtype, rows, keys, features)
+    expected = replace(
+        tile, **{name: getattr(tile, name).double() for name in ("q", "k", "v", "grad_out")}
+    ).run(tiles_by_matmuls)
+    _check(dtype, tile.run(native_tiles), expected)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_keys_in_parts_with_a_sink(kernel: str) -> None:
+    run = KERNELS[kernel]
+    tile = _random_tile(torch.float64, 20, 30, "softcap")
+    H = tile.q.shape[1]
+    # A sink is a key of its own score, and of values 0.
+    inputs = [t.clone().requires_grad_() for t in (tile.q, tile.k, tile.v, torch.randn(H).double())]
+    q, k, v, sink = inputs
+    repeats = H // k.shape[1]
+    cap = tile.scoring.softcap
+    assert cap is not None
+    score = q @ k.repeat_interleave(repeats, 1).mT * tile.scoring.scale
+    score = cap * torch.tanh(score / cap)
+    score = torch.cat((score, sink.view(-1, 1, 1).expand(*score.shape[:3], 1)), -1)
+    lse = score.logsumexp(-1)
+    out = (score - lse.unsqueeze(-1)).exp()[..., :-1] @ v.repeat_interleave(repeats, 1)
+    expected = torch.autograd.grad([out, lse], inputs[:3], [tile.grad_out, tile.grad_lse])
+    cut = random.randint(0, 30)
+    parts = [(tile.k[:, :, at], tile.v[:, :, at]) for at in (slice(0, cut), slice(cut, None))]
+    merged = torch.zeros_like(out), sink.detach().view(-1, 1).expand_as(lse)
+    grad_q, others = torch.zeros_like(q), []
+    for key, value in parts:
+        found, found_lse = run.forward(tile.q, key, value, tile.scoring, tile.sight)
+        total = torch.logaddexp(merged[1], found_lse)
+        weights = [torch.exp(part - total).unsqueeze(-1) for part in (merged[1], found_lse)]
+        merged = weights[0] * merged[0] + weights[1] * found, total
+        grads = _backward(run, replace(tile, k=key, v=value), out.detach(), lse.detach())
+        assert grads[0] is not None
+        grad_q += grads[0]
+        others.append(grads[1:3])
+    torch.testing.assert_close(merged, (out.detach(), lse.detach()))
+    torch.testing.assert_close(grad_q, expected[0])
+    for index in (0, 1):
+        whole = torch.cat([part[index] for part in others], 2)
+        torch.testing.assert_close(whole, expected[1 + index])
+
+
+@pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, of=TOLERANCE), ids=str)
+@pytest.mark.parametrize("kernel", some("native", of=KERNELS))
+def test_nan_spreads(kernel: str, dtype: torch.dtype) -> None:
+    for keys in (1, 3, 600):
+        tile = _random_tile(dtype, 5, keys, random.choice(["", "softcap", "bias"]))
+        tile.k[0, 0, random.randrange(keys), 0] = torch.nan
+        expected, found = tile.solve(), tile.run(KERNELS[kernel])
+        for name, tensor in expected.items():
+            if name != "bias":  # sums over samples
+                assert torch.equal(found[name].isnan(), tensor.isnan()), (name, keys)
+        assert expected["out"].isnan().any()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_nan_behind_a_band_is_not_seen(kernel: str) -> None:
+    tile = _random_tile(torch.float32, 8, 8)
+    tile = replace(tile, sight=Sight(high=0))
+    tile.k[:, :, 5, 0] = torch.nan
+    out, lse = KERNELS[kernel].forward(tile.q, tile.k, tile.v, tile.scoring, tile.sight)
+    assert not out[:, :, :5].isnan().any()
+    assert not lse[:, :, :5].isnan().any()
+    assert out[:, :, 5:].isnan().all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("empty", ["B", "G", "S", "K", "E", "V", "band"])
+def test_sizes_of_zero(kernel: str, empty: str) -> None:
+    sizes = {"B": 2, "G": 2, "S": 3, "K": 4, "E": 5, "V": 6} | {empty: 0}
+    B, G, S, K, E, V = (sizes[name] for name in "BGSKEV")
+    for dtype in TOLERANCE:
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        q, k, v, grad = (
+            torch.randn(B, G, rows, columns).to(dtype)
+            for rows, columns in ((S, E), (K, E), (K, V), (S, V))
+        )
+        bias = torch.zeros(G, 9)
+        scoring = Scoring(scale=0.5, softcap=3.0, bias=bias, bias_zero=3)
+        sight = Sight(low=7) if empty == "band" else Sight()
+        run = KERNELS[kernel]
+        out, lse = run.forward(q, k, v, scoring, sight)
+        assert out.shape == (B, G, S, V)
+        assert lse.dtype == wide
+        if empty in ("K", "band"):
+            assert not out.any()
+            assert (lse == -torch.inf).all()
+        elif empty == "E":
+            torch.testing.assert_close(lse, torch.full_like(lse, K).log())
+        grads = run.backward(grad, q, k, v, out, lse, scoring, sight, grad_lse=torch.ones_like(lse))
+        for tensor, given in zip(grads, (q, k, v, bias), strict=True):
+            assert tensor.shape == given.shape
+            assert tensor.dtype == wide
+            assert tensor.isfinite().all()
+            if empty in ("K", "band"):
+                assert not tensor.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:
+    tile = _random_tile(dtype, 258, 700, "softcap bias dropout")
+    q, k, v, grad = (
+        torch.randn(*t.shape[:3], 16).to(dtype) for t in (tile.q, tile.k, tile.v, tile.grad_out)
+    )
+    tile = replace(tile, q=q, k=k, v=v, grad_out=grad)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3, 1):
+            torch.set_num_threads(count)
+            results.append(tile.run(native_tiles))
+    finally:
+        torch.set_num_threads(threads)
+    for other in results[1:]:
+        for name, tensor in results[0].items():
+            assert torch.equal(tensor, other[name]), name
+
+
+# --- dropout -----------------------------------------------------------------------------------
+
+
+def _kept_by(
+    kernel: Any, scoring: Scoring, queries: range, keys: range, heads: int
+) -> torch.Tensor:
+    """What a kernel keeps, (heads, S, K): equal weights of values that are one each."""
+    K = len(keys)
+    q = torch.zeros(1, heads, len(queries), 8)
+    k, v = torch.zeros(1, heads, K, 8), torch.eye(K).expand(1, heads, K, K)
+    sight = Sight(query_positions=torch.tensor(queries), key_positions=torch.tensor(keys))
+    out, lse = kernel.forward(q, k, v, scoring, sight)
+    torch.testing.assert_close(lse, torch.full_like(lse, K).log())
+    kept = out[0] != 0
+    weight = torch.full_like(out[0][kept], 1 / K / (1 - scoring.dropout_p))
+    torch.testing.assert_close(out[0][kept], weight)
+    return kept
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_tile_cut_anywhere_drops_the_same(kernel: str) -> None:
+    scoring = Scoring(scale=1.0, dropout_p=0.4, dropout_seed=random.getrandbits(63))
+    begin = random.randrange(1 << 20)
+    whole = _kept_by(native_tiles, scoring, range(7, 27), range(begin, begin + 300), 3)
+    for _ in range(5):
+        rows, keys = sorted(random.sample(range(21), 2)), sorted(random.sample(range(301), 2))
+        head = random.randrange(3)
+        part = _kept_by(
+            KERNELS[kernel],
+            replace(scoring, head_offset=head),
+            range(7 + rows[0], 7 + rows[1]),
+            range(begin + keys[0], begin + keys[1]),
+            1,
+        )
+        assert torch.equal(part[0], whole[head, slice(*rows), slice(*keys)])
+
+
+def test_dropout_is_random() -> None:
+    p, rows, keys = random.choice([0.1, 0.5, 0.9]), 200, 640
+    scoring = Scoring(scale=1.0, dropout_p=p, dropout_seed=random.getrandbits(63))
+
+    def kept(**changed: Any) -> torch.Tensor:
+        found = _kept_by(native_tiles, replace(scoring, **changed), range(rows), range(keys), 2)
+        return (found.double() - (1 - p)) / (p * (1 - p)) ** 0.5
+
+    def assert_uncorrelated(a: torch.Tensor, b: torch.Tensor) -> None:
+        # The mean of products of independent numbers of variance 1: within 6 standard errors.
+        assert abs(float((a * b).mean())) < 6 / a.numel() ** 0.5
+
+    first = kept()
+    assert abs(float(first.mean())) < 6 / first.numel() ** 0.5
+    assert_uncorrelated(first[0], first[1])
+    for distance in (1, 2, 16, 64, 128):
+        assert_uncorrelated(first[..., distance:], first[..., :-distance])
+        assert_uncorrelated(first[:, distance:], first[:, :-distance])
+    assert_uncorrelated(first, kept(sample_offset=1))
+    assert_uncorrelated(first, kept(dropout_seed=scoring.dropout_seed + 1))
+    assert_uncorrelated(first, kept(dropout_seed=scoring.dropout_seed ^ 1 << 40))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_all_weights_dropped(kernel: str) -> None:
+    tile = _random_tile(torch.float32, 4, 6)
+    tile = replace(tile, scoring=replace(tile.scoring, dropout_p=1.0))
+    found = tile.run(KERNELS[kernel])
+    assert not found["out"].any()
+    assert not found["value"].any()
+    assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+def test_known_answers_of_philox() -> None:
+    # The vectors that come with the authors' own implementation (Random123), for 7 and 10 rounds.
+    ones = 0xFFFFFFFF
+    digits = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+    for counter, seed, rounds, answer in (
+        ((0, 0, 0, 0), 0, 7, (0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48)),
+        ((ones,) * 4, (1 << 64) - 1, 7, (0x5207DDC2, 0x45165E59, 0x4D8EE751, 0x8C52F662)),
+        (digits, 0x299F31D0A4093822, 7, (0x4DFCCABA, 0x190A87F0, 0xC47362BA, 0xB6B5242A)),
+        ((0, 0, 0, 0), 0, 10, (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
+        (digits, 0x299F31D0A4093822, 10, (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1)),
+    ):
+        words = tuple(torch.tensor([word]) for word in counter)
+        assert len(words) == 4
+        assert tuple(int(word) for word in philox.philox(words, seed, rounds)) == answer
+        assert tuple(_random_words(list(counter), seed, rounds)) == answer
+
+
+# --- bad arguments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changed", "error", "words"),
+    [
+        ({"bias": torch.zeros(2, 8), "bias_zero": 4}, IndexError, "needs those from 0 to 8"),
+        ({"bias": torch.zeros(2, 99), "bias_zero": 3}, IndexError, "needs those from -1 to 7"),
+        ({"bias": torch.zeros(3, 99)}, ValueError, "bias must be \\(2, distances\\)"),
+        ({"dropout_p": 1.5}, ValueError, "from 0 to 1, not 1.5"),
+    ],
+)
+def test_bad_scoring(changed: dict[str, Any], error: type[Exception], words: str) -> None:
+    q, k = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)
+    with pytest.raises(error, match=words):
+        native_tiles.forward(q, k, k, Scoring(scale=1.0, **changed), Sight())
+
+
+def test_bad_tensors() -> None:
+    q, scoring = torch.zeros(1, 2, 5, 4), Scoring(scale=1.0, dropout_p=0.5)
+    for key, value, words in (
+        (torch.zeros(1, 3, 5, 4), torch.zeros(1, 3, 5, 4), "shapes do not match"),
+        (torch.zeros(1, 2, 5, 3), torch.zeros(1, 2, 5, 3), "shapes do not match"),
+        (torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 6, 4), "shapes do not match"),
+        (torch.zeros(2, 5, 4), torch.zeros(2, 5, 4), "4 dimensions"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            native_tiles.forward(q, key, value, scoring, Sight())
+    with pytest.raises(TypeError, match="dtypes differ"):
+        native_tiles.forward(q, q.double(), q, scoring, Sight())
+    for positions, words in (
+        (torch.arange(4), "must be 5 contiguous int64 numbers"),
+        (torch.arange(5) - 1, "must not be negative"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            native_tiles.forward(q, q, q, scoring, Sight(query_positions=positions))

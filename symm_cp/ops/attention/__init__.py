@@ -2,22 +2,26 @@
 
 In reading order:
 
-    spec        what a call computes: the options of the ops, checked, as one `AttentionSpec`
+    options     the options of the ops, as their schemas have them
+    spec        what a call computes: the options, checked (checks, spread, masks), as one
+                `AttentionSpec`
     op          `fused_all_gather_attention` and its backward op: schema, kernels, fakes, gradient
     pipeline    gathers keys and values, reduce-scatters their gradients
     tiles       attention and its gradients tile by tile, merged by log-sum-exp
     kernels     torch's kernels for one tile
+    scored      what tiles need that torch's kernels lack: positions, soft caps, biases, dropout
+    native_tiles  this project's kernels for one tile (scoring, philox; tiles_by_matmuls)
     arrival     on CUDA: one kernel that starts before the peers' keys have arrived
     flex        the same with any `mask_mod` and `score_mod`: eager, and as an op in graphs
     layouts     layouts of sequences as inputs of graphs
     sequence    what graphs know of the whole sequence: ops that gather, and that give positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
 
-A new mask kind is an option and a check in `spec`, a rule in schedule/tiles.py (in `tiles`, too, if
-the kernels need an elementwise mask for it) and an argument of context_parallel/attention.py. A
-change of the scores by a number (a soft cap) is a field of the spec, which `tiles` hands to
-`kernels`. `op` passes options on without knowing them, and `arrival` refuses a spec with fields
-that it does not know. Only tensors that want gradients (sinks, a bias) need `op` as well.
+A new mask kind is an option with a check, a rule in schedule/tiles.py (in `tiles`, too, if the
+kernels need an elementwise mask for it) and an argument of context_parallel/attention.py. A change
+of the scores is a field of the spec and of `Scoring`, which `scored` fills. `op` passes options on
+without knowing them, and `arrival` refuses a spec with fields that it does not know. Only tensors
+that want gradients (sinks, bias) need `op` as well.
 """
 
 from __future__ import annotations

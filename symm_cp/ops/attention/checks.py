@@ -1,4 +1,4 @@
-"""Checks of the options that change scores and weights, before any communication.
+"""Checks of tensors and options, before any communication.
 
 Shapes: B batch, H query heads; S_q and S_k are the lengths of the whole sequences.
 """
@@ -9,6 +9,7 @@ import math
 
 import torch
 
+from symm_cp.ops.attention.options import Options
 from symm_cp.schedule.layout import SequenceLayout
 
 #: The dtypes of queries, keys, values, sinks and biases.
@@ -16,17 +17,55 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPE_NAMES = "float64, float32, bfloat16 or float16"
 
 
-def check_scores(
-    op: str,
-    query: torch.Tensor,
-    *,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    dropout_p: float,
-    dropout_seed: torch.Tensor | None,
+def check_tensors(
+    op: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
 ) -> None:
-    """Raises unless these options fit the queries; those that need no layout."""
+    """Raises unless queries, keys and values fit together."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{op}: {name} must be (batch, heads, sequence, features), has shape "
+                f"{list(tensor.shape)}"
+            )
+        if tensor.dtype not in DTYPES:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {_DTYPE_NAMES}")
+        if tensor.dtype != query.dtype:
+            raise TypeError(f"{op}: {name} is {tensor.dtype} and query {query.dtype}")
+        if tensor.device != query.device:
+            raise ValueError(f"{op}: {name} is on {tensor.device} and query on {query.device}")
+    if key.shape[0] != query.shape[0] or key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"{op}: key of shape {list(key.shape)} must have batch {query.shape[0]} and "
+            f"{query.shape[3]} features, as query of shape {list(query.shape)}"
+        )
+    if key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{op}: key {list(key.shape)} and value {list(value.shape)} must have the same batch, "
+            "heads and length"
+        )
+    heads, shared = query.shape[1], key.shape[1]
+    if heads != shared and not enable_gqa:
+        raise ValueError(
+            f"{op}: query has {heads} heads and key {shared}: must be equal, or pass "
+            "enable_gqa=True"
+        )
+    if heads != shared and (shared == 0 or heads % shared != 0):
+        raise ValueError(f"{op}: query has {heads} heads, not divisible by {shared} key heads")
+
+
+def check_windows(op: str, options: Options) -> None:
+    """Raises for negative sizes of a window."""
+    for name, size in (
+        ("window_left", options.window_left),
+        ("window_right", options.window_right),
+    ):
+        if size is not None and size < 0:
+            raise ValueError(f"{op}: {name}={size} must not be negative; None is no limit")
+
+
+def check_scores(op: str, query: torch.Tensor, options: Options) -> None:
+    """Raises unless what changes scores and weights fits the queries, where no layout is needed."""
+    softcap, sinks, bias = options.softcap, options.sinks, options.bias
     if softcap is not None and not (softcap > 0 and math.isfinite(softcap)):
         raise ValueError(f"{op}: {softcap=} must be positive and finite; None is no soft cap")
     heads = query.shape[1]
@@ -44,7 +83,7 @@ def check_scores(
                 f"{op}: bias has shape {list(bias.shape)}, must be [{heads}, S_q + S_k - 1], a row "
                 "for each query head"
             )
-    _check_dropout(op, dropout_p, dropout_seed)
+    _check_dropout(op, options.dropout_p, options.dropout_seed)
 
 
 def _check_like_query(op: str, name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
@@ -69,9 +108,10 @@ def _check_dropout(op: str, dropout_p: float, seed: torch.Tensor | None) -> None
         )
 
 
-def seed_of(dropout_p: float, seed: torch.Tensor | None) -> int | None:
+def seed_of(options: Options) -> int | None:
     """Returns the seed of dropout; None without dropout."""
-    return int(seed) if dropout_p > 0 and seed is not None else None
+    seed = options.dropout_seed
+    return int(seed) if options.dropout_p > 0 and seed is not None else None
 
 
 def check_bias_length(

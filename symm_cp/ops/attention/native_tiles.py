@@ -22,6 +22,25 @@ from symm_cp.ops.attention.scoring import Scoring, Sight
 __all__ = ["Scoring", "Sight", "backward", "forward"]
 
 
+def _options(scoring: Scoring, sight: Sight) -> tuple[object, ...]:
+    """The arguments of the native ops behind their tensors."""
+    return (
+        sight.mask,
+        sight.low,
+        sight.high,
+        scoring.scale,
+        scoring.softcap,
+        scoring.bias,
+        scoring.bias_zero,
+        sight.query_positions,
+        sight.key_positions,
+        scoring.dropout_p,
+        scoring.dropout_seed,
+        scoring.sample_offset,
+        scoring.head_offset,
+    )
+
+
 def forward(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -33,6 +52,9 @@ def forward(
 
     A row that sees no key has out 0 and lse -inf.
     """
+    if query.device.type == "cpu":
+        options = _options(scoring, sight)
+        return torch.ops.symm_cp.attention_tile(query, key, value, *options)  # type: ignore[no-any-return]
     return tiles_by_matmuls.forward(query, key, value, scoring, sight)
 
 
@@ -53,6 +75,11 @@ def backward(
     `out` and `lse` are those of all keys, of which the tile's are a part: -inf or inf marks rows
     that see none at all. `grad_lse` (B, H, S) is what flows back to lse.
     """
+    if query.device.type == "cpu":
+        grads = torch.ops.symm_cp.attention_tile_backward(
+            grad_out, query, key, value, out, lse, grad_lse, *_options(scoring, sight)
+        )
+        return grads if scoring.bias is not None else (*grads[:3], None)
     return tiles_by_matmuls.backward(
         grad_out, query, key, value, out, lse, scoring, sight, grad_lse
     )

@@ -9,7 +9,7 @@ A rank attends to its own keys first and to each peer's where they lie, merging 
 backward pass gathers keys and values again and sends each owner its gradients. Keys that the mask
 hides are not computed, and not waited for beyond the flag of their shard.
 
-Options are passed on as torch gives them; `AttentionSpec.of` alone knows them.
+Options are passed on as torch gives them; `AttentionSpec.of` alone knows what they mean.
 
 Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for the merging.
 """
@@ -24,8 +24,9 @@ import torch.nn.functional as F
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import arrival
-from symm_cp.ops.attention.checks import check_scores
+from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.kernels import factor_of
+from symm_cp.ops.attention.options import OPTIONS, Options
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -36,7 +37,7 @@ from symm_cp.ops.attention.pipeline import (
     reduce_gradients,
 )
 from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.spec import OPTIONS, AttentionSpec, check_tensors, value_features_of
+from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, dense_features, grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -108,6 +109,7 @@ def _attention_backward_kernel(
         spec, query, key, value, grad_out, out = _with_grad_lse(
             spec, query, key, value, grad_out, out, grad_logsumexp
         )
+        grad_logsumexp = None
     rows = query.shape[2]
     backward = Backward(
         grad_out, query, out, logsumexp, spec, scored=scored, grad_lse=grad_logsumexp
@@ -160,25 +162,11 @@ def _attention_fake(
     key: torch.Tensor,
     value: torch.Tensor,
     group_name: str,
-    *,
-    enable_gqa: bool = False,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    check_tensors(_FORWARD, query, key, value, enable_gqa)
-    check_scores(
-        _FORWARD,
-        query,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+    given = Options(**options)
+    check_tensors(_FORWARD, query, key, value, given.enable_gqa)
+    check_scores(_FORWARD, query, given)
     return fake_results(query, value)
 
 

@@ -21,10 +21,17 @@ def _positions(device: torch.device, layout: SequenceLayout, rank: int) -> torch
 
 
 class ScoredTiles:
-    """What the kernels are told of the tiles of one call on this rank."""
+    """What the kernels are told of the tiles of one call on this rank.
+
+    The rank matters only to calls with a bias or dropout.
+    """
 
     def __init__(
-        self, query: torch.Tensor, spec: AttentionSpec, rank: int, bias: torch.Tensor | None
+        self,
+        query: torch.Tensor,
+        spec: AttentionSpec,
+        rank: int = 0,
+        bias: torch.Tensor | None = None,
     ) -> None:
         self._device, self._spec, self._rank = query.device, spec, rank
         queries = spec.queries or spec.layout

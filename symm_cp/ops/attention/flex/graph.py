@@ -26,6 +26,7 @@ from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex, flex_spec
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
@@ -136,7 +137,8 @@ class _Arguments(NamedTuple):
         score_mod = None
         if score is not None:
             score_mod = score.bound(self.score_tensors, self.score_numbers)
-        spec = flex_spec(query, value, (queries, keys), score_mod, scale=self.scale, **options)
+        given = Options(scale=self.scale, **options)
+        spec = flex_spec(query, value, (queries, keys), score_mod, given)
         if score is None:
             return FlexAttention(group, spec, masks)
         captures = None if wanted is None else _WantedCaptures(score, self, wanted)

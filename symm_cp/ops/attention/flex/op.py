@@ -22,10 +22,16 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention.checks import check_bias_length, check_scores, seed_of
+from symm_cp.ops.attention.checks import (
+    check_bias_length,
+    check_scores,
+    check_tensors,
+    seed_of,
+)
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -37,7 +43,6 @@ from symm_cp.ops.attention.pipeline import (
 from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import (
     AttentionSpec,
-    check_tensors,
     rotate_method,
     value_features_of,
 )
@@ -116,12 +121,14 @@ def flex_all_gather_attention(
         value,
         (layout, kv_layout),
         score_mod,
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
+        Options(
+            scale=scale,
+            softcap=softcap,
+            sinks=sinks,
+            bias=bias,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+        ),
     )
     attention = FlexAttention(group, spec, masks, score_mod, captures)
     tensors = captures.tensors if captures is not None else []
@@ -184,38 +191,24 @@ def flex_spec(
     value: torch.Tensor,
     layouts: tuple[SequenceLayout, SequenceLayout],
     score_mod: Modifier | None,
-    *,
-    scale: float | None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    dropout_seed: torch.Tensor | None = None,
+    options: Options,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
-    check_scores(
-        _OP,
-        query,
-        softcap=softcap,
-        sinks=sinks,
-        bias=bias,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+    check_scores(_OP, query, options)
     queries, keys = layouts
-    if bias is not None:
-        check_bias_length(_OP, bias, queries, keys)
+    if options.bias is not None:
+        check_bias_length(_OP, options.bias, queries, keys)
     spec = AttentionSpec(
         layout=keys,
-        scale=scale,
+        scale=options.scale,
         method=rotate_method(),
         queries=None if queries == keys else queries,
         value_features=value_features_of(query, value),
-        softcap=softcap,
-        sinks=sinks is not None,
-        bias=bias is not None,
-        dropout_p=dropout_p,
-        dropout_seed=seed_of(dropout_p, dropout_seed),
+        softcap=options.softcap,
+        sinks=options.sinks is not None,
+        bias=options.bias is not None,
+        dropout_p=options.dropout_p,
+        dropout_seed=seed_of(options),
     )
     if score_mod is not None and spec.rescores:
         raise NotImplementedError(

@@ -1,0 +1,224 @@
+// The products of attention's blocks in bfloat16, by tiles (AMX). The right operand of such a
+// product is packed: pairs of its rows, element by element. Sums of products are float32.
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include "attention_products.h"
+
+namespace symm_cp {
+
+// Row-major C (m, n) = A (m, k) B (k, n), plus C when `adds`; B is packed, k is even.
+inline void multiply_packed(int64_t m, int64_t n, int64_t k, const BFloat16* a, int64_t a_stride,
+                            const BFloat16* b, int64_t b_stride, bool adds, float* c,
+                            int64_t c_stride) {
+  if (m == 0 || n == 0) return;
+  at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, adds,
+                              reinterpret_cast<const at::BFloat16*>(a),
+                              reinterpret_cast<const at::BFloat16*>(b), c);
+}
+
+inline const uint16_t* bits_of(const BFloat16* data) {
+  return reinterpret_cast<const uint16_t*>(data);
+}
+inline uint16_t* bits_of(BFloat16* data) { return reinterpret_cast<uint16_t*>(data); }
+
+// Tiles have 32 elements of a row.
+inline constexpr int64_t kTileElements = 32;
+
+inline int64_t padded(int64_t count) {
+  return round_up(std::max<int64_t>(count, 1), kTileElements);
+}
+
+// Copies rows, with zeros up to `stride`.
+inline void copy_rows(const BFloat16* from, int64_t from_stride, int64_t rows, int64_t columns,
+                      BFloat16* to, int64_t stride) {
+  for (int64_t i = 0; i < rows; ++i) {
+    std::copy_n(from + i * from_stride, columns, to + i * stride);
+    std::fill(to + i * stride + columns, to + (i + 1) * stride, BFloat16{});
+  }
+}
+
+class PackedForward {
+ public:
+  using Number = float;
+  using Weight = BFloat16;
+  static constexpr int64_t kAlign = kTileElements;
+
+  // All keys and values, packed.
+  struct Shared {
+    explicit Shared(const TileInputs<BFloat16>& inputs)
+        : in(inputs),
+          features(padded(in.sizes.features)),
+          // Not a power of two, so that rows of it do not share few places of the cache.
+          key_stride(padded(in.sizes.keys) + 16),
+          key_size(features * key_stride),
+          value_size(padded(in.sizes.keys) * in.sizes.value_features),
+          keys(in.sizes.samples * in.sizes.groups * key_size),
+          values(in.sizes.samples * in.sizes.groups * value_size) {
+      const TileSizes& sizes = in.sizes;
+      at::parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i) {
+          const int64_t b = i / sizes.groups, g = i % sizes.groups;
+          transpose_pairs(bits_of(in.key.at(b, g, 0)), in.key.row, sizes.keys, sizes.features,
+                          bits_of(keys.get() + i * key_size), key_stride, features);
+          interleave_rows(bits_of(in.value.at(b, g, 0)), in.value.row, sizes.keys,
+                          sizes.value_features, bits_of(values.get() + i * value_size),
+                          sizes.value_features, padded(sizes.keys));
+        }
+      });
+    }
+
+    const TileInputs<BFloat16>& in;
+    int64_t features, key_stride, key_size, value_size;
+    Scratch<BFloat16> keys, values;
+  };
+
+  PackedForward(const Shared& shared, int64_t most_rows)
+      : shared_(shared), query_(most_rows * shared.features) {}
+  ~PackedForward() { at::native::cpublas::brgemm_release(); }
+  PackedForward(const PackedForward&) = delete;
+  PackedForward& operator=(const PackedForward&) = delete;
+
+  void enter_rows(int64_t b, int64_t h, int64_t first, int64_t count) {
+    const TileInputs<BFloat16>& in = shared_.in;
+    group_ = b * in.sizes.groups + in.sizes.group_of(h);
+    rows_ = count;
+    copy_rows(in.query.at(b, h, first), in.query.row, count, in.sizes.features, query_.get(),
+              shared_.features);
+  }
+
+  void scores(int64_t first, int64_t columns, float* out, int64_t stride) {
+    const BFloat16* keys = shared_.keys.get() + group_ * shared_.key_size + first * 2;
+    multiply_packed(rows_, columns, shared_.features, query_.get(), shared_.features, keys,
+                    shared_.key_stride, false, out, stride);
+  }
+
+  void add_values(int64_t first, int64_t columns, const BFloat16* weights, int64_t stride,
+                  bool adds, float* out) {
+    const int64_t features = shared_.in.sizes.value_features;
+    const BFloat16* values = shared_.values.get() + group_ * shared_.value_size + first * features;
+    multiply_packed(rows_, features, columns, weights, stride, values, features, adds, out,
+                    features);
+  }
+
+ private:
+  const Shared& shared_;
+  Scratch<BFloat16> query_;
+  int64_t group_ = 0, rows_ = 0;
+};
+
+// Gradients of keys and values are summed transposed, so that weights and what flows back to
+// products are right operands, of which pairs of rows are easily had.
+class PackedBackward {
+ public:
+  using Number = float;
+  using Weight = BFloat16;
+  static constexpr int64_t kAlign = kTileElements;
+
+  PackedBackward(const TileInputs<BFloat16>& inputs, const TileGradients<float>& grads, int64_t b,
+                 int64_t g, int64_t most_rows, int64_t most_columns)
+      : in_(inputs),
+        grads_(grads),
+        b_(b),
+        g_(g),
+        features_(padded(in_.sizes.features)),
+        value_features_(padded(in_.sizes.value_features)),
+        most_rows_(padded(most_rows)),
+        // Not a power of two, as above.
+        key_stride_(padded(most_columns) + 16),
+        keys_packed_(features_ * key_stride_),
+        values_packed_(value_features_ * key_stride_),
+        keys_paired_(padded(most_columns) * in_.sizes.features),
+        query_(most_rows_ * features_),
+        grad_out_(most_rows_ * value_features_),
+        query_columns_(most_rows_ * in_.sizes.features),
+        grad_columns_(most_rows_ * in_.sizes.value_features),
+        paired_(most_rows_ * padded(most_columns)),
+        grad_keys_(in_.sizes.features * key_stride_),
+        grad_values_(in_.sizes.value_features * key_stride_) {}
+  ~PackedBackward() { at::native::cpublas::brgemm_release(); }
+  PackedBackward(const PackedBackward&) = delete;
+  PackedBackward& operator=(const PackedBackward&) = delete;
+
+  void enter_keys(int64_t first, int64_t columns) {
+    const TileSizes& sizes = in_.sizes;
+    key_ = first, columns_ = columns;
+    const BFloat16 *key = in_.key.at(b_, g_, first), *value = in_.value.at(b_, g_, first);
+    transpose_pairs(bits_of(key), in_.key.row, columns, sizes.features, bits_of(keys_packed_.get()),
+                    key_stride_, features_);
+    transpose_pairs(bits_of(value), in_.value.row, columns, sizes.value_features,
+                    bits_of(values_packed_.get()), key_stride_, value_features_);
+    interleave_rows(bits_of(key), in_.key.row, columns, sizes.features, bits_of(keys_paired_.get()),
+                    sizes.features, padded(columns));
+    std::fill_n(grad_keys_.get(), sizes.features * key_stride_, 0.0f);
+    std::fill_n(grad_values_.get(), sizes.value_features * key_stride_, 0.0f);
+  }
+
+  void enter_rows(int64_t h, int64_t first, int64_t count) {
+    const TileSizes& sizes = in_.sizes;
+    h_ = h, row_ = first, rows_ = count;
+    const BFloat16 *query = in_.query.at(b_, h, first), *grad = in_.grad_out.at(b_, h, first);
+    copy_rows(query, in_.query.row, count, sizes.features, query_.get(), features_);
+    copy_rows(grad, in_.grad_out.row, count, sizes.value_features, grad_out_.get(),
+              value_features_);
+    transpose(query, in_.query.row, sizes.features, query_columns_.get());
+    transpose(grad, in_.grad_out.row, sizes.value_features, grad_columns_.get());
+  }
+
+  void products(int64_t first, int64_t columns, float* scores, float* through, int64_t stride) {
+    multiply_packed(rows_, columns, features_, query_.get(), features_,
+                    keys_packed_.get() + 2 * first, key_stride_, false, scores, stride);
+    multiply_packed(rows_, columns, value_features_, grad_out_.get(), value_features_,
+                    values_packed_.get() + 2 * first, key_stride_, false, through, stride);
+  }
+
+  void add_gradients(int64_t first, int64_t columns, const BFloat16* weights, const BFloat16* back,
+                     int64_t stride) {
+    const TileSizes& sizes = in_.sizes;
+    const int64_t terms = padded(rows_);
+    const auto add = [&](const BFloat16* left, int64_t features, const BFloat16* right, float* to) {
+      interleave_rows(bits_of(right), stride, rows_, columns, bits_of(paired_.get()), columns,
+                      terms);
+      multiply_packed(features, columns, terms, left, most_rows_, paired_.get(), columns, true,
+                      to + first, key_stride_);
+    };
+    add(grad_columns_.get(), sizes.value_features, weights, grad_values_.get());
+    add(query_columns_.get(), sizes.features, back, grad_keys_.get());
+    multiply_packed(rows_, sizes.features, columns, back, stride,
+                    keys_paired_.get() + first * sizes.features, sizes.features, true,
+                    grads_.query.at(b_, h_, row_), grads_.query.row);
+  }
+
+  void leave_keys() {
+    write(grad_keys_.get(), in_.sizes.features, grads_.key);
+    write(grad_values_.get(), in_.sizes.value_features, grads_.value);
+  }
+
+ private:
+  // Rows of `columns` features to rows of features, with zeros behind.
+  void transpose(const BFloat16* from, int64_t stride, int64_t columns, BFloat16* to) const {
+    const int64_t terms = padded(rows_);
+    for (int64_t c = 0; c < columns; ++c) {
+      for (int64_t i = 0; i < rows_; ++i) to[c * most_rows_ + i] = from[i * stride + c];
+      std::fill(to + c * most_rows_ + rows_, to + c * most_rows_ + terms, BFloat16{});
+    }
+  }
+
+  void write(const float* from, int64_t features, const Strided<float>& grad) const {
+    for (int64_t j = 0; j < columns_; ++j) {
+      float* row = grad.at(b_, g_, key_ + j);
+      for (int64_t c = 0; c < features; ++c) row[c] = from[c * key_stride_ + j];
+    }
+  }
+
+  const TileInputs<BFloat16>& in_;
+  const TileGradients<float>& grads_;
+  int64_t b_, g_, features_, value_features_, most_rows_, key_stride_;
+  Scratch<BFloat16> keys_packed_, values_packed_, keys_paired_;
+  Scratch<BFloat16> query_, grad_out_, query_columns_, grad_columns_, paired_;
+  Scratch<float> grad_keys_, grad_values_;
+  int64_t h_ = 0, key_ = 0, columns_ = 0, row_ = 0, rows_ = 0;
+};
+
+}  // namespace symm_cp

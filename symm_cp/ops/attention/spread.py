@@ -1,0 +1,115 @@
+"""How the keys and the queries of a call are spread over the ranks, as its options say."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from symm_cp.memory import Group
+from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.options import Options
+from symm_cp.schedule.layout import SequenceLayout
+
+
+def spread_of(
+    op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
+) -> tuple[SequenceLayout, SequenceLayout | None]:
+    """Returns how keys are spread, and how queries are if it matters and is not the same.
+
+    Raises `ValueError` where the shards of this rank do not fit, or where an option depends on the
+    positions of queries that are not known.
+    """
+    rows = (query.shape[2], key.shape[2])
+    if options.layouts is not None:
+        keys, queries = _of_tensor(op, group, rows, options, options.layouts)
+    else:
+        keys = _layout_of(op, group, rows[1], options.chunk_order, options.chunk_lengths)
+        queries = _of_queries(op, group, rows, options)
+    if not options.by_position or queries == keys:
+        return keys, None
+    if queries is not None and queries.length != keys.length and options.of_documents:
+        raise ValueError(
+            f"{op}: there are {queries.length} queries and {keys.length} keys in the whole "
+            f"sequences: {' and '.join(options.of_documents)} require equal lengths"
+        )
+    return keys, queries
+
+
+def _of_tensor(
+    op: str, group: Group, rows: tuple[int, int], options: Options, layouts: torch.Tensor
+) -> tuple[SequenceLayout, SequenceLayout | None]:
+    chunks = ("chunk_order", "chunk_lengths", "query_chunk_order", "query_chunk_lengths")
+    if any(getattr(options, name) is not None for name in chunks):
+        raise ValueError(f"{op}: layouts and chunks are both given, must be one")
+    known = decoded(op, layouts, group.world_size)
+    place = (group.rank, group.world_size)
+    ordered = bool(options.by_position) or options.key_mask is not None
+    keys = layout_of_keys(op, known, rows, *place, ordered=ordered)
+    if rows[0] == rows[1]:
+        return keys, None
+    if options.by_position != options.scored_by_position:
+        raise _unequal(op, rows, options)
+    return keys, layout_held(op, known, rows[0], *place) if options.by_position else None
+
+
+def _of_queries(
+    op: str, group: Group, rows: tuple[int, int], options: Options
+) -> SequenceLayout | None:
+    """Returns how queries are spread, if the options say it."""
+    order, lengths = options.query_chunk_order, options.query_chunk_lengths
+    if order is not None or lengths is not None:
+        return _layout_of(op, group, rows[0], order, lengths, of="query")
+    if rows[0] != rows[1] and options.by_position:
+        raise _unequal(op, rows, options)
+    return None
+
+
+def _unequal(op: str, rows: tuple[int, int], options: Options) -> ValueError:
+    names = options.by_position
+    return ValueError(
+        f"{op}: query has {rows[0]} rows and key {rows[1]}: {' and '.join(names)} "
+        f"{'requires' if len(names) == 1 else 'require'} equal lengths, or query_chunk_order or "
+        "query_chunk_lengths"
+    )
+
+
+@lru_cache(maxsize=512)
+def _layout(world_size: int, order: tuple[int, ...], lengths: tuple[int, ...]) -> SequenceLayout:
+    return SequenceLayout(world_size, order, lengths)
+
+
+def _layout_of(
+    op: str,
+    group: Group,
+    rows: int,
+    chunk_order: list[int] | None,
+    chunk_lengths: list[int] | None,
+    *,
+    of: str = "key",
+) -> SequenceLayout:
+    """Returns how a sequence is spread; raises `ValueError` if this rank's shard has other rows."""
+    prefix, noun = ("", "keys") if of == "key" else ("query_", "queries")
+    world_size, rank = group.world_size, group.rank
+    count = len(chunk_order or chunk_lengths or range(world_size))
+    order = tuple(range(count)) if chunk_order is None else tuple(chunk_order)
+    if chunk_lengths is None:
+        chunks = max(1, count // world_size)
+        if rows % chunks != 0:
+            raise ValueError(
+                f"{op}: this rank's {rows} {noun} cannot be split into its {chunks} chunks "
+                f"equally: pass {prefix}chunk_lengths"
+            )
+        lengths = (rows // chunks,) * count
+    else:
+        lengths = tuple(chunk_lengths)
+    try:
+        layout = _layout(world_size, order, lengths)
+    except ValueError as error:
+        raise ValueError(f"{op}: {prefix}{error}") from None
+    if layout.lengths[rank] != rows:
+        raise ValueError(
+            f"{op}: {prefix}chunk_lengths give rank {rank} {layout.lengths[rank]} {noun}, {of} has "
+            f"{rows}"
+        )
+    return layout

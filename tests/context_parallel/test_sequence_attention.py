@@ -1,0 +1,193 @@
+"""Attention with a `SequenceMask` against dense attention in one process."""
+
+from __future__ import annotations
+
+import unittest.mock
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import symm_cp
+from symm_cp.context_parallel import flex
+from symm_cp.context_parallel.region import ParallelRegion, region_over
+from symm_cp.context_parallel.sequence_attention import attend_sequence
+from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.ops.attention.flex.mask import evaluate
+from tests.context_parallel.common import CLOSE, mesh_of, whole
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+HEADS, BATCH = 4, 2
+
+
+def even(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (q - kv) % 2 == 0
+
+
+def by_head(b: Any, h: Any, q: Any, kv: Any) -> Any:
+    return (kv <= q) | (h == 1)
+
+
+def masks(length: int) -> list[SequenceMask]:
+    positions = torch.arange(length)
+    documents = torch.stack([positions // 7, (positions + 3) // 11])
+    holes = torch.rand(BATCH, length) < 0.7
+    return [
+        SequenceMask(),
+        SequenceMask(is_causal=True),
+        SequenceMask(is_causal=True, window_left=5),
+        SequenceMask(window_left=3, window_right=6, document_ids=documents),
+        SequenceMask(is_causal=True, document_ids=documents[:1], key_mask=holes),
+        SequenceMask(key_mask=holes[:1]),
+        SequenceMask(mask_mod=even),
+        SequenceMask(mask_mod=by_head, document_ids=documents, key_mask=holes, window_left=9),
+    ]
+
+
+def dense(
+    tensors: list[torch.Tensor],
+    mask: SequenceMask,
+    *,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    q, k, v = tensors
+    lengths = (torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+    visible = evaluate(mask.as_mask_mod(), BATCH, HEADS, *lengths)
+    k, v = (t.repeat_interleave(HEADS // t.shape[1], 1) for t in (k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~visible, -torch.inf)
+    lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks[:, None])
+    lse = lse.masked_fill(lse == -torch.inf, 0.0)
+    return (scores - lse.unsqueeze(-1)).exp() @ v
+
+
+def attends(group: dist.ProcessGroup, layout: str, length: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    W = group.size()
+    given = whole(seed, length, heads=HEADS, kv_heads=2)
+    given[2] = given[2][..., :8].contiguous()  # values of another width
+    given[3] = given[3][..., :8].contiguous()
+    balancer = {
+        "HeadTail": lambda: symm_cp.HeadTail(length, W),
+        "samples": lambda: symm_cp.PerDocumentHeadTail([[length // 2] * 2, [length]], W),
+    }[layout]()
+    rows = balancer.positions(group.rank()).expand(BATCH, -1)
+    own = [torch.stack([t[b][:, rows[b]] for b in range(BATCH)]) for t in given]
+    region = region_over(mesh_of(group), balancer)
+    for mask in masks(length):
+        for softcap, with_sinks in ((None, False), (2.0, True)):
+            sinks = torch.randn(HEADS, dtype=torch.float64) if with_sinks else None
+            parts, tensors = ([t.clone().requires_grad_() for t in ts[:3]] for ts in (own, given))
+            if sinks is not None:
+                for each in (parts, tensors):
+                    each.append(sinks.clone().requires_grad_())
+            features: dict[str, Any] = {"softcap": softcap}
+            got = attend_sequence(
+                region, *parts[:3], mask, enable_gqa=True, sinks=(*parts, None)[3], **features
+            )
+            want = dense(tensors[:3], mask, sinks=(*tensors, None)[3], **features)
+            grads = torch.autograd.grad(got, parts, own[3])
+            expected = list(torch.autograd.grad(want, tensors, given[3]))
+            local = [
+                torch.stack([t[b][:, rows[b]] for b in range(BATCH)]) for t in (want, *expected[:3])
+            ]
+            for actual, right in zip((got, *grads[:3]), local, strict=True):
+                torch.testing.assert_close(actual, right, **CLOSE)
+            if sinks is not None:
+                total = grads[3].clone()
+                dist.all_reduce(total, group=group)
+                torch.testing.assert_close(total, expected[3], **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "length"),
+    some(
+        (2, "HeadTail", 37),
+        of=[
+            (w, layout, length)
+            for w in (1, 2, 3, 4)
+            for layout, length in (("HeadTail", 37), ("HeadTail", 48), ("samples", 48))
+        ],
+    ),
+)
+def test_forward_and_backward(ranks: Ranks, world_size: int, layout: str, length: int) -> None:
+    ranks.run(world_size, attends, layout, length, int(torch.randint(1 << 30, ())))
+
+
+def uncompiled(region: ParallelRegion, *args: Any, **kwargs: Any) -> Any:
+    return flex._attend_within(region, flex.original, *args, **kwargs)
+
+
+def by_torch(group: dist.ProcessGroup, seed: int) -> None:
+    torch.manual_seed(seed)
+    length = 40
+    given = whole(seed, length, heads=HEADS, kv_heads=2)
+    balancer = symm_cp.HeadTail(length, group.size())
+    rows = balancer.positions(group.rank())
+    region = region_over(mesh_of(group), balancer)
+    sinks = torch.randn(HEADS, dtype=torch.float64)
+    with (
+        unittest.mock.patch.object(flex, "in_tiles", return_value=False),
+        unittest.mock.patch.object(flex, "attend_over", uncompiled),
+    ):
+        for mask in masks(length)[-2:]:
+            parts = [t[:, :, rows] for t in given[:3]]
+            features: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
+            got = attend_sequence(region, *parts, mask, enable_gqa=True, **features)
+            torch.testing.assert_close(got, dense(given[:3], mask, **features)[:, :, rows], **CLOSE)
+            with pytest.raises(NotImplementedError, match="dropout_p is not supported"):
+                attend_sequence(region, *parts, mask, enable_gqa=True, dropout_p=0.5)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_functions_of_positions_by_torchs_kernels(ranks: Ranks) -> None:
+    """As on CUDA: over gathered keys."""
+    ranks.run(2, by_torch, int(torch.randint(1 << 30, ())))
+
+
+def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    """The whole outputs of masks that the op and that tiles attend with."""
+    length = 32
+    given = whole(seed, length)
+    balancer = symm_cp.HeadTail(length, group.size())
+    rows = balancer.positions(group.rank())
+    region = region_over(mesh_of(group), balancer)
+    outs = []
+    for mask in (SequenceMask(is_causal=True), SequenceMask(mask_mod=by_head)):
+        torch.manual_seed(seed)
+        out = attend_sequence(region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5)
+        outs += symm_cp.context_parallel_unshard(mesh_of(group), [out], [2], balancer)
+    return outs
+
+
+def test_dropout_is_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    expected, actual = (ranks.run(size, dropped, seed)[0] for size in (1, 2))
+    for got, want in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, want, **CLOSE)
+    given = whole(seed, 32)
+    plain = F.scaled_dot_product_attention(*given[:3], is_causal=True)
+    assert not torch.allclose(expected[0], plain)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    region = region_over(mesh_of(group), symm_cp.HeadTail(16, group.size()))
+    q, k, v, _ = (t[:, :, : 16 // group.size()] for t in whole(0, 16))
+    with pytest.raises(ValueError, match="mask and is_causal=True exclude each other"):
+        attend_sequence(region, q, k, v, SequenceMask(), is_causal=True)
+    with pytest.raises(ValueError, match=r"query has 8 rows and key 4.*equal lengths"):
+        attend_sequence(region, q, k[:, :, :4], v[:, :, :4], is_causal=True)
+    with pytest.raises(RuntimeError, match=r"scaled_dot_product_attention: got an attention mask"):
+        F.scaled_dot_product_attention(q, k, v, attn_mask=SequenceMask())  # type: ignore[arg-type]
+
+
+def test_what_is_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses)

@@ -1,0 +1,344 @@
+"""`context_parallel(model=...)`: what it sets and restores, and what it refuses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+
+import symm_cp
+import symm_cp.integrations.transformers
+from tests.context_parallel.common import mesh_of
+from tests.exhaustive import some
+from tests.integrations.common import (
+    Client,
+    assert_near,
+    assert_same,
+    causal_batch,
+    check_client,
+    in_one_process,
+    summed_grads,
+    target_loss,
+    under_context_parallel,
+    wide_softmax,
+)
+from tests.pool import Ranks
+
+LLAMA = Client("Llama")
+GEMMA = Client("Gemma2").having(sliding_window=9)
+GPT_OSS = Client("GptOss").having(
+    sliding_window=9, num_local_experts=4, num_experts_per_tok=2, layer_types=None
+)
+
+
+def implementations(model: nn.Module) -> set[str]:
+    found = {
+        part.config._attn_implementation for part in model.modules() if hasattr(part, "config")
+    }
+    nested = [getattr(model.config, name) for name in model.config.sub_configs]
+    return found | {config._attn_implementation for config in nested if config is not None}
+
+
+# --- equal to one process ----------------------------------------------------------------------
+
+
+def smoke(group: dist.ProcessGroup, layout: str) -> None:
+    check_client(group, LLAMA, causal_batch(30, padding="left"), layout=layout)
+    mistral = Client("Mistral").having(sliding_window=9)
+    check_client(group, mistral, causal_batch(30, documents=[7, 8, 15]), layout=layout)
+    # As users call models: in training, with a cache that nobody asked for.
+    used = Client("Mistral", call={}).having(sliding_window=9)
+    prepare = nn.Module.train
+    check_client(group, used, causal_batch(30, masked=False), layout=layout, prepare=prepare)
+
+
+@pytest.mark.parametrize("layout", some("HeadTail", "Sequential", of=["HeadTail", "Sequential"]))
+def test_models_compute_what_they_do_in_one_process(ranks: Ranks, layout: str) -> None:
+    ranks.run(2, smoke, layout)
+
+
+def packs_by_cu_seq_lens(group: dist.ProcessGroup) -> None:
+    batch = causal_batch(30, samples=1, documents=[7, 8, 15])
+    expected = in_one_process(LLAMA, batch)
+    edges = torch.tensor([0, 7, 15, 30], dtype=torch.int32)
+    # A cache keeps transformers from looking for documents in position_ids.
+    call = {"use_cache": True, "cu_seq_lens_q": edges, "cu_seq_lens_k": edges}
+    client = Client("Llama", call=call)
+    balancer = symm_cp.HeadTail(30, group.size())
+    assert_same(
+        under_context_parallel(group, client, batch, balancer=balancer), expected, batch, 2e-5
+    )
+    two = causal_batch(30, samples=2)
+    with pytest.raises(NotImplementedError, match="cu_seq_lens_q with 2 samples"):
+        under_context_parallel(group, client, two, balancer=balancer)
+    call["cu_seq_lens_k"] = edges[:-1]
+    with pytest.raises(ValueError, match="4 boundaries and cu_seq_lens_k 3"):
+        under_context_parallel(group, client, batch, balancer=balancer)
+
+
+def test_documents_by_cu_seq_lens(ranks: Ranks) -> None:
+    ranks.run(2, packs_by_cu_seq_lens)
+
+
+def takes_masks_of_the_whole(group: dist.ProcessGroup) -> None:
+    batch = causal_batch(24, masked=False)
+    expected = in_one_process(LLAMA, batch)
+    causal = torch.ones(24, 24, dtype=torch.bool).tril()
+    blocks = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 24, 24, device="cpu")
+    for mask in (causal[None, None], blocks):
+        client = Client("Llama", call={"use_cache": False, "attention_mask": mask})
+        balancer = symm_cp.HeadTail(24, group.size())
+        assert_same(
+            under_context_parallel(group, client, batch, balancer=balancer), expected, batch, 2e-5
+        )
+        capped = Client("Gemma2", call=client.call)
+        with pytest.raises(NotImplementedError, match=r"made before, .* excludes softcap"):
+            under_context_parallel(group, capped, batch, balancer=balancer, implementation="eager")
+
+
+def test_masks_of_the_whole_sequence(ranks: Ranks) -> None:
+    ranks.run(2, takes_masks_of_the_whole)
+
+
+def drops_weights(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
+    torch.manual_seed(seed)
+    batch = causal_batch(24, padding="right")
+    client = LLAMA.having(attention_dropout=0.4)
+    torch.manual_seed(seed)
+    result = under_context_parallel(
+        group,
+        client,
+        batch,
+        balancer=symm_cp.HeadTail(24, group.size()),
+        prepare=nn.Module.train,
+    )
+    return [result.loss, *(grad for grad in result.grads.values() if grad is not None)]
+
+
+def test_the_same_weights_are_dropped_on_one_rank_and_on_two(ranks: Ranks) -> None:
+    on_one, on_two = (ranks.run(size, drops_weights, 5)[0] for size in (1, 2))
+    for got, want in zip(on_two, on_one, strict=True):
+        assert_near("dropout", got, want, 2e-5)
+    other = ranks.run(2, drops_weights, 6)[0]
+    assert not torch.allclose(other[0], on_two[0])
+
+
+# --- set and restored --------------------------------------------------------------------------
+
+
+def sets_and_restores(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    bart = Client("Bart", head="Model").having(
+        d_model=32, encoder_layers=1, decoder_layers=1, encoder_ffn_dim=16, decoder_ffn_dim=16
+    )
+    models = [LLAMA.make("sdpa"), LLAMA.make("eager"), bart.make("sdpa")]
+    before = [implementations(model) for model in models]
+
+    class Wrapped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = models[0]
+
+    ignore: dict[str, Any] = {"on_unfused": "ignore"}
+    with symm_cp.context_parallel(mesh, model=[Wrapped(), *models[1:]], **ignore):
+        assert all(implementations(model) == {"symm_cp"} for model in models)
+        with symm_cp.context_parallel(mesh, model=models[0], **ignore):
+            assert implementations(models[0]) == {"symm_cp"}
+        assert all(implementations(model) == {"symm_cp"} for model in models)
+    assert [implementations(model) for model in models] == before
+    assert all("generate" not in vars(model) for model in models)
+    with pytest.raises(KeyError), symm_cp.context_parallel(mesh, model=models, **ignore):
+        raise KeyError
+    assert [implementations(model) for model in models] == before
+    # One of several is refused: the others are as before.
+    bloom = transformers.BloomModel(transformers.BloomConfig(hidden_size=8, n_head=2, n_layer=1))
+    with (
+        pytest.raises(NotImplementedError, match=r"BloomModel does not attend through.*leave out"),
+        symm_cp.context_parallel(mesh, model=[*models, bloom]),
+    ):
+        pass
+    assert [implementations(model) for model in models] == before
+    permanent = LLAMA.make("symm_cp")
+    with symm_cp.context_parallel(mesh, model=permanent, **ignore):
+        pass
+    assert implementations(permanent) == {"symm_cp"}
+
+
+def test_implementations_are_set_and_restored(ranks: Ranks) -> None:
+    ranks.run(2, sets_and_restores)
+
+
+def in_threads(group: dist.ProcessGroup) -> None:
+    model, mesh = LLAMA.make("sdpa"), mesh_of(group)
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with symm_cp.context_parallel(mesh, model=model, on_unfused="ignore"):
+            entered.set()
+            leave.wait(60)
+
+    thread = threading.Thread(target=other)
+    with symm_cp.context_parallel(mesh, model=model, on_unfused="ignore"):
+        thread.start()
+        assert entered.wait(60)
+    assert implementations(model) == {"symm_cp"}  # the other thread still uses it
+    ids = torch.randint(3, 60, (1, 8))
+    expected = LLAMA.make("sdpa")(input_ids=ids).logits
+    torch.testing.assert_close(model(input_ids=ids).logits, expected)  # this one has no context
+    leave.set()
+    thread.join()
+    assert implementations(model) == {"sdpa"}
+
+
+def test_threads_share_a_model(ranks: Ranks) -> None:
+    ranks.run(2, in_threads)
+
+
+# --- refused -----------------------------------------------------------------------------------
+
+REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: nn.Linear(2, 2), ValueError, "model=Linear has no model of transformers"),
+    (lambda: ["model"], TypeError, "model is a str, must be a module"),
+    (
+        lambda: Client("Lfm2").having(layer_types=["conv", "full_attention"]).make("sdpa"),
+        NotImplementedError,
+        "layer of type 'conv'",
+    ),
+    (
+        lambda: transformers.MambaModel(
+            transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=9)
+        ),
+        NotImplementedError,
+        "'linear_attention'.*mixes positions of this rank",
+    ),
+]
+
+
+def refuses_models(group: dist.ProcessGroup) -> None:
+    for make, kind, message in REFUSED:
+        model = make()
+        with (
+            pytest.raises(kind, match=message),
+            symm_cp.context_parallel(mesh_of(group), model=model),
+        ):
+            raise AssertionError("the context was entered")
+
+
+def test_models_that_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses_models)
+
+
+def refuses_calls(group: dist.ProcessGroup) -> None:
+    mesh, model = mesh_of(group), LLAMA.make("sdpa")
+    ids = torch.randint(3, 60, (2, 8))
+    positions = torch.arange(8).expand(2, -1)
+    calls: list[tuple[str, Callable[[], Any]]] = [
+        (r"LlamaForCausalLM.generate.*outside", lambda: model.generate(ids, max_new_tokens=1)),
+        ("without position_ids.*shard_batch", lambda: model(input_ids=ids)),
+        (
+            "output_attentions.*outside of the context",
+            lambda: model(input_ids=ids, position_ids=positions, output_attentions=True),
+        ),
+        (
+            "past_key_values, as generate does.*outside",
+            lambda: model(
+                input_ids=ids,
+                position_ids=positions,
+                past_key_values=transformers.DynamicCache(),
+            ),
+        ),
+    ]
+    for message, call in calls:
+        with (
+            symm_cp.context_parallel(mesh, model=model),
+            pytest.raises(NotImplementedError, match=message),
+        ):
+            call()
+    permanent = LLAMA.make("symm_cp")
+    for tokens in (1, 2):
+        with (
+            symm_cp.context_parallel(mesh),
+            pytest.raises(NotImplementedError, match="as generate does"),
+        ):
+            permanent.generate(ids, max_new_tokens=tokens)
+
+
+def test_calls_that_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, refuses_calls)
+
+
+def one_rank_has_no_mask(group: dist.ProcessGroup) -> str:
+    """Ranks that call a model differently hear of it; none waits."""
+    model, ids = LLAMA.make("sdpa"), torch.randint(3, 60, (1, 8))
+    mask = {"attention_mask": torch.ones_like(ids)} if group.rank() == 0 else {}
+    try:
+        with symm_cp.context_parallel(mesh_of(group), model=model):
+            model(input_ids=ids, position_ids=torch.arange(8)[None], use_cache=True, **mask)
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_ranks_that_call_a_model_differently(ranks: Ranks) -> None:
+    for error in ranks.run(2, one_rank_has_no_mask):
+        assert "ranks disagree" in error, error
+    ranks.run(2, packs_by_cu_seq_lens)  # later calls see nothing of it
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def recomputes_outside(group: dist.ProcessGroup) -> None:
+    batch = causal_batch(24, padding="right")
+    expected = in_one_process(LLAMA, batch)
+    mesh, balancer = mesh_of(group), symm_cp.HeadTail(24, group.size())
+    local, reduce_loss = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
+    labels = local.pop("labels")
+    for implementation in ("symm_cp", "sdpa"):
+        model = LLAMA.make(implementation).train()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        own = model if implementation == "sdpa" else None
+        with symm_cp.context_parallel(mesh, model=own, load_balancer=balancer):
+            loss = reduce_loss(target_loss(model(**local, use_cache=False).logits, labels))
+        if own is None:
+            loss.backward()
+            for name, grad in summed_grads(group, model).items():
+                want = expected.grads[name]
+                assert grad is not None
+                assert want is not None
+                assert_near(name, grad, want, 2e-5)
+        else:
+            with pytest.raises(RuntimeError, match="run the backward pass within it, or call"):
+                loss.backward()
+
+
+def test_checkpoints_recomputed_outside_of_the_context(ranks: Ranks) -> None:
+    ranks.run(2, recomputes_outside)
+
+
+# --- outside of a context ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("client", [LLAMA, GEMMA, GPT_OSS], ids=lambda client: client.name)
+def test_outside_of_a_context_models_compute_as_usual(client: Client) -> None:
+    ours, theirs = client.make("symm_cp"), client.make("eager")
+    ids = torch.randint(3, 60, (2, 20))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    for batch in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
+        with wide_softmax(), torch.no_grad():
+            got, want = (model(**batch).logits for model in (ours, theirs))
+        assert_near("logits", got[:, 5:], want[:, 5:], 2e-5)
+    with wide_softmax():
+        got, want = (
+            model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+            for model in (ours, theirs)
+        )
+    assert torch.equal(got, want)

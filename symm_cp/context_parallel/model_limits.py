@@ -6,6 +6,7 @@ modules are judged by their type only.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -105,6 +106,7 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
         )
     if not transformers:
         return
+    yield from _input_and_output_limits(module)
     if uses_transformers(module):
         yield from _config_limits(module.config)
     settable = getattr(module, "_can_set_attn_implementation", None)
@@ -116,6 +118,50 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
         )
     yield from _position_limits(module)
     yield from _attribute_limits(module)
+
+
+# Models that compute something of each sample from one of its positions.
+_OF_SAMPLES = (
+    *("ForSequenceClassification", "ForMultipleChoice", "ForNextSentencePrediction"),
+    *("ForQuestionAnswering", "ForQuestionAnsweringSimple", "ForPreTraining"),
+)
+
+
+def makes_own_sequence(module: nn.Module) -> bool:
+    """Tells whether a model of transformers makes its sequence of images or sounds."""
+    name = getattr(module, "main_input_name", None)
+    if not hasattr(module, "base_model_prefix") or not isinstance(name, str):
+        return False
+    made = name.startswith(("pixel_", "input_features", "input_values"))
+    return made and "decoder_input_ids" not in inspect.signature(module.forward).parameters
+
+
+def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
+    """Sequences that are not cut, and results of whole samples."""
+    if makes_own_sequence(module):
+        yield Limit(
+            f"main_input_name={module.main_input_name!r}",
+            "every rank would make the whole sequence of it, and attend to it as to a part",
+            "Run it outside of context_parallel, and pass on what it returns, as encoder_outputs "
+            "or inputs_embeds, which symm_cp.shard_batch cuts differentiably",
+        )
+    if not hasattr(module, "base_model_prefix"):
+        return
+    name = type(module).__name__
+    if name.endswith(_OF_SAMPLES):
+        yield Limit(
+            f"type {name}",
+            "it computes the result of a sample from positions of this rank's part only",
+            "Use the model without its head, gather the positions that it needs "
+            "(context_parallel_unshard), and compute the result outside",
+        )
+    returned = str(inspect.signature(module.forward).return_annotation)
+    if "WithPooling" in returned and getattr(module, "pooler", True) is not None:
+        yield Limit(
+            f"a pooled result ({returned.rpartition('.')[2].rstrip(chr(39) + '>')})",
+            "it is computed from a position of this rank's part only",
+            "Make the model with add_pooling_layer=False, if it has that",
+        )
 
 
 def positions_known(module: nn.Module) -> bool:

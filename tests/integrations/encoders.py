@@ -44,14 +44,6 @@ T5 = {
     "dropout_rate": 0.0,
     "decoder_start_token_id": 0,
 }
-WHISPER = {
-    **BART,
-    "num_mel_bins": 6,
-    "max_source_positions": 40,
-    "max_target_positions": 64,
-    "decoder_start_token_id": 1,
-    "begin_suppress_tokens": None,
-}
 MODERN = {f"{name}_token_id": 1 for name in ("cls", "sep")}
 DISTIL = {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4}
 TOKENS = "ForTokenClassification"
@@ -87,6 +79,18 @@ SEQ2SEQ = {
     "marian": Client("Marian", {**BART, "decoder_start_token_id": 0}, head="MTModel"),
     "pegasus": Client("Pegasus", BART, head=GENERATES),
 }
+WHISPER = Client(
+    "Whisper",
+    {
+        **BART,
+        "num_mel_bins": 6,
+        "max_source_positions": 40,
+        "max_target_positions": 64,
+        "decoder_start_token_id": 1,
+        "begin_suppress_tokens": None,
+    },
+    head=GENERATES,
+)
 
 
 def masked_batch(length: int, *, padding: bool, samples: int = 2) -> Batch:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.model_limits import makes_own_sequence
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.positions import by_longest_position
@@ -63,7 +64,7 @@ def _refusing(module: nn.Module) -> Any:
 
 @contextmanager
 def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Within it, models attend with symm_cp; yields their modules.
+    """Within it, models attend with symm_cp; yields the modules that must run within it.
 
     Raises `ValueError` if none of them is a model of transformers, `NotImplementedError` for one
     that does not attend through transformers' `AttentionInterface`.
@@ -80,6 +81,9 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
                 'AttentionInterface, so attn_implementation="symm_cp" has no effect on it. If it '
                 "calls F.scaled_dot_product_attention, leave out model="
             )
+    # What makes sequences of images or sounds may run outside: it is refused when it runs within.
+    apart = (part for part in modules if makes_own_sequence(part))
+    elsewhere = {id(inner) for part in apart for inner in part.modules()}
     generators = [module for module in modules if callable(getattr(module, "generate", None))]
     for config in configs:
         _configs.acquire(config, _CHOSEN, NAME)
@@ -87,7 +91,7 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
         _generators.acquire(module, "generate", _refusing(module))
     try:
         with by_longest_position(modules), by_position_in_sequence(modules):
-            yield modules
+            yield [module for module in modules if id(module) not in elsewhere]
     finally:
         for module in generators:
             _generators.release(module, "generate")

@@ -2,8 +2,8 @@
 
 T5 and its kin add a bias to the scores that they look up by distance, for each pair of positions of
 a tensor; within a region the bias of each distance in the whole sequence takes its place, which
-attention takes as it is. BART, Whisper's decoder and others look up the embeddings of the first
-positions, unless they are given `position_ids`.
+attention takes as it is. BART and others look up the embeddings of the positions that they count in
+a tensor.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def by_position_in_sequence(modules: Iterable[nn.Module]) -> Iterator[None]:
                 # Without a table transformers would allocate zeros for each pair of positions.
                 _has_table.acquire(module, _HAS_TABLE, True)
                 stack.callback(_has_table.release, module, _HAS_TABLE)
-            elif _takes_positions(module):
-                hook = module.register_forward_pre_hook(_with_positions, with_kwargs=True)
+            for table in _counted_tables(module):
+                hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
                 stack.callback(hook.remove)
             if _makes_decoder_input(module):
                 hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
@@ -120,6 +120,13 @@ def bias_by_distance(name: str, position_bias: torch.Tensor | None) -> torch.Ten
 # --- embeddings of positions -------------------------------------------------------------------
 
 
+def _counted_tables(module: nn.Module) -> list[nn.Module]:
+    """Returns a module's tables of positions that it counts in its tensor, having no others."""
+    tables = [child for child in module.children() if _takes_positions(child)]
+    given = tables and "position_ids" in inspect.signature(module.forward).parameters
+    return [] if given else tables
+
+
 def _takes_positions(module: nn.Module) -> bool:
     """Whether a module embeds the positions of a tensor, or those that it is given."""
     if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
@@ -130,8 +137,7 @@ def _takes_positions(module: nn.Module) -> bool:
 
 def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
     within = current_region()
-    given = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
-    if within is None or within[0].world_size == 1 or given is not None:
+    if within is None or within[0].world_size == 1:
         return None
     region = within[0]
     like = args[0] if args else kwargs.get("input_ids", kwargs.get("input_ids_shape"))

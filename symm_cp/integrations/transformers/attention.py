@@ -177,6 +177,10 @@ def _with_documents(
     return replace(mask, cu_seqlens=edges)
 
 
+def _given(option: Any) -> bool:
+    return isinstance(option, torch.Tensor) or bool(option)
+
+
 def _attend_given(
     region: ParallelRegion,
     name: str,
@@ -185,7 +189,8 @@ def _attend_given(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attends with a mask of the whole sequence that the caller of the model made."""
-    features = [option for option in ("softcap", "sinks", "dropout_p") if options.pop(option)]
+    more = {key: options.pop(key) for key in ("softcap", "sinks", "bias", "dropout_p")}
+    features = [key for key, value in more.items() if _given(value)]
     if features:
         raise NotImplementedError(
             f"{NAME}: {name} was called with a mask that was made before, which within "

@@ -1,0 +1,212 @@
+"""Models of transformers and their layers under `torch.compile` within `context_parallel`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._dynamo.utils import counters
+
+import symm_cp
+from tests.context_parallel.common import mesh_of
+from tests.integrations.common import Client, causal_batch, check_client
+from tests.integrations.decoders import CLIENTS
+from tests.pool import Ranks
+
+FIRST_CALL_LIMIT = 20.0  # seconds
+LENGTH = 48
+DOCUMENTS = [20, 12, 16]
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@contextmanager
+def at_most(more_graphs: int, *, breaks: int = 0) -> Iterator[None]:
+    """No more graphs are made, and none is broken more often."""
+    before, broken = graphs(), sum(counters["graph_break"].values())
+    yield
+    assert graphs() - before <= more_graphs, graphs() - before
+    assert sum(counters["graph_break"].values()) - broken <= breaks, dict(counters["graph_break"])
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    return [part for part in model.modules() if type(part).__name__.endswith("DecoderLayer")]
+
+
+def layers_compiled(**options: Any) -> Callable[[nn.Module], None]:
+    """Prepares a model: each decoder layer is compiled, without a graph break."""
+
+    def prepare(model: nn.Module) -> None:
+        layers = decoder_layers(model)
+        assert layers
+        for layer in layers:
+            layer.compile(fullgraph=True, **options)
+
+    return prepare
+
+
+def compilable(client: Client) -> Client:
+    """With experts that Dynamo can trace: "eager" ones loop over those that tokens chose."""
+    return client.having(experts_implementation="batched_mm")
+
+
+# --- against one process -----------------------------------------------------------------------
+
+
+def layers_of_client(
+    group: dist.ProcessGroup, name: str, layout: str, kind: dict[str, Any]
+) -> None:
+    torch._dynamo.reset()
+    client = compilable(CLIENTS[name])
+    batch = causal_batch(LENGTH, **kind)
+    with at_most(2 * client.make("eager").config.num_hidden_layers):
+        check_client(
+            group, client, batch, layout=layout, prepare=layers_compiled(backend="aot_eager")
+        )
+
+
+def test_layer_with_window_and_packing(ranks: Ranks) -> None:
+    ranks.run(2, layers_of_client, "mistral", "HeadTail", {"documents": DOCUMENTS})
+
+
+LAYERED = [name for name in CLIENTS if name != "gpt2"]  # its layers are "blocks"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", ["HeadTail", "Sequential"])
+@pytest.mark.parametrize("name", LAYERED)
+def test_layers_of_clients(ranks: Ranks, name: str, layout: str) -> None:
+    kind = {"HeadTail": {"documents": DOCUMENTS}, "Sequential": {"padding": "right"}}[layout]
+    ranks.run(2, layers_of_client, name, layout, kind, timeout=600)
+
+
+def whole_model(group: dist.ProcessGroup, name: str, kind: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+
+    def prepare(model: nn.Module) -> None:
+        model.compile(fullgraph=True, backend="aot_eager")
+
+    with at_most(1):
+        check_client(
+            group, compilable(CLIENTS[name]), causal_batch(LENGTH, **kind), prepare=prepare
+        )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "kind", [{"masked": False}, {"padding": "left"}, {"documents": DOCUMENTS}], ids=str
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
+def test_whole_models_are_one_graph(ranks: Ranks, name: str, kind: dict[str, Any]) -> None:
+    ranks.run(2, whole_model, name, kind, timeout=600)
+
+
+# --- one compiled layer, many calls --------------------------------------------------------------
+
+
+class Problem:
+    """A client's first layer as it is, and compiled."""
+
+    def __init__(self, group: dist.ProcessGroup, client: Client, **options: Any) -> None:
+        torch._dynamo.reset()
+        self.group = group
+        self.model = client.make("eager")
+        self.compiled = client.make("eager")
+        self.options = {"fullgraph": True, "backend": "aot_eager", **options}
+        for layer in decoder_layers(self.compiled):
+            layer.compile(**self.options)
+
+    def step(self, model: nn.Module, local: dict[str, torch.Tensor], region: Any) -> Any:
+        """Logits and gradients of this rank's part."""
+        model.zero_grad()
+        with region:
+            logits = model(**local, use_cache=False).logits
+            logits.square().mean().backward()
+        return logits.detach(), [p.grad for p in model.parameters() if p.grad is not None]
+
+    def check(self, length: int, *, spread: bool = True, **kind: Any) -> None:
+        """Compares one step of the compiled model with one of the other, in a context or not."""
+        batch = causal_batch(length, **kind)
+        batch.pop("labels")
+        mesh, balancer = mesh_of(self.group), symm_cp.HeadTail(length, self.group.size())
+        results = []
+        for model in (self.model, self.compiled):
+            local, region = batch, torch.enable_grad()
+            if spread:
+                local, _ = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
+                region = symm_cp.context_parallel(mesh, model=model, load_balancer=balancer)
+            results.append(self.step(model, local, region))
+        (want, grads), (got, compiled_grads) = results
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+        for one, other in zip(compiled_grads, grads, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+ONE_LAYER = CLIENTS["mistral"].having(num_hidden_layers=1)
+
+
+def many_calls(group: dist.ProcessGroup) -> None:
+    problem = Problem(group, ONE_LAYER)
+    for length, documents in ((48, [20, 12, 16]), (64, [40, 24])):
+        problem.check(length, documents=documents)
+    with at_most(0), torch._dynamo.config.patch(error_on_recompile=True):
+        for documents in ([30, 34], [64], [1, 60, 3], [30, 40, 10, 16], [50, 3, 3]):
+            problem.check(sum(documents), documents=documents)
+    # Without a context the layer is traced again, once; what is made for contexts stays.
+    with at_most(2):
+        problem.check(32, spread=False)
+        problem.check(40, spread=False)
+    with at_most(0):
+        problem.check(72, documents=[72])
+        problem.check(56, spread=False)
+
+
+@pytest.mark.exhaustive
+def test_one_layer_serves_all_lengths_and_documents(ranks: Ranks) -> None:
+    ranks.run(2, many_calls, timeout=600)
+
+
+def outside_first(group: dist.ProcessGroup) -> None:
+    problem = Problem(group, ONE_LAYER)
+    for spread in (False, True, False, True):
+        problem.check(LENGTH, spread=spread)
+
+
+@pytest.mark.exhaustive
+def test_compiled_outside_of_contexts_first(ranks: Ranks) -> None:
+    ranks.run(2, outside_first, timeout=600)
+
+
+def first_call(group: dist.ProcessGroup) -> None:
+    torch._inductor.utils.clear_caches()
+    with torch._inductor.config.patch(force_disable_caches=True):
+        problem = Problem(group, ONE_LAYER, backend="inductor")
+        begin = time.monotonic()
+        problem.check(LENGTH, documents=DOCUMENTS)
+        took = time.monotonic() - begin
+    assert took < FIRST_CALL_LIMIT, took
+
+
+@pytest.mark.exhaustive
+def test_first_call_of_a_layer(ranks: Ranks) -> None:
+    ranks.run(2, first_call, timeout=600)
+
+
+def with_mode(group: dist.ProcessGroup, mode: str) -> None:
+    problem = Problem(group, ONE_LAYER, backend="inductor", mode=mode)
+    problem.check(LENGTH, documents=DOCUMENTS)
+    problem.check(LENGTH, documents=DOCUMENTS)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_of_the_compiler(ranks: Ranks, mode: str) -> None:
+    ranks.run(2, with_mode, mode, timeout=600)

@@ -20,7 +20,7 @@ SLACK = 4.0
 
 @dataclass(frozen=True)
 class Problem:
-    """The whole sequence: q (B, H, S, E), k and v (B, G, S_k, E), a mask and what flows back."""
+    """The whole sequence: q (B, H, S, E), k and v (B, G, S_k, E or V), a mask, what flows back."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -29,35 +29,61 @@ class Problem:
     grad_out: torch.Tensor
     grad_lse: torch.Tensor | None = None
     scale: float | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # (H,)
+    bias: torch.Tensor | None = None  # (H, S + S_k - 1)
+    kept: torch.Tensor | None = None  # (B, H, S, S_k)
+    dropout_p: float = 0.0
 
     def solve(self, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Results and gradients, computed densely in `dtype`."""
         q, k, v = (t.to(dtype).requires_grad_() for t in (self.q, self.k, self.v))
         repeats = q.shape[1] // max(1, k.shape[1])
         keys, values = (t.repeat_interleave(repeats, 1) for t in (k, v))
-        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         wide = torch.float64 if dtype == torch.float64 else torch.float32
+        inputs = {"q": q, "k": k, "v": v}
+        for name, tensor in (("sinks", self.sinks), ("bias", self.bias)):
+            if tensor is not None:
+                inputs[name] = tensor.to(wide).requires_grad_()
         # As kernels do it: products of 16-bit numbers are added up in float32.
-        scores = (q.to(wide) @ keys.mT.to(wide)) * scale
-        scores = scores.masked_fill(~self.visible, -torch.inf)
-        lse = scores.logsumexp(-1)
+        scores = self._scores(q.to(wide), keys.to(wide), inputs.get("bias"))
+        summed = scores
+        if self.sinks is not None:
+            # Like a masked score, a sink of -inf has no gradient.
+            sinks = inputs["sinks"].masked_fill(self.sinks == -torch.inf, -torch.inf)
+            each = sinks.view(-1, 1, 1).expand(*scores.shape[:3], 1)
+            summed = torch.cat((scores, each), -1)
+        lse = summed.logsumexp(-1)
         finite = lse.masked_fill(lse == -torch.inf, 0.0)
         weights = (scores - finite.unsqueeze(-1)).exp()
+        if self.kept is not None:
+            weights = weights * self.kept / (1 - self.dropout_p)
         out = (weights.to(dtype).to(wide) @ values.to(wide)).to(dtype)
         outputs, grads = [out], [self.grad_out.to(dtype)]
         if self.grad_lse is not None:
             # Where nothing is seen, lse is -inf whatever the inputs are.
             outputs.append(torch.where(lse == -torch.inf, 0.0, lse))
             grads.append(torch.where(lse == -torch.inf, 0.0, self.grad_lse.to(wide)))
-        found = torch.autograd.grad(outputs, (q, k, v), grads)
-        if dtype.itemsize == 2 and q.numel() and k.numel() and q.device.type == "cpu":
+        found = torch.autograd.grad(outputs, list(inputs.values()), grads)
+        plain = len(inputs) == 3 and self.softcap is None and v.shape == k.shape
+        if plain and dtype.itemsize == 2 and q.numel() and k.numel() and q.device.type == "cpu":
             # torch's kernel computes exponentials of 16-bit types to 20 bits.
             bias = torch.zeros(self.visible.shape).masked_fill(~self.visible, -torch.inf)
             _, approximate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q.detach(), k.detach(), v.detach(), attn_mask=bias, scale=scale
+                q.detach(), k.detach(), v.detach(), attn_mask=bias, scale=self.scale
             )
             lse = torch.where(lse == -torch.inf, lse, approximate)
-        return dict(zip(("out", "lse", "q", "k", "v"), (out, lse, *found), strict=True))
+        return {"out": out, "lse": lse, **dict(zip(inputs, found, strict=True))}
+
+    def _scores(self, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scores = (q @ k.mT) * scale
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if bias is not None:
+            rows, keys = scores.shape[-2:]
+            scores = scores + bias[:, torch.arange(keys) - torch.arange(rows)[:, None] + rows - 1]
+        return scores.masked_fill(~self.visible, -torch.inf)
 
 
 def check(
@@ -67,8 +93,12 @@ def check(
     dense: torch.Tensor,
     rows: torch.Tensor,
     dtype: torch.dtype,
+    terms: int | None = None,
 ) -> None:
-    """Raises `AssertionError` unless these rows of a result are right to what the dtype allows."""
+    """Raises `AssertionError` unless these rows of a result are right to what the dtype allows.
+
+    `terms` are those of a sum, by default the rows and the features.
+    """
     expected, reference = exact.detach()[:, :, rows], dense.detach().double()
     assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
     seen = exact.isfinite()
@@ -76,8 +106,8 @@ def check(
     exact = exact.detach()
     error = (reference - exact).masked_fill(~seen, 0).abs().max() if exact.numel() else 0.0
     largest = exact.masked_fill(~seen, 0).abs().max() if exact.numel() else 0.0
-    terms = exact.shape[2] + exact.shape[-1] if dtype == torch.float64 else 1
-    unit = torch.finfo(dtype).eps * terms**0.5
+    terms = exact.shape[2] + exact.shape[-1] if terms is None else terms
+    unit = torch.finfo(dtype).eps * (terms**0.5 if dtype == torch.float64 else 1)
     # Where a row sees one key its gradient is a difference of equal sums over the features: what
     # is left of it is their rounding, in the dtype that sums are taken in.
     wide = dtype if dtype == torch.float64 else torch.float32

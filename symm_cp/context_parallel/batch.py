@@ -181,7 +181,8 @@ def _completed(
         if model is not None:
             model_batch.add_positions(model, batch, sequence)
         elif not decoder:
-            shape = sequence.shape[:-1] if sequence.is_floating_point() else sequence.shape
+            embedded = sequence.is_floating_point() and sequence.dim() > 2
+            shape = sequence.shape[:-1] if embedded else sequence.shape
             batch["position_ids"] = model_batch.positions(shape, seq_dim, sequence.device)
     return batch
 

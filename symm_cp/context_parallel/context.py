@@ -155,11 +155,12 @@ def context_parallel(
     does a checkpoint. Run the backward pass inside if activations are checkpointed: what is
     recomputed outside does not run context parallel (torch then raises `CheckpointError`;
     `ContextParallel` and `all_gather_attention` need no context). An `attn_mask` must be that of
-    the whole sequence, and dropout is refused. So are, with `NotImplementedError`, modules whose
-    attention would be wrong: `nn.MultiheadAttention`, and models of transformers with sliding
-    windows or chunks shorter than the sequence (unless they use flex attention), attention sinks,
-    soft caps, layers that mix positions otherwise, attention that calls neither function ("eager"),
-    or missing positions. On one rank nothing is spread, and no module refused. Raises `ValueError`
+    the whole sequence. Refused, with `NotImplementedError`, are modules whose attention would be
+    wrong: `nn.MultiheadAttention`, layers that mix positions otherwise, missing positions,
+    generation, and models of transformers that are not passed as `model` and have sliding windows
+    or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
+    or attention that calls neither function ("eager"). On one rank nothing is spread, and no module
+    refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError`
     for invalid buffers, before anything is changed. Source: torch's `context_parallel`.
     """
     group, tensors = _process_group(mesh), list(buffers or ())

@@ -226,8 +226,8 @@ def spread(
     """Returns how queries and keys are spread; `ordered`: whether a mask tells keys apart."""
     if is_dtensor(query):
         raise NotImplementedError(
-            "DTensors with a mask or score_mod are not supported within context_parallel: pass "
-            "this rank's parts (to_local())"
+            "DTensors with a mask, score_mod or dropout are not supported within context_parallel: "
+            "pass this rank's parts (to_local())"
         )
     local = (query.shape[2], key.shape[2])
     queries = region.layout(local[0])

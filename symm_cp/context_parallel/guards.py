@@ -26,9 +26,12 @@ from torch.nn.modules import module as torch_module
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer, positions_on
 from symm_cp.context_parallel.model_limits import (
+    WATCHED,
     Limit,
     attends_with_symm_cp,
+    call_limits,
     first_position,
+    implementation_of,
     limits_of,
     uses_transformers,
 )
@@ -56,6 +59,7 @@ class Watch:
     called: bool = False
     runs_before: int = 0
     transformers: bool = False
+    chosen: str | None = None  # how the last model that has run attends
     has_positions: bool = False
     first_position: int = 0
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
@@ -83,7 +87,8 @@ class Watch:
         for part in inner.modules() if compiled else (inner,):
             self.transformers = self.transformers or uses_transformers(part)
             self.first_position = self.first_position or first_position(part)
-            for limit in limits_of(part, transformers=self.transformers):
+            self.chosen = implementation_of(part) or self.chosen
+            for limit in limits_of(part, transformers=self.transformers, chosen=self.chosen):
                 self._apply(part, limit, compiling or compiled)
 
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
@@ -190,8 +195,20 @@ def _check_call(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None
         return
     if not uses_transformers(module):
         return
+    _check_asked(module, _asked(kwargs))
     _check_cache(module, args, kwargs)
     _check_positions(watch, module, args, kwargs)
+
+
+def _asked(kwargs: Any) -> tuple[str, ...]:
+    """The watched arguments that a call sets, by keyword."""
+    return tuple([n for n in WATCHED if kwargs.get(n) is not None and kwargs[n] is not False])
+
+
+def _check_asked(module: nn.Module, asked: tuple[str, ...]) -> None:
+    """Refuses a model that is asked for what depends on more than this rank's part."""
+    for limit in call_limits(module, asked):
+        raise limit.error(module)
 
 
 def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -298,11 +315,12 @@ def _complaint_before(module: nn.Module) -> str | None:
 
 
 @_constant_when_traced
-def _complaint_after(module: nn.Module, has_positions: bool) -> str | None:
+def _complaint_after(module: nn.Module, has_positions: bool, asked: dict[str, bool]) -> str | None:
     watch = current()
     try:
         if watch is not None and watch.transformers:
-            _check_call(watch, module, (), {"position_ids": has_positions or None})
+            arguments = dict.fromkeys(asked, True)
+            _check_call(watch, module, (), {"position_ids": has_positions or None, **arguments})
     except NotImplementedError as error:
         return str(error)
     return None
@@ -322,7 +340,8 @@ def _before(module: nn.Module, args: Any) -> None:
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     if torch.compiler.is_compiling():
         # Models pass positions by keyword; a positional one counts as missing.
-        if complaint := _complaint_after(module, kwargs.get("position_ids") is not None):
+        has_positions = kwargs.get("position_ids") is not None
+        if complaint := _complaint_after(module, has_positions, _asked(kwargs)):
             raise NotImplementedError(complaint)
         return
     watch = current()

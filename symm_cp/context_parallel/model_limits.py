@@ -6,7 +6,7 @@ modules are judged by their type only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,12 @@ _SINKS = ("sinks", "s_aux", "attention_sinks")
 # Attention implementations that call neither function that a region sees, or mask local keys.
 _HIDDEN = ("eager", "flash", "paged", "/")
 _MIXERS = (nn.RNNBase, nn.Conv1d)
+# Heads that read one position of the sequence, or one of each sample.
+_POOLING: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice")
+_POOLING += ("ForNextSentencePrediction", "DoubleHeadsModel", "Pooler")
+_ROUTER_LOGITS = "output_router_logits"
+#: Arguments of calls that `call_limits` judges.
+WATCHED = (_ROUTER_LOGITS, "start_positions")
 _FULL_ATTENTION = "Use a model with full attention"
 _OURS = "Pass the model to context_parallel(model=...)"
 
@@ -78,24 +84,26 @@ def uses_transformers(module: nn.Module) -> bool:
     return hasattr(getattr(module, "config", None), "_attn_implementation")
 
 
+def implementation_of(module: nn.Module) -> str | None:
+    """Returns how a module attends by its own configuration, if it has one."""
+    chosen = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    return chosen if isinstance(chosen, str) else None
+
+
 def attends_with_symm_cp(module: nn.Module) -> bool:
     """Tells whether a module attends as symm_cp.integrations.transformers does."""
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) == SYMM_CP
+    return implementation_of(module) == SYMM_CP
 
 
-def _masks_whole_sequence(module: nn.Module) -> bool:
-    """Tells whether windows are mask functions, which get positions in the whole sequence."""
-    config = getattr(module, "config", None)
-    return getattr(config, "_attn_implementation", None) in (SYMM_CP, "flex_attention")
-
-
-def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
+def limits_of(
+    module: nn.Module, *, transformers: bool, chosen: str | None = None
+) -> Iterator[Limit]:
     """Yields what a module itself, not its children, requires and a region does not apply.
 
     Args:
         module: any module.
         transformers: whether it is part of a model of transformers, with known attributes.
+        chosen: how the model attends that it is part of, if it has no configuration itself.
     """
     if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
         yield Limit(
@@ -114,8 +122,9 @@ def limits_of(module: nn.Module, *, transformers: bool) -> Iterator[Limit]:
             "it does not attend through transformers' AttentionInterface, so this has no effect",
             'Use attn_implementation="sdpa", if the model supports it',
         )
+    yield from _head_limits(module)
     yield from _position_limits(module)
-    yield from _attribute_limits(module)
+    yield from _attribute_limits(module, implementation_of(module) or chosen)
 
 
 def length_dependent_rotary(module: nn.Module) -> bool:
@@ -217,6 +226,43 @@ def _layer_limits(config: Any) -> Iterator[Limit]:
             yield _chunk(f"config.{name}", value)
 
 
+def _router_loss(asked_by: str) -> Limit:
+    return Limit(
+        asked_by,
+        "the loss that balances experts is no sum over positions: it would be that of this rank's "
+        "part of the sequence",
+        "Leave it out; or call the model without its head, gather its router_logits with "
+        "symm_cp.low_contention_all_gather, and add transformers' load_balancing_loss_func of "
+        "them, divided by the number of ranks, to the loss",
+    )
+
+
+def _head_limits(module: nn.Module) -> Iterator[Limit]:
+    if any(kind.__name__.endswith(_POOLING) for kind in type(module).__mro__):
+        yield Limit(
+            f"type {type(module).__name__}",
+            "it reads the first or last position, which another rank may hold",
+            "Use a model with results for each position",
+        )
+    config = getattr(module, "config", None)
+    for each in (config, getattr(config, "text_config", None)):
+        if getattr(each, _ROUTER_LOGITS, False) is True and hasattr(module, "lm_head"):
+            yield _router_loss(f"config.{_ROUTER_LOGITS}=True")
+
+
+def call_limits(module: nn.Module, asked: Collection[str]) -> Iterator[Limit]:
+    """Yields what the arguments of a call require: `asked` are those of `WATCHED` that are set."""
+    # Without a head there is no loss.
+    if _ROUTER_LOGITS in asked and hasattr(module, "lm_head"):
+        yield _router_loss(f"{_ROUTER_LOGITS}=True")
+    if "start_positions" in asked:
+        yield Limit(
+            "start_positions",
+            "the loss has a softmax over the positions of this rank's part of the sequence",
+            "Gather the logits and compute the loss of the whole sequence",
+        )
+
+
 def _position_limits(module: nn.Module) -> Iterator[Limit]:
     """What depends on the longest position, or on the place in a tensor."""
     hooks = module._forward_pre_hooks.values()
@@ -249,11 +295,13 @@ def _rotary_reach(module: nn.Module) -> int:
     return min((int(length) for length in found if length), default=1)
 
 
-def _attribute_limits(module: nn.Module) -> Iterator[Limit]:
-    if getattr(module, "is_sliding", True) and not _masks_whole_sequence(module):
+def _attribute_limits(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
+    # These implementations get windows as mask functions of positions in the whole sequence.
+    masked = chosen in (SYMM_CP, "flex_attention")
+    if getattr(module, "is_sliding", True) and not masked:
         for name, value in _positive(module, ("sliding_window",)):
             yield _window(name, value, value)
-    for name in () if attends_with_symm_cp(module) else _SINKS:
+    for name in () if chosen == SYMM_CP else _SINKS:
         if getattr(module, name, None) is not None:
             yield Limit(name, "attention sinks are not applied", _OURS)
     for child in (module, *module.children()):

@@ -12,6 +12,7 @@ from symm_cp.context_parallel.attention import all_gather_attention
 from symm_cp.context_parallel.load_balancers import LoadBalancer, permutation_on, positions_on
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 
@@ -35,9 +36,10 @@ def _attend(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     region.expect(SDPA)
-    if dropout_p != 0.0:
+    if dropout_p != 0.0 and attn_mask is not None:
         raise NotImplementedError(
-            f"{SDPA}: {dropout_p=} within context_parallel: dropout is not supported, use 0.0"
+            f"{SDPA}: {dropout_p=} with an attn_mask within context_parallel is not supported: use "
+            "0.0, or is_causal without attn_mask"
         )
     if query.dim() < 3:
         raise ValueError(
@@ -48,9 +50,21 @@ def _attend(
         query, key, value = (
             t.unsqueeze(0) if t.dim() == 3 else t.flatten(0, -4) for t in (query, key, value)
         )
-    samples = any(balancer.samples for balancer in region.balancers)
-    attend_batch = _attend_samples if samples else _attend_batch
-    out = attend_batch(region, query, key, value, attn_mask, is_causal, scale, enable_gqa)
+    if dropout_p != 0.0:
+        out = attend_sequence(
+            region,
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            scale=scale,
+            enable_gqa=enable_gqa,
+            dropout_p=dropout_p,
+        )
+    else:
+        samples = any(balancer.samples for balancer in region.balancers)
+        attend_batch = _attend_samples if samples else _attend_batch
+        out = attend_batch(region, query, key, value, attn_mask, is_causal, scale, enable_gqa)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 

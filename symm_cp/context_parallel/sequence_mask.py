@@ -18,6 +18,12 @@ from symm_cp.ops.attention.flex.mask import Modifier
 from symm_cp.ops.attention.sequence import in_sequence_order
 from symm_cp.ops.low_contention import low_contention_all_gather
 
+_NO_MATRIX = (
+    "context_parallel: a model takes {!r} of its attention mask, which is no matrix within "
+    "context_parallel: attention that changes its mask by what is in this rank's part of the "
+    "sequence is not supported"
+)
+
 
 @dataclass(frozen=True, eq=False)
 class SequenceMask:
@@ -58,6 +64,16 @@ class SequenceMask:
             'the backward pass within it, or call model.set_attn_implementation("symm_cp") once '
             "instead of passing the model to context_parallel"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        """Refuses what a tensor could do: some models look into their mask, or change it."""
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise NotImplementedError(_NO_MATRIX.format(name))
+
+    def __getitem__(self, _index: Any) -> Any:
+        """As `__getattr__`."""
+        raise NotImplementedError(_NO_MATRIX.format("[...]"))
 
     @property
     def relates_positions(self) -> bool:

@@ -20,13 +20,12 @@ from symm_cp.ops.common import (
     check_dense,
     check_out,
     check_reduce_op,
-    device_behind,
     lib,
     register_in_python,
     scatter_split,
     world_size_of,
 )
-from symm_cp.ops.compiled import no_fake_remote_tensors, teach_inductor
+from symm_cp.ops.compiled import no_fake_remote_tensors
 from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
 from symm_cp.ops.override import fake_kernel
 from symm_cp.ops.transforms import register_no_gradient
@@ -106,8 +105,6 @@ def _check_fake(op: str, input: torch.Tensor, reduce_op: str, group_name: str) -
 
 def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
     _check_fake(_ALL_REDUCE, input, reduce_op, group_name)
-    if device_behind(input).type == "cpu":
-        teach_inductor()
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 

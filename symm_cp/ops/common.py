@@ -20,6 +20,7 @@ from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
 from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
+from symm_cp.ops.compiled import called_in_order
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
 from symm_cp.shards import Split
@@ -46,7 +47,7 @@ _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 
 
 class _Library(torch.library.Library):
-    """Kernels for CPU tensors tell the peers when they refuse a call."""
+    """Kernels for CPU tensors tell the peers when they refuse a call; graphs keep the order."""
 
     def impl(
         self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
@@ -54,6 +55,8 @@ class _Library(torch.library.Library):
         if dispatch_key == "CPU":
             channel = "async" if str(op_name).startswith("_low_contention") else "sync"
             fn = tells_peers(fn, "group_name", channel, str(op_name))
+        if dispatch_key == "Meta" and self.ns == "symm_mem":
+            fn = called_in_order(str(op_name).rpartition("::")[2], fn)
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
 
 

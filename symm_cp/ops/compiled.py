@@ -1,18 +1,27 @@
-"""What `torch.compile` has to be told of ops that torch defines for CUDA alone.
+"""What `torch.compile` has to be told of ops.
 
-Inductor places the input of an all-reduce in symmetric memory, which it cannot do on CPU and which
-the op does not need there. And it must not see `get_remote_tensors`.
+- Ranks make the same calls in the same order. Inductor keeps the order of torch's collectives, but
+  moves other ops to save memory, by sizes that may differ between ranks: two calls of one op could
+  change places on some ranks only, and each would take the data of the other.
+- Inductor places the input of an all-reduce in symmetric memory, which it cannot do on CPU and
+  which the op does not need there. And it must not see `get_remote_tensors`.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _ops = torch.ops.symm_mem
+_ordered: set[str] = set()  # names of ops that ranks call together
 
 
 def no_fake_remote_tensors(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
@@ -34,18 +43,57 @@ def _all_reduce_lowering(input: Any, reduce_op: str, group_name: str) -> Any:
     return fallback_handler(op, add_to_fallback_set=False)(input, reduce_op, group_name)
 
 
+def _lowering_in_order(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lowers an op as usual, to be run after the last one that was lowered like this."""
+    from torch._inductor import ir, lowering
+    from torch._inductor.virtualized import V
+
+    graph, result = V.graph, None
+    before = len(graph.operations)
+    if op is _ops.one_shot_all_reduce.default:
+        result = _all_reduce_lowering(*args, **kwargs)
+    if result is None:
+        result = lowering.lowerings[op](*args, **kwargs)
+    for operation in graph.operations[before:]:
+        if isinstance(operation, ir.ExternKernel) and not isinstance(operation, ir.MultiOutput):
+            last = getattr(graph, "symm_cp_last", None)
+            if last is not None:
+                graph.additional_buffer_deps[operation.get_operation_name()].add(last)
+            graph.symm_cp_last = operation.get_name()
+    return result
+
+
+def called_in_order(op: str, fake: Callable[P, R]) -> Callable[P, R]:
+    """Returns the fake kernel of an op that all ranks of a group call together.
+
+    Compiled programs make such calls in the order in which they were written, whatever the shapes.
+    """
+    _ordered.add(op)
+
+    @functools.wraps(fake)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        teach_inductor()
+        return fake(*args, **kwargs)
+
+    return call
+
+
 def teach_inductor() -> None:
     """Tells Inductor, where it has been imported, to leave an all-reduce on CPU as it is.
 
-    Called by the fake kernel, which a compiler runs before it lowers the op, because importing
-    Inductor takes seconds.
+    And to keep the order of the ops of `called_in_order`, from torch 2.13 on. Called by the fake
+    kernels, which a compiler runs before it lowers the ops, because importing Inductor takes
+    seconds.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     op = _ops.one_shot_all_reduce.default
     if lowering is None:
         return
     if hasattr(lowering, "user_lowerings"):
-        lowering.user_lowerings.setdefault(op, _all_reduce_lowering)
+        for name in _ordered:
+            each = getattr(_ops, name).default
+            if each not in lowering.user_lowerings:
+                lowering.user_lowerings[each] = functools.partial(_lowering_in_order, each)
         return
     known = lowering.lowerings.get(op)
     if known is not None and not hasattr(known, "symm_cp"):

@@ -129,13 +129,14 @@ def test_bad_buffers_are_refused_before_anything_is_cut(ranks: Ranks) -> None:
 def refuses_what_it_would_drop(group: dist.ProcessGroup) -> None:
     mesh = mesh_of(group)
     q = torch.randn(2, 4, 8, 16)
+    mask = torch.ones(8 * group.size(), 8 * group.size(), dtype=torch.bool)
     attention = nn.MultiheadAttention(16, 2, batch_first=True)
     layer = nn.TransformerEncoderLayer(16, 2, batch_first=True)
     with symm_cp.context_parallel(mesh):
         with pytest.raises(NotImplementedError, match=r"attn_mask of shape \[8, 8\]"):
             F.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool))
         with pytest.raises(NotImplementedError, match=r"dropout_p=0\.1"):
-            F.scaled_dot_product_attention(q, q, q, dropout_p=0.1)
+            F.scaled_dot_product_attention(q, q, q, mask, dropout_p=0.1)
         with pytest.raises(NotImplementedError, match="would attend to this rank's part"):
             attention(q[:, 0], q[:, 0], q[:, 0])
         for module in (attention.eval(), layer.eval()):

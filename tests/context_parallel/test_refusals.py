@@ -28,6 +28,7 @@ def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
     sharded = DTensor.from_local(q, mesh, [Shard(2)])
     crossed = DTensor.from_local(q, mesh, [Shard(1)])
     x = torch.randn(1, 8 * mesh.size())
+    whole = torch.ones(8 * mesh.size(), 8 * mesh.size(), dtype=torch.bool)
 
     def sdpa(**options: Any) -> object:
         with symm_cp.context_parallel(mesh):
@@ -54,12 +55,15 @@ def calls(mesh: Any) -> dict[str, tuple[Call, str]]:
         return symm_cp.all_gather_attention(sharded, key, sharded, group=mesh)
 
     return {
-        "dropout": (lambda bad: sdpa(dropout_p=0.1 * bad), "dropout is not supported"),
+        "dropout": (
+            lambda bad: sdpa(dropout_p=0.1 * bad, attn_mask=whole if bad else None),
+            "with an attn_mask within context_parallel",
+        ),
         "mask": (lambda bad: sdpa(attn_mask=q[0, 0] if bad else None), "attn_mask of shape"),
         "flex": (flex, "max_scores within context_parallel"),
         "buffers": (cut, "seq_dim=2 is out of range"),
         "shard": (shard, "seq_dim=2 is out of range"),
-        "batch": (batch, "must have input_ids or labels"),
+        "batch": (batch, "must have input_ids, inputs_embeds"),
         "DTensor": (direct, r"must be Shard\(2\)"),
     }
 

@@ -165,7 +165,15 @@ def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:
         torch.manual_seed(seed)
         out = attend_sequence(region, *(t[:, :, rows] for t in given[:3]), mask, dropout_p=0.5)
         outs += symm_cp.context_parallel_unshard(mesh_of(group), [out], [2], balancer)
-    return outs
+    torch.manual_seed(seed)
+    parts = [t[:, :, rows].requires_grad_() for t in given[:3]]
+    with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
+        out = F.scaled_dot_product_attention(*parts, is_causal=True, dropout_p=0.5)
+    torch.testing.assert_close(
+        out, outs[0][:, :, rows], msg=lambda m: f"by scaled_dot_product_attention: {m}"
+    )
+    grads = torch.autograd.grad(out, parts, given[3][:, :, rows])
+    return outs + symm_cp.context_parallel_unshard(mesh_of(group), grads, [2] * 3, balancer)
 
 
 def test_dropout_is_the_same_on_any_number_of_ranks(ranks: Ranks) -> None:

@@ -174,8 +174,25 @@ STRANGERS = {
         },
         config=TEXT,
     ),
-    "gemma4": Client("Gemma4", {"sliding_window": 7}, config=TEXT),
+    "gemma4": Client(
+        "Gemma4",
+        {"sliding_window": 7, "global_head_dim": 16, "hidden_size_per_layer_input": 8}
+        | {"vocab_size_per_layer_input": 61, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"]},
+        config=TEXT,
+    ),
     "doge": Client("Doge", {"keep_window_size": 7}),
+    "doge-whole": Client("Doge", {"keep_window_size": 64}),
+    "moshi": Client("Moshi", {"ffn_dim": 48, "sliding_window": 7}),
+    "mixtral-router-loss": Client("Mixtral", {**MOE, "output_router_logits": True}),
+    "jetmoe-router-loss": Client("JetMoe", {**MOE, "output_router_logits": True}),
+    "minimax-m3": Client(
+        "MiniMaxM3VL",
+        {**MOE, "index_block_size": 2, "index_topk_blocks": 2}
+        | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
+        config=TEXT,
+    ),
+    "classifier": Client("Llama", head="ForSequenceClassification"),
     "llama4-temperature": Client(
         "Llama4",
         {**CLIENTS["llama4"].options, "attn_temperature_tuning": True, "floor_scale": 5},
@@ -211,3 +228,37 @@ for kind, more in {
             "max_position_embeddings": 16 if kind == "dynamic" else 64,
         },
     )
+
+# Those that call no function that transformers' AttentionInterface could replace.
+NOT_THROUGH_INTERFACE = [
+    "bloom",
+    "mpt",
+    "falcon",
+    "falcon-alibi",
+    "gpt-neo",
+    "gpt-neo-global",
+    "gptj",
+    "codegen",
+    "openai",
+    "xglm",
+    "rwkv",
+]
+# What is refused, and what the message says.
+REFUSED = {
+    **dict.fromkeys(
+        NOT_THROUGH_INTERFACE, "does not attend through transformers' AttentionInterface"
+    ),
+    "qwen3-next": r"'linear_attention' in config\.layer_types",
+    "mamba": r"'linear_attention' in config\.layer_types",
+    "mamba2": r"'linear_attention' in config\.layer_types",
+    "jamba": r"'linear_attention' in config\.layer_types",
+    "recurrent-gemma": r"'linear_attention' in config\.layer_types",
+    "lfm2": r"'conv' in config\.layer_types",
+    "falcon-h1": "FalconH1Mixer has a Conv1d",
+    "doge-whole": "takes '.*' of its attention mask, which is no matrix",
+    "mixtral-router-loss": r"MixtralForCausalLM has config\.output_router_logits=True",
+    "jetmoe-router-loss": r"JetMoeForCausalLM has config\.output_router_logits=True",
+    "minimax-m3": r"'minimax_m3_sparse' in config\.layer_types",
+    "classifier": "has type LlamaForSequenceClassification: it reads the first or last position",
+    "doge": r"config\.keep_window_size=7: keys are picked among those of this rank only",
+}

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
+import symm_cp
+from tests.exhaustive import some
 from tests.ops.calls import OPS, leaves
 from tests.pool import Ranks
 
@@ -128,3 +130,40 @@ def remote(group: dist.ProcessGroup) -> None:
 
 def test_remote_tensors_are_not_written_to(ranks: Ranks) -> None:
     ranks.run(2, remote)
+
+
+ALIKE = ["all_gather_matmul", "one_shot_all_reduce"]
+
+
+def two_alike(group: dist.ProcessGroup, op: str) -> None:
+    """Inductor would swap these calls to save memory, if not for rank 1's larger product."""
+    rank, W, name = group.rank(), group.size(), group.group_name
+    w = torch.eye(256)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        if op == "one_shot_all_reduce":
+            return OPS.one_shot_all_reduce(x, "sum", name)
+        return symm_cp.all_gather_matmul(x, w, gather_dim=0, group=group)
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        largest = (y @ w @ w).amax()
+        return call(x), call(x * 2), largest
+
+    x, y = torch.randn(64, 256), torch.randn(2048 if rank == 1 else 4, 256)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=False)
+    # A graph from the cache would show what an earlier version did.
+    with torch._inductor.config.patch(force_disable_caches=True):
+        first, second, _ = compiled(x, y)
+    shards = [torch.empty_like(x) for _ in range(W)]
+    dist.all_gather(shards, x, group)
+    whole = sum(shards) if op == "one_shot_all_reduce" else torch.cat(shards)
+    torch.testing.assert_close(first, whole)
+    torch.testing.assert_close(second, 2 * whole)
+
+
+@pytest.mark.parametrize(
+    "op", some("all_gather_matmul", of=["all_gather_matmul", "one_shot_all_reduce"])
+)
+def test_calls_keep_their_order_whatever_the_shapes(ranks: Ranks, op: str) -> None:
+    ranks.run(2, two_alike, op)

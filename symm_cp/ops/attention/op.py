@@ -40,6 +40,7 @@ from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, dense_features, grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
+from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
 _FORWARD = "fused_all_gather_attention"
@@ -279,7 +280,7 @@ def register() -> None:
     ):
         register_kernel(name, kernel)
         # Not as a kernel for "Meta", for which tensors, cu_seqlens too, must be on one device.
-        torch.library.register_fake(f"symm_mem::{name}", fake, lib=lib)
+        torch.library.register_fake(f"symm_mem::{name}", called_in_order(name, fake), lib=lib)
     autocast.register(autocast.cast, _FORWARD)
     autocast.register(autocast.as_they_are, _BACKWARD)
     lib.impl(_FORWARD, _attention_autograd, "Autograd")

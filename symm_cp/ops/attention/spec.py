@@ -175,15 +175,20 @@ def _call_name(
     op: str, dtype: str, sizes: tuple[int, ...], spec: AttentionSpec, details: tuple[object, ...]
 ) -> bytes:
     B, G, E = sizes
-    shape = [B, G, spec.layout.length, E]
+    shape: list[int | str] = [B, G, spec.layout.length, E]
     digest = zlib.crc32(repr((spec, *details)).encode())
-    text = f"{dtype}{shape} layout+mask {digest:08x}"
     if spec.value_features is not None:
-        text += f" value_features={spec.value_features}"
+        shape[3:] = [f"{E}/{spec.value_features}"]
     if spec.dropout_seed is not None:
-        # In words: every rank draws its own, unless told not to.
-        text += f" dropout_seed={spec.dropout_seed} (seed all ranks alike)"
+        # What is likely to differ comes first: names are cut off at `wire.MAX_CALL_NAME` bytes.
+        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: seed ranks alike"
+        return what_is(op, detail=f"{seed}; {dtype}{_listed(shape)}")
+    text = f"{dtype}{_listed(shape)} layout+mask {digest:08x}"
     return what_is(op, detail=text)
+
+
+def _listed(shape: list[int | str]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
 
 
 def value_features_of(query: torch.Tensor, value: torch.Tensor) -> int | None:

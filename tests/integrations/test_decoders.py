@@ -1,0 +1,329 @@
+"""Decoders of transformers under `context_parallel(model=...)`, as in one process or refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import symm_cp
+from tests.context_parallel.common import mesh_of
+from tests.exhaustive import exhaustive, some
+from tests.integrations.common import (
+    BALANCERS,
+    Batch,
+    Client,
+    Result,
+    assert_near,
+    assert_same,
+    causal_batch,
+    check_client,
+    in_one_process,
+    summed_grads,
+    under_context_parallel,
+)
+from tests.integrations.decoders import CLIENTS, REFUSED, STRANGERS
+from tests.pool import Ranks
+
+# Divisible by no number of ranks or chunks here.
+LENGTH = 27
+DOCUMENTS = [4, 11, 1, 3, 8]
+
+BATCHES: dict[str, dict[str, Any]] = {
+    "mask of ones": {},
+    "no mask": {"masked": False},
+    "packed": {"documents": DOCUMENTS},
+    "padded left": {"padding": "left"},
+    "padded right": {"padding": "right"},
+}
+
+
+def batch_of(kind: str, length: int = LENGTH) -> Batch:
+    return causal_batch(length, **BATCHES[kind])
+
+
+def checks(
+    group: dist.ProcessGroup,
+    client: Client,
+    layout: str = "HeadTail",
+    batch: str = "mask of ones",
+    **how: Any,
+) -> None:
+    check_client(group, client, batch_of(batch), layout=layout, **how)
+
+
+EVERYWHERE = list(itertools.product(CLIENTS, (2, 4), BALANCERS))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout"), some(("gpt-oss", 2, "HeadTail"), of=EVERYWHERE)
+)
+def test_clients(ranks: Ranks, name: str, world_size: int, layout: str) -> None:
+    ranks.run(world_size, checks, CLIENTS[name], layout)
+
+
+PACKED_OR_PADDED = [
+    (name, kind, world_size)
+    for name in CLIENTS
+    for kind in BATCHES
+    for world_size in (2, 4)
+    if kind != "mask of ones"
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "world_size"), some(("llama", "packed", 2), of=PACKED_OR_PADDED)
+)
+def test_packing_and_padding(ranks: Ranks, name: str, kind: str, world_size: int) -> None:
+    ranks.run(world_size, checks, CLIENTS[name], batch=kind)
+
+
+# Of 27 positions on 4 ranks one holds 6 or 7, in chunks of 3 or 4.
+@exhaustive
+@pytest.mark.parametrize("window", [1, 2, 5, 7, 13, 26, 27, 40])
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt-oss", "gemma3"])
+def test_windows_of_any_length(ranks: Ranks, name: str, window: int) -> None:
+    for layout in BALANCERS:
+        ranks.run(4, checks, CLIENTS[name].having(sliding_window=window), layout)
+
+
+@exhaustive
+@pytest.mark.parametrize("size", [1, 5, 7, 27, 40])
+def test_chunks_of_any_length(ranks: Ranks, size: int) -> None:
+    for kind in BATCHES:
+        client = CLIENTS["llama4"].having(attention_chunk_size=size)
+        ranks.run(4, checks, client, batch=kind)
+
+
+def recomputing(model: nn.Module, *, reentrant: bool = False) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
+@pytest.mark.parametrize("kind", ["packed", "padded left"])
+def test_recomputed_activations(ranks: Ranks, name: str, kind: str) -> None:
+    for reentrant in (False, True):
+        prepare = functools.partial(recomputing, reentrant=reentrant)
+        ranks.run(2, checks, CLIENTS[name], batch=kind, prepare=prepare)
+
+
+# --- modes -------------------------------------------------------------------------------------
+
+
+def bfloat16() -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def errors(actual: Result, exact: Result) -> dict[str, float]:
+    """The largest error of each result."""
+    pairs = {"logits": (actual.logits, exact.logits), "loss": (actual.loss, exact.loss)}
+    for name, grad in exact.grads.items():
+        other = actual.grads[name]
+        assert grad is not None
+        assert other is not None
+        pairs[name] = (other, grad)
+    return {name: float((a.double() - b).abs().max()) for name, (a, b) in pairs.items()}
+
+
+def errs_like_one_process(group: dist.ProcessGroup, client: Client) -> None:
+    batch = batch_of("no mask", 24)
+    exact = in_one_process(client, batch)
+    single = replace(client, dtype=torch.float32)
+    with bfloat16():
+        rounded = errors(in_one_process(single, batch), exact)
+    balancer = symm_cp.HeadTail(24, group.size())
+    spread = under_context_parallel(group, single, batch, balancer=balancer, around=bfloat16)
+    for name, error in errors(spread, exact).items():
+        # Largest errors of some hundred numbers, rounded differently: within a factor of 3.
+        assert error <= 3 * rounded[name] + 1e-3, (name, error, rounded[name])
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_autocast(ranks: Ranks, name: str) -> None:
+    ranks.run(2, errs_like_one_process, CLIENTS[name])
+
+
+def evaluates(group: dist.ProcessGroup, client: Client) -> None:
+    """Inference, then training of the same model; the model is left as it was."""
+    batch = causal_batch(24, padding="left")
+    model = client.make(client.reference)
+    balancer = symm_cp.HeadTail(24, group.size())
+    local, _ = symm_cp.shard_batch(mesh_of(group), batch, load_balancer=balancer)
+    local.pop("labels")
+    chosen = model.config._attn_implementation
+    logits = []
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode(), symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=balancer):
+            logits.append(model(**local, use_cache=False).logits)
+    assert model.config._attn_implementation == chosen
+    for other in logits[1:]:
+        torch.testing.assert_close(other.detach(), logits[0].clone(), rtol=0, atol=0)
+    logits[-1].sum().backward()
+
+
+@exhaustive
+def test_inference_then_training(ranks: Ranks) -> None:
+    ranks.run(2, evaluates, CLIENTS["gpt-oss"])
+
+
+def dropping(model: nn.Module, *, recompute: bool = False) -> None:
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    torch.manual_seed(7)
+
+
+def drops(group: dist.ProcessGroup, layout: str, seed: int, recompute: bool) -> Result:
+    """A GPT-2 with dropout in attention only: elsewhere masks fall by place in a shard."""
+    client = Client("GPT2", NO_OTHER_DROPOUT | {"attn_pdrop": 0.3}, head="LMHeadModel")
+    torch.manual_seed(seed)
+    batch = batch_of("padded left")
+    balancer = BALANCERS[layout](LENGTH, group.size())
+    prepare = functools.partial(dropping, recompute=recompute)
+    return under_context_parallel(group, client, batch, balancer=balancer, prepare=prepare)
+
+
+NO_OTHER_DROPOUT = {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+@exhaustive
+@pytest.mark.parametrize("layout", BALANCERS)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_dropout_of_attention(ranks: Ranks, layout: str, recompute: bool) -> None:
+    seed = int(torch.randint(1 << 30, ()))
+    torch.manual_seed(seed)
+    batch = batch_of("padded left")
+    (alone,) = ranks.run(1, drops, layout, seed, False)
+    for world_size in (2, 4):
+        for spread in ranks.run(world_size, drops, layout, seed, recompute):
+            assert_same(spread, alone, batch, 1e-9)
+    client = Client("GPT2", NO_OTHER_DROPOUT, head="LMHeadModel")
+    kept = in_one_process(client, batch).logits[batch["attention_mask"].bool()]
+    off = (alone.logits[batch["attention_mask"].bool()] - kept).abs().max()
+    assert off > 0.05, "nothing was dropped"
+
+
+# --- models that were not thought of -----------------------------------------------------------
+
+
+@exhaustive
+@pytest.mark.parametrize("name", [name for name in STRANGERS if name not in REFUSED])
+def test_other_models(ranks: Ranks, name: str) -> None:
+    for world_size, layout in ((2, "HeadTail"), (4, "Sequential")):
+        ranks.run(world_size, checks, STRANGERS[name], layout)
+
+
+def refuses(group: dist.ProcessGroup, client: Client, match: str) -> None:
+    balancer = symm_cp.HeadTail(LENGTH, group.size())
+    batch = batch_of("mask of ones")
+    with pytest.raises(NotImplementedError, match=match):
+        under_context_parallel(group, client, batch, balancer=balancer)
+
+
+@exhaustive
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_models(ranks: Ranks, name: str) -> None:
+    ranks.run(2, refuses, STRANGERS[name], REFUSED[name])
+
+
+def refuses_as_configured(group: dist.ProcessGroup, client: Client) -> None:
+    """Without `model=`: the configuration says how to attend."""
+    import symm_cp.integrations.transformers
+
+    assert symm_cp.integrations.transformers.NAME == "symm_cp"
+    local, _ = symm_cp.shard_batch(mesh_of(group), batch_of("mask of ones"))
+    local.pop("labels")
+    model = client.make("symm_cp")
+    with (
+        pytest.raises(NotImplementedError, match=r"does not attend through .* has no effect"),
+        symm_cp.context_parallel(mesh_of(group)),
+    ):
+        model(**local)
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_models_that_ignore_their_configuration(ranks: Ranks, name: str) -> None:
+    ranks.run(2, refuses_as_configured, STRANGERS[name])
+
+
+def balances(group: dist.ProcessGroup, client: Client) -> None:
+    """As the message of the refusal has it: the loss of all ranks' router logits."""
+    batch = batch_of("mask of ones")
+    dense = client.make("eager")
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    logits = dense.model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    expected = load_balancing_loss_func(logits.router_logits, 4, 2)
+    expected.backward()
+    mesh, balancer = mesh_of(group), symm_cp.Sequential(LENGTH, group.size())
+    local, _ = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
+    local.pop("labels")
+    model = client.make("eager")
+    sizes = [len(ids) * length for length in balancer.lengths]
+    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer):
+        with pytest.raises(NotImplementedError, match="has output_router_logits=True"):
+            model(**local, output_router_logits=True)
+        outputs = model.model(**local, output_router_logits=True)
+        logits = tuple(
+            symm_cp.low_contention_all_gather(each, group=group, sizes=sizes)
+            for each in outputs.router_logits
+        )
+        loss = load_balancing_loss_func(logits, 4, 2)
+        (loss / group.size()).backward()
+    assert_near("loss", loss.detach(), expected.detach(), 1e-5)
+    grads = summed_grads(group, model)
+    for name, parameter in dense.named_parameters():
+        if parameter.grad is not None:
+            assert_near(name, grads[name], parameter.grad, 1e-4, 1e-3)
+
+
+@exhaustive
+def test_losses_that_balance_experts(ranks: Ranks) -> None:
+    ranks.run(2, balances, CLIENTS["mixtral"])
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope", "llama4-temperature"])
+@pytest.mark.parametrize("kind", BATCHES)
+def test_what_depends_on_the_length(ranks: Ranks, name: str, kind: str) -> None:
+    for world_size, layout in itertools.product((2, 4), BALANCERS):
+        ranks.run(world_size, checks, STRANGERS[name], layout, kind)
+
+
+def refuses_without_model(group: dist.ProcessGroup, client: Client, match: str) -> None:
+    balancer = symm_cp.HeadTail(LENGTH, group.size())
+    mesh, batch = mesh_of(group), batch_of("mask of ones")
+    local, _ = symm_cp.shard_batch(mesh, batch, load_balancer=balancer)
+    local.pop("labels")
+    model = client.make("sdpa")
+    with (
+        pytest.raises(NotImplementedError, match=match),
+        symm_cp.context_parallel(mesh, load_balancer=balancer),
+    ):
+        model(**local, use_cache=False)
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("name", "match"),
+    [
+        ("llama-dynamic", r"rope_type='dynamic'.*at most 16 positions"),
+        ("llama-longrope", r"rope_type='longrope'.*at most 16 positions"),
+        ("llama4-temperature", r"attention_chunk_size=9|attn_temperature_tuning=True"),
+    ],
+)
+def test_lengths_are_refused_without_the_model(ranks: Ranks, name: str, match: str) -> None:
+    ranks.run(2, refuses_without_model, STRANGERS[name], match)

@@ -76,10 +76,6 @@ def other_dropout(model: nn.Module, local: Batch) -> None:
         layer.self_attn.attention_dropout = 0.5
 
 
-def other_positions(model: nn.Module, local: Batch) -> None:
-    local["position_ids"] = local["position_ids"] % 5
-
-
 def other_batch(model: nn.Module, local: Batch) -> None:
     for name, tensor in local.items():
         local[name] = tensor[:1]
@@ -98,10 +94,6 @@ def other_implementation(model: nn.Module, local: Batch) -> None:
     model.set_attn_implementation("sdpa")
 
 
-def without_positions(model: nn.Module, local: Batch) -> None:
-    local.pop("position_ids")
-
-
 def shorter(model: nn.Module, local: Batch) -> None:
     for name in list(local):
         local[name] = local[name][:, :-1]
@@ -111,15 +103,11 @@ def other_load_balancer(model: nn.Module, local: Batch) -> None:
     model.other_arguments = {"load_balancer": symm_cp.Sequential(LENGTH, 2)}
 
 
-def fewer_layers(model: nn.Module, local: Batch) -> None:
-    model.model.layers = model.model.layers[:1]
-
-
 def raising(model: nn.Module, local: Batch) -> None:
     def fail(*_: Any) -> None:
         raise Trouble("in the middle of a layer")
 
-    model.model.layers[1].mlp.register_forward_hook(fail)
+    model.model.layers[0].mlp.register_forward_hook(fail)
 
 
 def raising_in_backward(model: nn.Module, local: Batch) -> None:
@@ -136,21 +124,18 @@ def interrupted(model: nn.Module, local: Batch) -> None:
         except KeyboardInterrupt as error:
             raise Trouble("stopped by hand") from error
 
-    model.model.layers[1].mlp.register_forward_hook(interrupt)
+    model.model.layers[0].mlp.register_forward_hook(interrupt)
 
 
 SEVERAL: dict[str, tuple[Change, str]] = {
     "window": (other_window, "window|mask"),
     "dropout": (other_dropout, "dropout|mask"),
-    "positions": (other_positions, "position|document|mask|made"),
     "batch": (other_batch, "rank"),
     "mask": (with_mask, "rank"),
     "not given": (not_given, "rank|context_parallel"),
     "implementation": (other_implementation, "rank|context_parallel"),
-    "no positions": (without_positions, "position_ids"),
     "shorter": (shorter, "rank"),
     "load balancer": (other_load_balancer, "layout"),
-    "layers": (fewer_layers, "rank"),
     "raises": (raising, "in the middle of a layer"),
     "raises in backward": (raising_in_backward, "in the backward pass"),
     "interrupted": (interrupted, "stopped by hand"),

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from tests.pool import Ranks
 
-
 # What the kernel does not compute.
 UNKNOWN: list[dict[str, Any]] = [
     {"softcap": 2.0},

@@ -74,6 +74,47 @@ CASES: list[tuple[Any, Any, Any, dict[str, Any], type[Exception], str]] = [
         r"is torch.int64 \[1, 2\]",
     ),
 ]
+SEED = torch.tensor([3])
+CROSS = (x(*Q), x(*SHORT), x(*SHORT))
+# options, error, message; for queries, keys and values of shape Q
+OPTION_CASES: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *(
+        ({"softcap": wrong}, ValueError, f"softcap={wrong} must be positive and finite")
+        for wrong in (0.0, -1.0, float("inf"), float("nan"))
+    ),
+    ({"sinks": x(3)}, ValueError, r"sinks has shape \[3\], must be \[4\]"),
+    ({"sinks": x(4, 1)}, ValueError, r"sinks has shape \[4, 1\], must be \[4\]"),
+    ({"sinks": x(4, dtype=torch.int32)}, TypeError, "sinks is torch.int32"),
+    ({"sinks": x(4).to("meta")}, ValueError, "sinks is on meta and query on cpu"),
+    ({"bias": x(4)}, ValueError, r"bias has shape \[4\], must be \[4, S_q \+ S_k - 1\]"),
+    ({"bias": x(3, 31)}, ValueError, r"bias has shape \[3, 31\], must be \[4, "),
+    ({"bias": x(4, 32)}, ValueError, r"bias has shape \[4, 32\], must be \[4, 31\].* 16 queries"),
+    ({"bias": x(4, 31, dtype=torch.bool)}, TypeError, "bias is torch.bool"),
+    *(
+        ({"dropout_p": wrong, "dropout_seed": SEED}, ValueError, f"dropout_p={wrong} must be at")
+        for wrong in (-0.1, 1.0, 2.0, float("nan"))
+    ),
+    ({"dropout_p": 0.1}, ValueError, "dropout_p=0.1 requires dropout_seed, an int64 tensor of one"),
+    ({"dropout_seed": SEED.int()}, ValueError, "dropout_seed is torch.int32"),
+    ({"dropout_seed": SEED.expand(2)}, ValueError, r"dropout_seed is torch.int64 \[2\]"),
+    ({"dropout_seed": SEED.to("meta")}, ValueError, "on meta, must be an int64 tensor"),
+    ({"document_ids": x(1, 8, dtype=torch.int64)}, ValueError, r"must be \[1 or 1, 16\]"),
+    ({"key_mask": x(1, 16)}, TypeError, "key_mask is torch.float32, must be bool"),
+    ({"query_chunk_order": [0, 0]}, ValueError, r"query_chunk_order=\[0, 0\] must be a perm"),
+    ({"query_chunk_lengths": [7, 7]}, ValueError, "7 queries, query has 8"),
+    ({"query_chunk_order": [*range(6)]}, ValueError, "8 queries .* pass query_chunk_lengths"),
+]
+CASES += [(*(x(*Q),) * 3, *case) for case in OPTION_CASES]
+CASES += [
+    (*CROSS, {"bias": x(4, 27)}, ValueError, "8 rows and key 6: bias requires equal lengths, or q"),
+    (*CROSS, {"dropout_p": 0.5, "dropout_seed": SEED}, ValueError, "dropout_p requires equal"),
+    (
+        *CROSS,
+        {"query_chunk_lengths": [8, 8], "document_edges": [0, 12]},
+        ValueError,
+        "16 queries and 12 keys in the whole sequences: document_edges require",
+    ),
+]
 
 
 def refuses(group: dist.ProcessGroup) -> None:
@@ -97,9 +138,10 @@ def test_bad_arguments_are_refused_on_every_rank(ranks: Ranks) -> None:
 def disagrees(group: dist.ProcessGroup, options: list[dict[str, Any]], length: int) -> None:
     q = torch.randn(1, 2, length, 8)
     mine = options[group.rank() % len(options)]
-    shorter = mine.pop("shorter", 0)
+    shorter, narrow = mine.pop("shorter", 0), mine.pop("narrow", 0)
+    value = q[:, :, shorter:, narrow:]
     with pytest.raises(RuntimeError, match="fused_all_gather_attention"):
-        OP(q, q[:, :, shorter:], q[:, :, shorter:], group.group_name, **mine)
+        OP(q, q[:, :, shorter:], value, group.group_name, **mine)
     # The next call has a workspace of its own.
     dist.barrier(group)
     out, _ = OP(q, q, q, group.group_name)
@@ -113,6 +155,11 @@ def disagrees(group: dist.ProcessGroup, options: list[dict[str, Any]], length: i
         [{"chunk_order": list(head_tail_order(3))}, {}],
         [{"window_left": 3}, {"window_left": 4}],
         [{}, {"shorter": 2}],
+        [{}, {"softcap": 2.0}],
+        [{"sinks": torch.zeros(2)}, {}],
+        [{}, {}, {"bias": torch.zeros(2, 47)}],
+        [{"dropout_p": 0.5, "dropout_seed": SEED}, {"dropout_p": 0.4, "dropout_seed": SEED}],
+        [{"narrow": 2}, {}],
     ],
 )
 def test_ranks_that_disagree_all_raise(ranks: Ranks, options: list[dict[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.exhaustive import some
 from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
+TRAINED = ("sinks", "bias")
 
 
 def options(world_size: int) -> list[dict[str, Any]]:
@@ -23,6 +25,20 @@ def options(world_size: int) -> list[dict[str, Any]]:
         {"enable_gqa": True, "cu_seqlens": torch.tensor([0, 3, 8 * world_size])},
         {"window_left": 2, "window_right": 1, "chunk_lengths": [8] * world_size},
         {"document_edges": [0, 5, 8 * world_size]},
+        {
+            "softcap": 1.5,
+            "sinks": torch.randn(4),
+            "bias": torch.randn(4, 16 * world_size - 1),
+            "dropout_p": 0.2,
+            "dropout_seed": torch.tensor([7]),
+            "query_chunk_lengths": [8] * world_size,
+        },
+        {
+            "sinks": torch.randn(4, dtype=torch.float64),
+            "document_ids": torch.arange(8 * world_size).view(1, -1) // 3,
+            "key_mask": torch.arange(8 * world_size).expand(2, -1) % 5 > 0,
+            "is_causal": True,
+        },
     ]
 
 
@@ -32,6 +48,14 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
         for grad in (False, True):
             q, k, v = (torch.randn(2, 4, 8, 6, requires_grad=grad) for _ in range(3))
             torch.library.opcheck(OPS.fused_all_gather_attention.default, (q, k, v, name), chosen)
+            if grad and not chosen.keys().isdisjoint(TRAINED):
+                wanted = {name: t.requires_grad_() for name, t in chosen.items() if name in TRAINED}
+                narrow = v.detach()[..., :3].requires_grad_()
+                op = OPS.fused_all_gather_attention.default
+                torch.library.opcheck(op, (q, k, narrow, name), {**chosen, **wanted})
+        chosen = {
+            name: o.detach() if isinstance(o, torch.Tensor) else o for name, o in chosen.items()
+        }
         out, lse = OPS.fused_all_gather_attention(
             q.detach(), k.detach(), v.detach(), name, **chosen
         )
@@ -39,6 +63,9 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
         op = OPS.fused_all_gather_attention_backward.default
         torch.library.opcheck(op, (*given, name), chosen)
         torch.library.opcheck(op, (*given, name), {**chosen, "grad_logsumexp": lse.sin()})
+        if "bias" in chosen:
+            unwanted = {**chosen, "sinks_grad": False, "bias_grad": False}
+            torch.library.opcheck(op, (*given, name), unwanted)
 
 
 @pytest.mark.parametrize("world_size", some(1, of=[1, 2]))
@@ -57,24 +84,26 @@ def like_real(group: dist.ProcessGroup) -> None:
     packed = torch.randn(2, 8, 3, 4, 6)[:, :, 1].transpose(1, 2)
     apart = torch.randn(2, 4, 8, 12)[..., ::2]
     turned = torch.randn(2, 4, 6, 8).transpose(2, 3)
+    wide = torch.randn(2, 4, 8, 11)
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for q in (plain, rows_first, packed, apart, turned):
             query, key = q.to(dtype), plain.to(dtype)
+            value = random.choice([plain, wide, wide[..., :6]]).to(dtype)
             for chosen in options(group.size()):
-                real = OPS.fused_all_gather_attention(query, key, key, name, **chosen)
+                real = OPS.fused_all_gather_attention(query, key, value, name, **chosen)
                 grads = OPS.fused_all_gather_attention_backward(
-                    real[0], query, key, key, *real, name, **chosen
+                    real[0], query, key, value, *real, name, **chosen
                 )
                 mode = FakeTensorMode()
                 fake = {
                     n: mode.from_tensor(o) if isinstance(o, torch.Tensor) else o
                     for n, o in chosen.items()
                 }
-                a, b = mode.from_tensor(query), mode.from_tensor(key)
+                a, b, c = (mode.from_tensor(t) for t in (query, key, value))
                 with mode:
-                    found = OPS.fused_all_gather_attention(a, b, b, name, **fake)
+                    found = OPS.fused_all_gather_attention(a, b, c, name, **fake)
                     found_grads = OPS.fused_all_gather_attention_backward(
-                        found[0], a, b, b, *found, name, **fake
+                        found[0], a, b, c, *found, name, **fake
                     )
                 assert described(found) == described(real), (query.stride(), chosen)
                 assert described(found_grads) == described(grads), (query.stride(), chosen)

@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from symm_cp.ops.attention import philox, set_rotate_method
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from tests import device
 from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_all_gather_attention
 BACKWARD = torch.ops.symm_mem.fused_all_gather_attention_backward
+ON_DEVICES = device.devices(*device.NAMES)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -91,7 +93,7 @@ def kept(case: Case, seed: int) -> torch.Tensor | None:
 
 
 def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device.name()).manual_seed(seed)
 
     def draw(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
         return torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype).double()
@@ -132,7 +134,8 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
         q, k, v, *_ = inputs.values()
         out, lse = OP(
             q, k, v, group.group_name, **case.arguments(), key_mask=key_mask,
-            dropout_seed=torch.tensor([seed]), **{name: inputs[name] for name in options},
+            dropout_seed=torch.tensor([seed], device="cpu"),
+            **{name: inputs[name] for name in options},
         )  # fmt: skip
         outputs, grads = [out], [grad_out[:, :, at["q"]].to(case.dtype)]
         if grad_lse is not None:
@@ -199,6 +202,7 @@ def each(world_size: int) -> list[Case]:
     ]
 
 
+@ON_DEVICES
 def test_each_option(ranks: Ranks) -> None:
     ranks.run(3, run_all, random.sample(each(3), 16), int(torch.randint(1 << 30, ())))
 
@@ -233,12 +237,14 @@ def combined(layout: SequenceLayout) -> Case:
     )
 
 
+@ON_DEVICES
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_combinations(ranks: Ranks, world_size: int) -> None:
     cases = [combined(layout) for layout in layouts(world_size) for _ in range(6)]
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
+@ON_DEVICES
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_many_rows(ranks: Ranks, world_size: int) -> None:
     """Rows and keys enough for several blocks of the kernels, and tiles with bands."""
@@ -256,6 +262,7 @@ def test_many_rows(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, run_all, cases, int(torch.randint(1 << 30, ())))
 
 
+@ON_DEVICES
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_queries_of_another_layout(ranks: Ranks, world_size: int) -> None:
     W = world_size
@@ -292,7 +299,7 @@ def masks_of_dropout(
     options = {"chunk_order": layout.chunk_order, "chunk_lengths": layout.chunk_lengths}
 
     def attend(v: torch.Tensor) -> torch.Tensor:
-        drawn = torch.tensor(seed)
+        drawn = torch.tensor(seed, device="cpu")
         out: torch.Tensor = OP(
             q, k, v, group.group_name, is_causal=True, dropout_p=p, dropout_seed=drawn, **options
         )[0]
@@ -310,6 +317,7 @@ def masks_of_dropout(
         set_rotate_method("allgather")
 
 
+@ON_DEVICES
 @pytest.mark.parametrize("world_size", some(1, 2, 4, of=[1, 2, 3, 4]))
 def test_the_same_weights_are_dropped_in_every_layout(ranks: Ranks, world_size: int) -> None:
     order = list(range(2 * world_size))

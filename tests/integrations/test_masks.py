@@ -232,11 +232,14 @@ def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    some((2, "HeadTail"), of=[(w, layout) for w in (1, 2, 3) for layout in BALANCERS]),
+    ("world_size", "layout", "length"),
+    some(
+        (2, "Sequential", 24),  # documents begin where ranks do
+        of=[(w, layout, length) for w in (1, 2, 3) for layout in BALANCERS for length in (24, 25)],
+    ),
 )
-def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str) -> None:
-    ranks.run(world_size, composed, layout, 25)
+def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str, length: int) -> None:
+    ranks.run(world_size, composed, layout, length)
 
 
 def by_sample(group: dist.ProcessGroup) -> None:

@@ -94,10 +94,12 @@ def check(
     rows: torch.Tensor,
     dtype: torch.dtype,
     terms: int | None = None,
+    dropped: float = 0.0,
 ) -> None:
     """Raises `AssertionError` unless these rows of a result are right to what the dtype allows.
 
-    `terms` are those of a sum, by default the rows and the features.
+    `terms` are those of a sum over rows, by default those of a row. `dropped` is the share of
+    weights that dropout drops: what is left of a row with one key is multiplied by the others.
     """
     expected, reference = exact.detach()[:, :, rows], dense.detach().double()
     assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
@@ -106,8 +108,9 @@ def check(
     exact = exact.detach()
     error = (reference - exact).masked_fill(~seen, 0).abs().max() if exact.numel() else 0.0
     largest = exact.masked_fill(~seen, 0).abs().max() if exact.numel() else 0.0
-    terms = exact.shape[2] + exact.shape[-1] if terms is None else terms
-    unit = torch.finfo(dtype).eps * (terms**0.5 if dtype == torch.float64 else 1)
+    if terms is None:
+        terms = exact.shape[2] + exact.shape[-1] if dtype == torch.float64 else 1
+    unit = torch.finfo(dtype).eps * terms**0.5 / (1 - dropped)
     # Where a row sees one key its gradient is a difference of equal sums over the features: what
     # is left of it is their rounding, in the dtype that sums are taken in.
     wide = dtype if dtype == torch.float64 else torch.float32

@@ -148,13 +148,15 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
     for name, result in results.items():
         text = f"{name} of {case}, seed {seed}"
         if name not in options:
-            check(text, result, exact[name], dense[name], at[name], result.dtype)
+            given = [result, exact[name], dense[name]]
+            check(text, *given, at[name], result.dtype, dropped=case.dropout_p)
             continue
         assert result.dtype == wide, text
         dist.all_reduce(result, group=group)  # each rank has its part
         given = [t.reshape(1, 1, -1) for t in (result, exact[name], dense[name])]
         terms = case.batch * S * (case.features + case.value_features)
-        check(text, *given, torch.arange(given[0].shape[2]), case.dtype, terms)
+        entries = torch.arange(given[0].shape[2])
+        check(text, *given, entries, case.dtype, terms, dropped=case.dropout_p)
 
 
 def run_all(group: dist.ProcessGroup, cases: list[Case], seed: int) -> None:

@@ -9,6 +9,7 @@ import ctypes
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -29,16 +30,15 @@ SOURCES = sorted((ROOT / "csrc").glob("*.cpp"))
 # Those with torch's headers are compiled together.
 UNITS = len(SOURCES) - len(native.TORCH_SOURCES) + len(native.TORCH_UNITS)
 
-# Writes down its arguments, then makes the file that -o names.
-_STAND_IN = """#!{python}
-import os, sys, time
-with open({log!r}, "a") as log:
-    log.write(" ".join(sys.argv[1:]) + "\\n")
-time.sleep({seconds})
-if {fails}:
-    sys.exit("csrc/oops.cpp:1: error: no luck")
-open(sys.argv[sys.argv.index("-o") + 1], "w").close()
+# Writes down its arguments, then makes the file that -o names. (A build runs dozens of them, and
+# Python would take longer to start than the rest of a test.)
+_STAND_IN = """#!/bin/sh
+echo "$*" >> {log}
+{then}
+while [ "$1" != -o ]; do shift; done
+: > "$2"
 """
+_FAILS = "echo csrc/oops.cpp:1: error: no luck >&2; exit 1"
 
 
 class Compiler:
@@ -50,10 +50,8 @@ class Compiler:
         self.build_dir = folder / "built"
 
     def write(self, *, seconds: float = 0.0, fails: bool = False) -> None:
-        text = _STAND_IN.format(
-            python=sys.executable, log=str(self.log), seconds=seconds, fails=fails
-        )
-        self.path.write_text(text)
+        then = _FAILS if fails else f"sleep {seconds}" if seconds else ""
+        self.path.write_text(_STAND_IN.format(log=shlex.quote(str(self.log)), then=then))
         self.path.chmod(0o755)
 
     def calls(self) -> list[str]:

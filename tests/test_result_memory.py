@@ -44,6 +44,15 @@ def pooled(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().data_ptr() % BLOCK == 0
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _quick_collections() -> Iterator[None]:
+    """What lived before these tests is not searched again for each of them."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def limit() -> Iterator[Callable[[int], None]]:
     """Nothing is kept before a test; sets how many MiB may be kept."""

@@ -177,13 +177,12 @@ def _completed(
     if isinstance(batch.get("labels"), torch.Tensor):
         _check_labels(batch, seq_dim, decoder)
         _shift(batch, model, seq_dim, shift_labels, ignore_index, decoder)
-    if "position_ids" not in batch:
-        if model is not None:
-            model_batch.add_positions(model, batch, sequence)
-        elif not decoder:
-            embedded = sequence.is_floating_point() and sequence.dim() > 2
-            shape = sequence.shape[:-1] if embedded else sequence.shape
-            batch["position_ids"] = model_batch.positions(shape, seq_dim, sequence.device)
+    if model is not None:
+        model_batch.add_positions(model, batch, sequence)
+    elif "position_ids" not in batch and not decoder:
+        embedded = sequence.is_floating_point() and sequence.dim() > 2
+        shape = sequence.shape[:-1] if embedded else sequence.shape
+        batch["position_ids"] = model_batch.positions(shape, seq_dim, sequence.device)
     return batch
 
 

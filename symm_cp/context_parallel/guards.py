@@ -33,6 +33,7 @@ from symm_cp.context_parallel.model_limits import (
     first_position,
     implementation_of,
     limits_of,
+    positions_known,
     uses_transformers,
 )
 from symm_cp.context_parallel.refusals import telling_peers
@@ -229,6 +230,8 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
     name, names = type(module).__name__, _parameters(module.__class__)
     if "position_ids" in names:
         positions = _argument(module, "position_ids", args, kwargs)
+        if positions is None and positions_known(module):
+            return
         if positions is None:
             raise NotImplementedError(
                 f"context_parallel: {name} was called without position_ids, so it counted from 0 "
@@ -242,10 +245,10 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
         )
         if isinstance(positions, torch.Tensor):
             _check_values(watch, name, positions, unmasked)
-    elif "input_ids" in names and not watch.has_positions:
+    elif "input_ids" in names and not watch.has_positions and not positions_known(module):
         raise NotImplementedError(
             f"context_parallel: {name} takes no position_ids, so it counts from 0 on each rank: "
-            "it is not supported"
+            "it is not supported (of those that are, pass the model to context_parallel(model=...))"
         )
 
 

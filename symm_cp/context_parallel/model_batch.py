@@ -55,8 +55,11 @@ def add_decoder_input(op: str, model: nn.Module, batch: dict[str, Any]) -> None:
 
 
 def add_positions(model: nn.Module, batch: dict[str, Any], sequence: torch.Tensor) -> None:
-    """Adds the `position_ids` that a model counts in the whole sequence, if it takes any."""
-    if not _takes(model, "position_ids"):
+    """Adds the positions that a model counts in the whole sequence, if it takes any."""
+    decoder, name = batch.get("decoder_input_ids"), "decoder_position_ids"
+    if decoder is not None and batch.get(name) is None and _takes(model, name):
+        batch[name] = positions(decoder.shape, 1, decoder.device)
+    if "position_ids" in batch or not _takes(model, "position_ids"):
         return
     ids = batch.get("input_ids")
     for part in plain(model).modules():

@@ -6,6 +6,7 @@ modules are judged by their type only.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -111,6 +112,7 @@ def limits_of(
         )
     if not transformers:
         return
+    yield from _input_and_output_limits(module)
     if uses_transformers(module):
         yield from _config_limits(module.config)
     settable = getattr(module, "_can_set_attn_implementation", None)
@@ -123,6 +125,44 @@ def limits_of(
     yield from _head_limits(module)
     yield from _position_limits(module)
     yield from _attribute_limits(module, implementation_of(module) or chosen)
+
+
+def makes_own_sequence(module: nn.Module) -> bool:
+    """Tells whether a model of transformers makes its sequence of images or sounds."""
+    name = getattr(module, "main_input_name", None)
+    if not hasattr(module, "base_model_prefix") or not isinstance(name, str):
+        return False
+    made = name.startswith(("pixel_", "input_features", "input_values"))
+    return made and "decoder_input_ids" not in inspect.signature(module.forward).parameters
+
+
+def _input_and_output_limits(module: nn.Module) -> Iterator[Limit]:
+    """Sequences that are not cut, and results of whole samples."""
+    if makes_own_sequence(module):
+        yield Limit(
+            f"main_input_name={module.main_input_name!r}",
+            "every rank would make the whole sequence of it, and attend to it as to a part",
+            "Run it outside of context_parallel, and pass on what it returns, as encoder_outputs "
+            "or inputs_embeds, which symm_cp.shard_batch cuts differentiably",
+        )
+    if not hasattr(module, "base_model_prefix"):
+        return
+    returned = str(inspect.signature(module.forward).return_annotation)
+    if "WithPooling" in returned and getattr(module, "pooler", True) is not None:
+        yield Limit(
+            f"a pooled result ({returned.rpartition('.')[2].rstrip(chr(39) + '>')})",
+            "it is computed from a position of this rank's part only",
+            "Make the model with add_pooling_layer=False, if it has that",
+        )
+
+
+def positions_known(module: nn.Module) -> bool:
+    """Tells whether the integration makes a part of a model see positions in the whole sequence."""
+    return any(
+        getattr(function, "sees_all_ranks", False)
+        for part in module.modules()
+        for function in (*part._forward_pre_hooks.values(), vars(part).get("compute_bias"))
+    )
 
 
 def length_dependent_rotary(module: nn.Module) -> bool:

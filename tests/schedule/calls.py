@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from symm_cp.schedule import Schedule, patterns
 from symm_cp.schedule.patterns import Channel, FormName, Variant
+from tests.exhaustive import some
 
 #: All eight orders of three consecutive calls of two variants; a slot comes back within three.
 MIX = (0, 0, 0, 1, 0, 1, 1, 1, 0, 0)
@@ -51,6 +52,8 @@ class Place(NamedTuple):
         return f"{self.variant}-{self.workspace.slots}{pieces}"
 
 
+#: Numbers of ranks, most of the time for the largest: up to 6, then up to 16.
+SIZES = some(range(1, 7), of=[range(1, 7), range(7, 17)])
 PLACES = [Place(variant, space) for space in WORKSPACES for variant in space.variants]
 #: Piece p + 2 comes back to the half of piece p: all neighbourhoods of pieces are in these.
 LOOPS = [

@@ -21,6 +21,7 @@ from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers import outside
 from symm_cp.integrations.transformers.masks import OP, sequence_mask, with_packing
 from symm_cp.integrations.transformers.positions import rescaled
+from symm_cp.integrations.transformers.tables import bias_by_distance
 
 NAME = SYMM_CP
 
@@ -91,6 +92,8 @@ def attention_function(
     if within is not None:
         within[1].called = True
     of_one = region is not None and region.world_size == 1 and key.shape[2] != query.shape[2]
+    if (bias := kwargs.get("position_bias")) is not None and bias.numel() == 0:
+        del kwargs["position_bias"]
     if region is None or (of_one and not isinstance(attention_mask, SequenceMask)):
         return outside.attend(
             module,
@@ -136,11 +139,6 @@ def _attend(
         raise NotImplementedError(
             f"{NAME}: {name} has a paged cache, which is not supported within context_parallel"
         )
-    if kwargs.get("position_bias") is not None:
-        raise NotImplementedError(
-            f"{NAME}: {name} has a position_bias of this rank's part of the sequence, which is not "
-            "supported within context_parallel"
-        )
     query, *others = tensors
     tensors = (rescaled(region, module, query), *others)
     sinks = kwargs.get("s_aux")
@@ -148,6 +146,7 @@ def _attend(
         **options,
         "enable_gqa": tensors[0].shape[1] != tensors[1].shape[1],
         "softcap": kwargs.get("softcap"),
+        "bias": bias_by_distance(name, kwargs.get("position_bias")),
         "sinks": getattr(module, "sinks", None) if sinks is None else sinks,
     }
     if mask is None:
@@ -178,6 +177,10 @@ def _with_documents(
     return replace(mask, cu_seqlens=edges)
 
 
+def _given(option: Any) -> bool:
+    return isinstance(option, torch.Tensor) or bool(option)
+
+
 def _attend_given(
     region: ParallelRegion,
     name: str,
@@ -186,7 +189,8 @@ def _attend_given(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attends with a mask of the whole sequence that the caller of the model made."""
-    features = [option for option in ("softcap", "sinks", "dropout_p") if options.pop(option)]
+    more = {key: options.pop(key) for key in ("softcap", "sinks", "bias", "dropout_p")}
+    features = [key for key, value in more.items() if _given(value)]
     if features:
         raise NotImplementedError(
             f"{NAME}: {name} was called with a mask that was made before, which within "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,8 +10,11 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.model_limits import makes_own_sequence
 from symm_cp.integrations.transformers.attention import NAME
+from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.positions import by_longest_position
+from symm_cp.integrations.transformers.tables import by_position_in_sequence
 
 _OP = "context_parallel"
 _CHOSEN = "_attn_implementation_internal"  # what `_attn_implementation` sets in sub-configurations
@@ -40,35 +42,7 @@ def _configurations(modules: Iterable[nn.Module]) -> list[PreTrainedConfig]:
     return list(found.values())
 
 
-class _InUse:
-    """What is changed in objects while they are in use, by several threads or nested contexts."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By id: configurations are not hashable. Kept alive as long as they are here.
-        self._users: dict[int, tuple[Any, dict[str, Any], int]] = {}
-
-    def acquire(self, owner: Any, name: str, value: Any) -> None:
-        """Sets an attribute of the object itself, unless it is in use."""
-        with self._lock:
-            _, before, count = self._users.get(id(owner), (owner, None, 0))
-            if before is None:
-                before = {name: vars(owner)[name]} if name in vars(owner) else {}
-                vars(owner)[name] = value
-            self._users[id(owner)] = owner, before, count + 1
-
-    def release(self, owner: Any, name: str) -> None:
-        """Restores the attribute when nobody uses the object any longer."""
-        with self._lock:
-            _, before, count = self._users.pop(id(owner))
-            if count > 1:
-                self._users[id(owner)] = owner, before, count - 1
-                return
-            vars(owner).pop(name, None)
-            vars(owner).update(before)
-
-
-_configs, _generators = _InUse(), _InUse()
+_configs, _generators = InUse(), InUse()
 
 
 def _refusing(module: nn.Module) -> Any:
@@ -90,7 +64,7 @@ def _refusing(module: nn.Module) -> Any:
 
 @contextmanager
 def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module]]:
-    """Within it, models attend with symm_cp; yields their modules.
+    """Within it, models attend with symm_cp; yields the modules that must run within it.
 
     Raises `ValueError` if none of them is a model of transformers, `NotImplementedError` for one
     that does not attend through transformers' `AttentionInterface`.
@@ -107,14 +81,17 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
                 'AttentionInterface, so attn_implementation="symm_cp" has no effect on it. If it '
                 "calls F.scaled_dot_product_attention, leave out model="
             )
+    # What makes sequences of images or sounds may run outside: it is refused when it runs within.
+    apart = (part for part in modules if makes_own_sequence(part))
+    elsewhere = {id(inner) for part in apart for inner in part.modules()}
     generators = [module for module in modules if callable(getattr(module, "generate", None))]
     for config in configs:
         _configs.acquire(config, _CHOSEN, NAME)
     for module in generators:
         _generators.acquire(module, "generate", _refusing(module))
     try:
-        with by_longest_position(modules):
-            yield modules
+        with by_longest_position(modules), by_position_in_sequence(modules):
+            yield [module for module in modules if id(module) not in elsewhere]
     finally:
         for module in generators:
             _generators.release(module, "generate")

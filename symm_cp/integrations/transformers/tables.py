@@ -1,0 +1,182 @@
+"""Positions that models look up by the length of a tensor: tables of embeddings, relative biases.
+
+T5 and its kin add a bias to the scores that they look up by distance, for each pair of positions of
+a tensor; within a region the bias of each distance in the whole sequence takes its place, which
+attention takes as it is. BART and others look up the embeddings of the positions that they count in
+a tensor.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.load_balancers import positions_on
+from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.integrations.transformers.in_use import InUse
+
+_OP = "context_parallel"
+_COMPUTE, _HAS_TABLE = "compute_bias", "has_relative_attention_bias"
+_BUCKETS = "_relative_position_bucket"
+
+_computed, _has_table = InUse(), InUse()
+
+
+@contextmanager
+def by_position_in_sequence(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Within it, and within a region, tables of positions are those of the whole sequence."""
+    with ExitStack() as stack:
+        for module in modules:
+            if _has_relative_bias(module):
+                _computed.acquire(module, _COMPUTE, _compute_bias_of(module))
+                stack.callback(_computed.release, module, _COMPUTE)
+                # Without a table transformers would allocate zeros for each pair of positions.
+                _has_table.acquire(module, _HAS_TABLE, True)
+                stack.callback(_has_table.release, module, _HAS_TABLE)
+            for table in _counted_tables(module):
+                hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
+                stack.callback(hook.remove)
+            if _makes_decoder_input(module):
+                hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
+                stack.callback(hook.remove)
+        yield
+
+
+# --- relative biases ---------------------------------------------------------------------------
+
+
+def _has_relative_bias(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in (_COMPUTE, _HAS_TABLE, _BUCKETS))
+
+
+def _compute_bias_of(module: Any) -> Any:
+    """Returns a `compute_bias` that within a region returns the biases by distance."""
+    compute, has_table = module.compute_bias, getattr(module, _HAS_TABLE)
+
+    def compute_bias(
+        query_length: int,
+        key_length: int,
+        device: torch.device | None = None,
+        past_seen_tokens: int = 0,
+    ) -> torch.Tensor:
+        within = current_region()
+        if within is not None and not past_seen_tokens:  # generation outside, and on one rank
+            region: ParallelRegion = within[0]
+            return _by_distance(module, region, query_length, key_length, has_table=has_table)
+        if has_table:
+            return compute(query_length, key_length, device, past_seen_tokens)  # type: ignore[no-any-return]
+        return torch.zeros(
+            (1, module.n_heads, query_length, key_length),
+            device=device,
+            dtype=module.q.weight.dtype,
+        )
+
+    compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
+    return compute_bias
+
+
+def _by_distance(
+    module: Any, region: ParallelRegion, queries: int, keys: int, *, has_table: bool
+) -> torch.Tensor:
+    """The bias of each distance between positions of the whole sequences: (H, S_q + S_k - 1).
+
+    Empty if the module has none. Entry [h, k - q + S_q - 1] is that of query q and key k.
+    """
+    table = getattr(module, "relative_attention_bias", None)
+    if not has_table or table is None:
+        return module.q.weight.new_empty(0)  # type: ignore[no-any-return]
+    spread = region.layout(queries)
+    of_keys = region.layout_of_keys(queries, keys)
+    assert of_keys is not None
+    distances = torch.arange(1 - spread.seq_length, of_keys.seq_length, device=table.weight.device)
+    parameters = inspect.signature(module._relative_position_bucket).parameters
+    options = {
+        "bidirectional": not module.is_decoder,
+        "num_buckets": module.relative_attention_num_buckets,
+        "max_distance": module.relative_attention_max_distance,
+    }
+    known = {name: value for name, value in options.items() if name in parameters}
+    return table(module._relative_position_bucket(distances, **known)).t()  # type: ignore[no-any-return]
+
+
+def bias_by_distance(name: str, position_bias: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns a layer's bias as attention takes it; refuses one for each pair of positions."""
+    if position_bias is None or position_bias.numel() == 0:
+        return None
+    if position_bias.dim() != 2:
+        raise NotImplementedError(
+            f"{_OP}: {name} has a position_bias of this rank's part of the sequence: pass the "
+            "model to context_parallel(model=...), and run the backward pass within it"
+        )
+    return position_bias
+
+
+# --- embeddings of positions -------------------------------------------------------------------
+
+
+def _counted_tables(module: nn.Module) -> list[nn.Module]:
+    """Returns a module's tables of positions that it counts in its tensor, having no others."""
+    tables = [child for child in module.children() if _takes_positions(child)]
+    given = tables and "position_ids" in inspect.signature(module.forward).parameters
+    return [] if given else tables
+
+
+def _takes_positions(module: nn.Module) -> bool:
+    """Whether a module embeds the positions of a tensor, or those that it is given."""
+    if not isinstance(module, nn.Embedding) or type(module) is nn.Embedding:
+        return False
+    names = tuple(inspect.signature(module.forward).parameters)
+    return names[0] in ("input_ids", "input_ids_shape") and "position_ids" in names
+
+
+def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    within = current_region()
+    if within is None or within[0].world_size == 1:
+        return None
+    region = within[0]
+    like = args[0] if args else kwargs.get("input_ids", kwargs.get("input_ids_shape"))
+    shape = like.shape if isinstance(like, torch.Tensor) else like
+    balancer = region.layout(shape[1])
+    if balancer.samples:
+        raise NotImplementedError(
+            f"{_OP}: {type(module).__name__} embeds the same positions for all samples, and "
+            f"{balancer} has a layout for each"
+        )
+    positions = positions_on(module.weight.device, balancer, region.rank)  # type: ignore[arg-type]
+    return args[:2], {**kwargs, "position_ids": positions}
+
+
+_with_positions.sees_all_ranks = True  # type: ignore[attr-defined]
+
+
+# --- inputs of decoders ------------------------------------------------------------------------
+
+_DECODER = ("decoder_input_ids", "decoder_inputs_embeds")
+
+
+def _makes_decoder_input(module: nn.Module) -> bool:
+    config = getattr(module, "config", None)
+    return bool(getattr(config, "is_encoder_decoder", False)) and (
+        _DECODER[0] in inspect.signature(module.forward).parameters
+    )
+
+
+def _check_decoder_input(module: nn.Module, args: Any, kwargs: Any) -> None:
+    """Refuses calls in which a model would shift this rank's part of the labels."""
+    within = current_region()
+    if within is None or within[0].world_size == 1:
+        return
+    names = tuple(inspect.signature(module.forward).parameters)
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if all(given.get(name) is None for name in _DECODER):
+        raise NotImplementedError(
+            f"{_OP}: {type(module).__name__} was called without decoder_input_ids, so it would "
+            "shift this rank's part of the labels. symm_cp.shard_batch(model=...) makes those of "
+            "the whole sequence"
+        )

@@ -149,6 +149,7 @@ REFUSED: list[tuple[Client, str]] = [
 
 def refuses(group: dist.ProcessGroup, index: int) -> None:
     client, message = REFUSED[index]
+    by = symm_cp.HeadTail(8 * group.size(), group.size())
     model = client.make("eager")
     ids = torch.randint(3, 61, (2, 8))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
@@ -160,7 +161,9 @@ def refuses(group: dist.ProcessGroup, index: int) -> None:
         batch = {"input_ids": ids, "decoder_input_ids": ids}
     with (
         pytest.raises(NotImplementedError, match=message),
-        symm_cp.context_parallel(mesh_of(group), model=model, on_unfused="ignore"),
+        symm_cp.context_parallel(
+            mesh_of(group), model=model, load_balancer=by, on_unfused="ignore"
+        ),
     ):
         model(**batch)
     assert model.config._attn_implementation == "eager"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,6 +77,18 @@ def translates(
 
 def test_t5(ranks: Ranks) -> None:
     ranks.run(2, translates, "t5", ["HeadTail"], [(24, 16)])
+
+
+def translates_with_a_cache(group: dist.ProcessGroup) -> None:
+    """A model in training makes a cache for itself unless it is told not to."""
+    batch = pair_batch(24, 16, padding=True)
+    for name in ("t5", "bart"):
+        check_encoder(group, replace(SEQ2SEQ[name], call={}), batch, "HeadTail")
+
+
+@exhaustive
+def test_caches_do_no_harm(ranks: Ranks) -> None:
+    ranks.run(2, translates_with_a_cache)
 
 
 @exhaustive

@@ -1,5 +1,6 @@
-// The products of attention's blocks in bfloat16, by tiles (AMX). The right operand of such a
-// product is packed: pairs of its rows, element by element. Sums of products are float32.
+// The products of attention's blocks by torch's kernels for small blocks: in bfloat16 by tiles
+// (AMX), in float32 by vectors. The right operand of one in bfloat16 is packed: pairs of its rows,
+// element by element. Sums of products are float32.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -39,11 +40,93 @@ inline void copy_rows(const BFloat16* from, int64_t from_stride, int64_t rows, i
   }
 }
 
+#if defined(CPUBLAS_BRGEMM_F32F32F32)
+// Whether torch multiplies small blocks of float32 without packing them first.
+inline bool multiplies_blocks() {
+  static const bool can = [] {
+    try {
+      const float one = 1;
+      float product = 0;
+      at::native::cpublas::brgemm(1, 1, 1, 1, 1, 1, false, &one, &one, &product, false);
+      at::native::cpublas::brgemm_release(false);
+      return product == 1;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }();
+  return can;
+}
+
+// The forward pass of float32 by such products: small blocks take little more than large ones.
+class BlockedForward {
+ public:
+  using Number = float;
+  using Weight = float;
+  static constexpr int64_t kAlign = 1;  // of columns
+  static constexpr int64_t kBandRows = 32;
+
+  // All keys, transposed.
+  struct Shared {
+    explicit Shared(const TileInputs<float>& inputs)
+        : in(inputs),
+          // Not a power of two, so that rows of it do not share few places of the cache.
+          key_stride(padded(in.sizes.keys) + 16),
+          key_size(in.sizes.features * key_stride),
+          keys(in.sizes.samples * in.sizes.groups * key_size) {
+      const TileSizes& sizes = in.sizes;
+      at::parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; ++i)
+          transpose(
+              reinterpret_cast<const uint32_t*>(in.key.at(i / sizes.groups, i % sizes.groups, 0)),
+              in.key.row, sizes.keys, sizes.features,
+              reinterpret_cast<uint32_t*>(keys.get() + i * key_size), key_stride);
+      });
+    }
+
+    const TileInputs<float>& in;
+    int64_t key_stride, key_size;
+    Scratch<float> keys;
+  };
+
+  BlockedForward(const Shared& shared, int64_t) : shared_(shared) {}
+  ~BlockedForward() { at::native::cpublas::brgemm_release(false); }
+  BlockedForward(const BlockedForward&) = delete;
+  BlockedForward& operator=(const BlockedForward&) = delete;
+
+  void enter_rows(int64_t b, int64_t h, int64_t first, int64_t count) {
+    const TileInputs<float>& in = shared_.in;
+    b_ = b, g_ = in.sizes.group_of(h), rows_ = count;
+    query_ = in.query.at(b, h, first);
+  }
+
+  void scores(int64_t first, int64_t columns, float* out, int64_t stride) {
+    const TileInputs<float>& in = shared_.in;
+    const float* keys = shared_.keys.get() + (b_ * in.sizes.groups + g_) * shared_.key_size + first;
+    at::native::cpublas::brgemm(rows_, columns, in.sizes.features, in.query.row, shared_.key_stride,
+                                stride, false, query_, keys, out, false);
+  }
+
+  void add_values(int64_t first, int64_t columns, const float* weights, int64_t stride, bool adds,
+                  float* out) {
+    const TileInputs<float>& in = shared_.in;
+    const int64_t features = in.sizes.value_features;
+    at::native::cpublas::brgemm(rows_, features, columns, stride, in.value.row, features, adds,
+                                weights, in.value.at(b_, g_, first), out, false);
+  }
+
+ private:
+  const Shared& shared_;
+  const float* query_ = nullptr;
+  int64_t b_ = 0, g_ = 0, rows_ = 0;
+};
+#endif
+
 class PackedForward {
  public:
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
+  static constexpr int64_t kBandRows = symm_cp::kBandRows;
 
   // All keys and values, packed.
   struct Shared {

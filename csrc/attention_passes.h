@@ -11,8 +11,8 @@
 
 namespace symm_cp {
 
-// Rows and columns of a block. With a band that hides much, smaller ones waste less.
-constexpr int64_t kRows = 128, kBandRows = 64, kColumns = 512;
+// Rows and columns of a block.
+constexpr int64_t kRows = 128, kColumns = 512;
 
 inline DType number_of(const at::Tensor& tensor) {
   return static_cast<DType>(tensor.scalar_type());
@@ -60,12 +60,12 @@ inline int64_t balanced(int64_t length, int64_t most) {
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
 }
 
-// Rows of a block of `rows`.
+// Rows of a block of `rows`. With a band that hides much, smaller blocks waste less.
 template <class A>
-int64_t rows_in_block(const TileTerms<A>& terms, int64_t rows, int64_t keys) {
+int64_t rows_in_block(const TileTerms<A>& terms, int64_t rows, int64_t keys, int64_t band_rows) {
   const bool is_band = keys > terms.high && -keys < terms.low;
   const bool is_narrow = is_band && 2 * kColumns > terms.high - terms.low;
-  return balanced(rows, is_narrow ? kBandRows : kRows);
+  return balanced(rows, is_narrow ? band_rows : kRows);
 }
 
 // --- forward -----------------------------------------------------------------------------------
@@ -77,11 +77,15 @@ class Forward {
   using Weight = typename Products::Weight;
 
   Forward(const TileSizes& sizes, const TileTerms<A>& terms,
-          const typename Products::Shared& shared, const at::Tensor& out, const at::Tensor& lse)
+          const typename Products::Shared& shared, int64_t most_rows, const at::Tensor& out,
+          const at::Tensor& lse)
       : sizes_(sizes),
         terms_(terms),
         products_(shared, kRows),
-        block_(terms, kColumns + Products::kAlign),
+        // Blocks of fewer rows have more columns.
+        most_columns_(most_rows <= kRows / 2 ? 2 * kColumns : kColumns),
+        stride_(most_columns_ + 32),
+        block_(terms, most_columns_ + Products::kAlign),
         scores_(kRows * kStride),
         weights_(kInPlace ? 0 : kRows * kStride),
         sums_(kRows * sizes.value_features),
@@ -94,7 +98,7 @@ class Forward {
     const Columns seen = terms_.keys_of(first, first + count - 1, sizes_.keys);
     bool adds = false;
     const int64_t begin = seen.begin / Products::kAlign * Products::kAlign;
-    const int64_t step = round_up(balanced(seen.end - begin, kColumns), kTileElements);
+    const int64_t step = round_up(balanced(seen.end - begin, most_columns_), kTileElements);
     if (seen.begin < seen.end)
       for (int64_t column = begin; column < seen.end; column += step) {
         add_block(b, h, first, count, column, std::min(step, seen.end - column), adds);
@@ -109,26 +113,26 @@ class Forward {
 
   Weight* weights_of(int64_t row) {
     if constexpr (kInPlace)
-      return scores_.get() + row * kStride;
+      return scores_.get() + row * stride_;
     else
-      return weights_.get() + row * kStride;
+      return weights_.get() + row * stride_;
   }
 
   void add_block(int64_t b, int64_t h, int64_t first, int64_t count, int64_t column, int64_t seen,
                  bool adds) {
     const int64_t columns = round_up(seen, Products::kAlign);
     const int64_t features = sizes_.value_features;
-    products_.scores(column, columns, scores_.get(), kStride);
+    products_.scores(column, columns, scores_.get(), stride_);
     block_.enter(column, seen, columns);
     for (int64_t i = 0; i < count; ++i) {
-      const A factor = weigh_row(scores_.get() + i * kStride, weights_of(i),
+      const A factor = weigh_row(scores_.get() + i * stride_, weights_of(i),
                                  block_.row(b, h, first + i), states_[i]);
       if (adds && factor != 1) {
         A* row = sums_.get() + i * features;
         for (int64_t c = 0; c < features; ++c) row[c] *= factor;
       }
     }
-    products_.add_values(column, columns, weights_of(0), kStride, adds, sums_.get());
+    products_.add_values(column, columns, weights_of(0), stride_, adds, sums_.get());
   }
 
   void finish(int64_t b, int64_t h, int64_t first, int64_t count, bool any) {
@@ -150,6 +154,7 @@ class Forward {
   const TileSizes& sizes_;
   const TileTerms<A>& terms_;
   Products products_;
+  const int64_t most_columns_, stride_;
   BlockTerms<A> block_;
   Scratch<A> scores_;
   Scratch<Weight> weights_;
@@ -164,10 +169,10 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
             const at::Tensor& out, const at::Tensor& lse) {
   const TileSizes& sizes = inputs.sizes;
   const typename Products::Shared shared(inputs);
-  const int64_t step = rows_in_block(terms, sizes.rows, sizes.keys);
+  const int64_t step = rows_in_block(terms, sizes.rows, sizes.keys, Products::kBandRows);
   const int64_t blocks = (sizes.rows + step - 1) / step;
   for_tasks(sizes.samples * sizes.heads * blocks, [&](int64_t begin, int64_t end) {
-    Forward<Products> forward(sizes, terms, shared, out, lse);
+    Forward<Products> forward(sizes, terms, shared, step, out, lse);
     for (int64_t task = begin; task < end; ++task) {
       const int64_t first = task % blocks * step, head = task / blocks;
       forward.rows(head / sizes.heads, head % sizes.heads, first,
@@ -210,7 +215,7 @@ class Backward {
       const int64_t columns = std::min(kColumns, sizes_.keys - key);
       const Columns seen = terms_.rows_of(key, key + columns - 1, sizes_.rows);
       if (seen.begin >= seen.end) continue;
-      const int64_t step = rows_in_block(terms_, seen.end - seen.begin, sizes_.keys);
+      const int64_t step = rows_in_block(terms_, seen.end - seen.begin, sizes_.keys, kBandRows);
       products_.enter_keys(key, columns);
       for (int64_t h = g_ * heads; h < (g_ + 1) * heads; ++h)
         for (int64_t row = seen.begin; row < seen.end; row += step)

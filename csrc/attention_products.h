@@ -58,6 +58,9 @@ inline void multiply(const at::Tensor& a, const at::Tensor& b, bool adds, at::Te
     at::cpu::mm_out(c, a, b);
 }
 
+// Rows of a block under a narrow band.
+inline constexpr int64_t kBandRows = 64;
+
 // What the products of a pass read and write.
 template <class T>
 struct TileInputs {
@@ -77,6 +80,7 @@ class PlainForward {
   using Number = A;
   using Weight = A;
   static constexpr int64_t kAlign = 1;  // of columns
+  static constexpr int64_t kBandRows = symm_cp::kBandRows;
 
   // What all tasks share.
   struct Shared {

@@ -191,18 +191,36 @@ void interleave_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_
   }
 }
 
+void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint32_t* out,
+               int64_t out_stride) {
+  int64_t row = 0;
+#if defined(__AVX512F__)
+  const __m512i steps =
+      _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                         _mm512_set1_epi32(static_cast<int>(in_stride)));
+  for (; row + 16 <= rows; row += 16)
+    for (int64_t c = 0; c < columns; ++c)
+      _mm512_storeu_si512(out + c * out_stride + row,
+                          _mm512_i32gather_epi32(steps, in + row * in_stride + c, 4));
+#endif
+  for (; row < rows; ++row)
+    for (int64_t c = 0; c < columns; ++c) out[c * out_stride + row] = in[row * in_stride + c];
+}
+
 void transpose_pairs(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,
                      uint16_t* out, int64_t out_stride, int64_t padded) {
-  constexpr int64_t kRows = 16;  // written to one cache line
-  for (int64_t first = 0; first < rows; first += kRows) {
-    const int64_t last = std::min(rows, first + kRows);
-    for (int64_t c = 0; c < padded; c += 2) {
-      uint16_t* to = out + c / 2 * out_stride * 2;
-      for (int64_t r = first; r < last; ++r) {
-        const uint16_t* from = in + r * in_stride + c;
-        to[2 * r] = c < columns ? from[0] : uint16_t{0};
-        to[2 * r + 1] = c + 1 < columns ? from[1] : uint16_t{0};
-      }
+  int64_t done = 0;
+  if (in_stride % 2 == 0 && reinterpret_cast<uintptr_t>(in) % 4 == 0) {
+    done = columns / 2 * 2;
+    transpose(reinterpret_cast<const uint32_t*>(in), in_stride / 2, rows, columns / 2,
+              reinterpret_cast<uint32_t*>(out), out_stride);
+  }
+  for (int64_t c = done; c < padded; c += 2) {
+    uint16_t* to = out + c / 2 * out_stride * 2;
+    for (int64_t r = 0; r < rows; ++r) {
+      const uint16_t* from = in + r * in_stride + c;
+      to[2 * r] = c < columns ? from[0] : uint16_t{0};
+      to[2 * r + 1] = c + 1 < columns ? from[1] : uint16_t{0};
     }
   }
 }

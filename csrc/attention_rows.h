@@ -59,6 +59,10 @@ void store_row(const A* from, A factor, void* to, DType dtype, int64_t count);
 void interleave_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,
                      uint16_t* out, int64_t out_stride, int64_t padded);
 
+// out[c][r] = in[r][c].
+void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint32_t* out,
+               int64_t out_stride);
+
 // Pairs of columns to pairs of rows: out[c / 2][r][c % 2] = in[r][c]. Columns from `columns` to
 // `padded`, an even number, are 0.
 void transpose_pairs(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,

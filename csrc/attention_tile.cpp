@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "attention_passes.h"
+#include "pool.h"
 
 namespace symm_cp {
 
@@ -160,7 +161,7 @@ at::Tensor readable(const at::Tensor& tensor, at::ScalarType dtype) {
 // By rows with adjacent heads, as torch's kernels return it.
 at::Tensor rows_first(const TileSizes& sizes, int64_t heads, int64_t rows, int64_t features,
                       const at::TensorOptions& options) {
-  return at::zeros({sizes.samples, rows, heads, features}, options).transpose(1, 2);
+  return pooled_empty({sizes.samples, rows, heads, features}, options).zero_().transpose(1, 2);
 }
 
 bool by_tiles(const at::Tensor& query) {
@@ -194,8 +195,11 @@ std::tuple<at::Tensor, at::Tensor> attention_tile(const at::Tensor& query, const
                                  terms_of<double>(options, sizes, kept), out, lse);
   } else {
     const TileTerms<float> terms = terms_of<float>(options, sizes, kept);
-    if (packs)
-      attend<PackedForward>(inputs_of<BFloat16>(sizes, q, k, v), terms, out, lse);
+    if (packs) attend<PackedForward>(inputs_of<BFloat16>(sizes, q, k, v), terms, out, lse);
+#if defined(CPUBLAS_BRGEMM_F32F32F32)
+    else if (multiplies_blocks() && sizes.features > 0 && sizes.value_features > 0)
+      attend<BlockedForward>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
+#endif
     else
       attend<PlainForward<float>>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
   }

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from symm_cp.context_parallel import guards, sdpa
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
+from symm_cp.context_parallel.refusals import telling_of_models
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
 
 # Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
@@ -50,7 +51,8 @@ def entered(region: ParallelRegion) -> Iterator[None]:
         flex_hook.acquire()
         push(region)
         try:
-            yield
+            with telling_of_models(region.group):
+                yield
         finally:
             pop()
             flex_hook.release()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import traceback
+from collections.abc import Callable, Iterator
 from typing import ParamSpec, TypeVar
 
-from symm_cp.ops.common import tells_peers
+import torch
+from torch import nn
+
+from symm_cp.ops.common import END_OF_RECOMPUTATION, refuse, tells_peers
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -24,3 +29,27 @@ def telling_peers(group: str, function: Callable[P, R], *args: P.args, **kwargs:
     Never waits itself.
     """
     return _telling(group, function, *args, **kwargs)
+
+
+# What runs while a model is in the middle of a step, in which its peers are, too.
+_STEPS = {nn.Module._call_impl.__code__, torch.autograd.backward.__code__}
+# Where ops are called. They tell the peers themselves, native ones without a trace in the error.
+_OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
+
+
+@contextlib.contextmanager
+def telling_of_models(group: str) -> Iterator[None]:
+    """Tells the peers when a module or a backward pass raises: they wait for its next attention.
+
+    Not when the caller's own code raises around them: its peers may be done, and make no call.
+    """
+    try:
+        yield
+    except END_OF_RECOMPUTATION:  # nothing failed
+        raise
+    except (Exception, KeyboardInterrupt) as error:
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if not _STEPS.isdisjoint(codes) and codes[-1].co_filename not in _OPS:
+            with contextlib.suppress(Exception):  # no group, nobody to tell
+                refuse(group, "sync", error)
+        raise

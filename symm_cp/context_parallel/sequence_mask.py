@@ -10,13 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.memory import reported
 from symm_cp.ops.attention.flex.mask import Modifier
-from symm_cp.ops.attention.sequence import in_sequence_order
-from symm_cp.ops.low_contention import low_contention_all_gather
+from symm_cp.ops.attention.layouts import encoded
 
 _NO_MATRIX = (
     "context_parallel: a model takes {!r} of its attention mask, which is no matrix within "
@@ -164,17 +161,11 @@ def gather_sequence(
     samples = balancer.samples
     if samples and len(samples) != len(shard):
         raise ValueError(f"{op}: {name} has {len(shard)} samples, {balancer} is for {len(samples)}")
-    gathered = _gathered(sent.t().contiguous(), held, region.group)
-    columns = [
-        in_sequence_order(gathered[:, b : b + 1], own.layout) for b, own in enumerate(samples)
+    parts = [(sent[b : b + 1], own) for b, own in enumerate(samples)] or [(sent, balancer)]
+    rows = [
+        torch.ops.symm_mem._gather_sequence(
+            part, encoded((own.layout,)), own.seq_length, region.group
+        )
+        for part, own in parts
     ]
-    whole = torch.cat(columns, 1) if samples else in_sequence_order(gathered, balancer.layout)
-    return whole.t().to(shard.dtype).contiguous()
-
-
-def _gathered(shard: torch.Tensor, lengths: list[int], group: str) -> torch.Tensor:
-    sizes = None if len(set(lengths)) == 1 else lengths
-    try:
-        return funcol.wait_tensor(low_contention_all_gather(shard, group=group, sizes=sizes))
-    except RuntimeError as error:
-        raise reported(error) from None  # by the native op
+    return torch.cat(rows).to(shard.dtype)

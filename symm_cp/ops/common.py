@@ -25,8 +25,8 @@ from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
 from symm_cp.shards import Split
 
-# What a checkpoint raises as soon as it has recomputed what it needs.
-_EndOfRecomputation = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
+#: What a checkpoint raises as soon as it has recomputed what it needs.
+END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +77,7 @@ def tells_peers(
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
-        except _EndOfRecomputation:  # nothing failed
+        except END_OF_RECOMPUTATION:  # nothing failed
             raise
         except Exception as error:
             if op and isinstance(error, PeerLostError):
@@ -89,7 +89,7 @@ def tells_peers(
     return call
 
 
-def refuse(group: GroupLike, channel: str, error: Exception) -> None:
+def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
     """Tells the peers that this rank does not make the call that they may be making now.
 
     Does nothing when the error was already reported to them. Never waits.

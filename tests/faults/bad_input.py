@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
+from symm_cp.ops.attention import philox
 
 OPS = torch.ops.symm_mem
 Tensors = list[torch.Tensor]
@@ -166,6 +167,42 @@ def _attention(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     return [out]
 
 
+_SOFTCAP, _DROPOUT, _SEED = 1.5, 0.4, 11
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def _attention_with_options(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
+    own, (sinks, bias) = ranks[rank][:3], ranks[rank][3:]
+    _attention([tensors[:3] for tensors in ranks], rank, case)  # refuses what is not alike
+    q, k, v = wide(own[0]), wide(_gathered(ranks, 2, 1)), wide(_gathered(ranks, 2, 2))
+    heads, queries, keys = q.shape[1], q.shape[2] * len(ranks), k.shape[2]
+    if q.shape[2] != own[1].shape[2]:
+        raise ValueError("a bias by distance needs to know where the queries are")
+    fits = sinks.shape == (heads,) and bias.shape == (heads, max(0, queries + keys - 1))
+    on_cpu = {t.device.type for t in (q, sinks, bias)} == {q.device.type}
+    if not fits or not on_cpu or sinks.dtype not in _FLOATS or bias.dtype not in _FLOATS:
+        raise ValueError("sinks or bias")
+    rows = torch.arange(q.shape[2]) + rank * q.shape[2]
+    distance = torch.arange(keys) - rows.unsqueeze(1)
+    scores = q @ k.transpose(-1, -2) * (q.shape[-1] or 1) ** -0.5
+    scores = _SOFTCAP * torch.tanh(scores / _SOFTCAP) + wide(bias)[:, distance + queries - 1]
+    if case.flag:
+        scores = scores.masked_fill(distance > 0, -torch.inf)
+    lse = torch.logaddexp(scores.logsumexp(-1), wide(sinks).unsqueeze(-1))
+    kept = philox.kept(
+        torch.arange(q.shape[0]), torch.arange(heads), rows, torch.arange(keys),
+        p=_DROPOUT, seed=_SEED,
+    )  # fmt: skip
+    return [((scores - lse.unsqueeze(-1)).exp() * kept / (1 - _DROPOUT)) @ v]
+
+
+def _call_attention_with_options(t: Tensors, case: Case, group: Any) -> Any:
+    return symm_cp.all_gather_attention(
+        *t[:3], group=group, is_causal=case.flag, softcap=_SOFTCAP, sinks=t[3], bias=t[4],
+        dropout_p=_DROPOUT, dropout_seed=torch.tensor([_SEED]),
+    )  # fmt: skip
+
+
 def _call_gather_matmul(t: Tensors, case: Case, group: Any) -> Tensors:
     gathered, products = symm_cp.all_gather_matmul(
         t[0], t[1:], gather_dim=case.dim, group=group, return_gathered=True
@@ -251,6 +288,13 @@ KINDS: dict[str, Kind] = {
         ),
         _attention,
     ),
+    "attention_options": Kind(
+        "fused_all_gather_attention",
+        ("query", "key", "value", "sinks", "bias", "is_causal", "group"),
+        lambda W, r, k, n: (*((1, r, k, n),) * 3, (r,), (r, 2 * k * W - 1)),
+        _call_attention_with_options,
+        _attention_with_options,
+    ),
 }
 
 _DTYPES = (
@@ -311,7 +355,7 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
             tensors = [replace(tensor, dtype=dtype) for tensor in tensors]
         elif change != "special" or not any(tensor.special for tensor in tensors):
             tensors[index] = _changed_tensor(draw, change, tensors[index])
-    if case.flag:
+    if case.flag or op == "attention_options":
         # Kernels multiply what a mask hides by nothing, and nothing times infinity is no number.
         tensors = [replace(tensor, special=False) for tensor in tensors]
     return replace(case, tensors=tuple(tensors))
@@ -319,5 +363,6 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
 
 def group_argument(case: Case, group: dist.ProcessGroup) -> Any:
     """What is given as the group."""
-    this: Any = group if hasattr(symm_cp, case.op) else group.group_name
+    by_name = not hasattr(symm_cp, case.op) and case.op != "attention_options"
+    this: Any = group.group_name if by_name else group
     return {"this": this, "nobody": "nobody", "none": None, "number": 3}[case.group]

@@ -18,9 +18,16 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import env, hosts, liveness, memory, native
+from symm_cp.schedule.layout import head_tail
 from tests.exhaustive import some
 from tests.hosts.fabric import fabric
-from tests.ops import test_attention, test_gradients, test_random, test_uneven
+from tests.ops import (
+    test_attention,
+    test_attention_options,
+    test_gradients,
+    test_random,
+    test_uneven,
+)
 from tests.pool import Ranks
 from tests.rank_process import say
 
@@ -91,6 +98,9 @@ def all_ops(group: dist.ProcessGroup, seed: int, layouts: int = 2) -> None:
         for rotate in ("allgather", "alltoall")
     ]
     test_attention.run_all(group, cases, seed)
+    layout = head_tail(12 * W + 3, W)
+    mixed = [test_attention_options.combined(layout, chosen) for _ in range(3)]
+    test_attention_options.run_all(group, mixed, seed)
 
 
 def on_hosts(

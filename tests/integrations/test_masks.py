@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import unittest.mock
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ import symm_cp
 import symm_cp.integrations.transformers
 from symm_cp.context_parallel.layouts import cut
 from symm_cp.context_parallel.sequence_mask import SequenceMask
+from symm_cp.integrations.transformers import kinds
+from symm_cp.integrations.transformers.attention import mask_function as symm_cp_mask
 from symm_cp.ops.attention.flex.mask import evaluate
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some
@@ -229,11 +232,14 @@ def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
-    some((2, "HeadTail"), of=[(w, layout) for w in (1, 2, 3) for layout in BALANCERS]),
+    ("world_size", "layout", "length"),
+    some(
+        (2, "Sequential", 24),  # documents begin where ranks do
+        of=[(w, layout, length) for w in (1, 2, 3) for layout in BALANCERS for length in (24, 25)],
+    ),
 )
-def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str) -> None:
-    ranks.run(world_size, composed, layout, 25)
+def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str, length: int) -> None:
+    ranks.run(world_size, composed, layout, length)
 
 
 def by_sample(group: dist.ProcessGroup) -> None:
@@ -280,6 +286,31 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_masks_that_are_refused(ranks: Ranks) -> None:
     ranks.run(2, refuses)
+
+
+def inclusive(size: int) -> Callable[..., Any]:
+    return lambda batch, head, q, kv: kv >= q - size
+
+
+def test_kinds_that_mean_something_else_are_noticed() -> None:
+    kinds.check_meanings()
+    changed = unittest.mock.patch.object(masking_utils, "sliding_window_overlay", inclusive)
+    with changed, pytest.raises(ImportError, match=r"shows other keys by inclusive.*use transform"):
+        kinds.check_meanings()
+
+
+def unknown_factory(group: dist.ProcessGroup) -> None:
+    scope = {"__name__": masking_utils.__name__, "mask": symm_cp_mask}
+    exec("def create_new_mask(config): return mask(2, 8, 8)", scope)
+    with (
+        symm_cp.context_parallel(mesh_of(group)),
+        pytest.raises(NotImplementedError, match=r"create_new_mask .* looked for packed"),
+    ):
+        scope["create_new_mask"](None)  # type: ignore[operator]
+
+
+def test_factories_that_are_unknown_are_refused(ranks: Ranks) -> None:
+    ranks.run(2, unknown_factory)
 
 
 def test_outside_of_a_context_masks_are_those_of_sdpa() -> None:

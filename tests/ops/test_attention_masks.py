@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from symm_cp.ops.attention import masks as module
 from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from tests.allocations import allocated
 from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
@@ -262,7 +262,8 @@ def peak_of_masks(group: dist.ProcessGroup, length: int) -> list[int]:
         {"key_mask": gaps, "is_causal": True},
         {"key_mask": gaps, "is_causal": True, "window_left": 100},
     ):
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+
+        def train(options: dict[str, Any] = options) -> None:
             out, _ = OP(
                 q,
                 q,
@@ -273,9 +274,8 @@ def peak_of_masks(group: dist.ProcessGroup, length: int) -> list[int]:
                 **options,
             )
             out.sum().backward()
-        events = [e for e in profiler.events() if e.name == "[memory]"]
-        assert events
-        peaks.append(max(event.cpu_memory_usage for event in events))
+
+        peaks.append(max(allocated(train)))
     return peaks
 
 

@@ -2,31 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
 from symm_cp.memory import resolve
 from symm_cp.ops.attention import set_rotate_method
+from tests.allocations import peak_of
 from tests.pool import Ranks
 
 B, H, S, E = 1, 2, 256, 32
-
-
-def peak_of(run: Callable[[], Any]) -> int:
-    """The most bytes that torch's tensors took at a time while `run` ran."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        run()
-    events = [e for e in profiler.events() if e.name == "[memory]"]
-    now = most = 0
-    for event in sorted(events, key=lambda e: e.time_range.start):
-        now += event.cpu_memory_usage
-        most = max(most, now)
-    assert events
-    return most
 
 
 def measure(group: dist.ProcessGroup) -> tuple[dict[str, int], dict[str, int]]:
@@ -64,3 +48,43 @@ def test_memory_does_not_depend_on_the_number_of_ranks(ranks: Ranks) -> None:
             # From three parts on they are merged in a buffer of their own, whatever their number.
             assert peak <= peaks[name] + 2 * shard, (world_size, name, peak, peaks)
     assert found[3][0] == found[4][0]
+
+
+LONG = 4096  # of the whole sequence
+
+
+def peak_with_options(group: dist.ProcessGroup) -> tuple[int, int]:
+    """The most bytes of a forward and of a backward pass with all options."""
+    W, H, features = group.size(), 2, 16
+    q, k = (torch.randn(1, H, LONG // W, features, requires_grad=True) for _ in range(2))
+    v = torch.randn(1, H, LONG // W, 2 * features, requires_grad=True)
+    sinks, bias = torch.randn(H, requires_grad=True), torch.randn(H, 2 * LONG - 1)
+    ids = torch.arange(LONG).view(1, -1) // (LONG // 2)
+    options = {
+        "softcap": 2.0,
+        "dropout_p": 0.1,
+        "dropout_seed": torch.tensor(1),
+        "document_ids": ids,
+        "key_mask": torch.arange(LONG).view(1, -1) % 9 > 0,
+        "window_left": LONG // 3,
+        "is_causal": True,
+    }
+    op, inputs = torch.ops.symm_mem.fused_all_gather_attention, (q, k, v, sinks, bias)
+    bias.requires_grad_()
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = op(q, k, v, group.group_name, sinks=sinks, bias=bias, **options)[0]
+        return out
+
+    torch.autograd.grad(forward().sum(), inputs)  # makes the workspace
+    dist.barrier(group)
+    out = forward()
+    return peak_of(forward), peak_of(lambda: torch.autograd.grad(out.sum(), inputs))
+
+
+def test_no_option_takes_memory_for_every_query_and_key(ranks: Ranks) -> None:
+    for world_size in (1, 2):
+        for peaks in ranks.run(world_size, peak_with_options):
+            # A mask of one byte for each pair would take this much for this rank's rows.
+            pairs = LONG // world_size * LONG
+            assert max(peaks) < pairs / 2, (world_size, peaks, pairs)

@@ -6,16 +6,23 @@ a generator in plain Python integers.
 
 from __future__ import annotations
 
+import ctypes
+import platform
 import random
+import shlex
+import subprocess
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from symm_cp import native
 from symm_cp.ops.attention import native_tiles, philox, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Scoring, Sight
-from tests.exhaustive import some
+from tests import processors
+from tests.exhaustive import exhaustive, some
 
 KERNELS = {"native": native_tiles, "matmuls": tiles_by_matmuls}
 #: Round-offs of results of about one: of the dtype, and of sums of some hundred terms.
@@ -453,6 +460,33 @@ def test_known_answers_of_philox() -> None:
         assert len(words) == 4
         assert tuple(int(word) for word in philox.philox(words, seed, rounds)) == answer
         assert tuple(_random_words(list(counter), seed, rounds)) == answer
+
+
+@exhaustive
+@pytest.mark.parametrize("options", ["-mavx512f -mavx512bw", "-mavx2", "-msse2", ""])
+def test_bits_do_not_depend_on_vectors(options: str, tmp_path: Path) -> None:
+    if platform.machine() != "x86_64" and options:
+        pytest.skip("options of x86-64 compilers")
+    if missing := {name[2:] for name in options.split()} - processors.features():
+        pytest.skip(f"no {missing} here")
+    sources = [Path(__file__).with_name("philox_bits.cpp"), native.source_dir() / "philox.cpp"]
+    library = tmp_path / "philox.so"
+    command = [*shlex.split(native.find_compiler()), "-std=c++20", "-O2", "-fPIC", "-shared"]
+    subprocess.run([*command, *options.split(), *sources, "-o", library], check=True)
+    kept_bits = ctypes.CDLL(str(library)).kept_bits
+    for _ in range(20):
+        scoring = Scoring(
+            scale=1.0, dropout_p=random.random(), dropout_seed=random.getrandbits(64) - 2**63
+        )
+        sample, head, q = (random.getrandbits(20) for _ in range(3))
+        number, bits = random.getrandbits(24), (ctypes.c_uint16 * 8)()
+        kept_bits(
+            ctypes.c_uint64(scoring.dropout_seed % 2**64), philox.threshold(scoring.dropout_p),
+            sample, head, q, ctypes.c_int64(number), bits,
+        )  # fmt: skip
+        for k in range(128):
+            expected = _is_kept(sample, head, q, number * 128 + k, scoring)
+            assert bool(bits[k // 16] >> k % 16 & 1) == expected, k
 
 
 # --- bad arguments -----------------------------------------------------------------------------

@@ -24,30 +24,10 @@ from transformers.utils.import_utils import is_tracing
 from symm_cp.context_parallel.closures import captured
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
+from symm_cp.integrations.transformers import kinds
 from symm_cp.ops.attention.flex.captures import captures_tensors
 
 OP = "transformers' mask"
-
-_IDS = torch.zeros(1, 1, dtype=torch.int64, device="cpu")
-
-
-def _code(function: Any) -> types.CodeType:
-    code: types.CodeType = function.__code__
-    return code
-
-
-# The code of each kind of function: all functions of a kind share it.
-_CAUSAL = _code(made.causal_mask_function)
-_BIDIRECTIONAL = _code(made.bidirectional_mask_function)
-_AND = _code(made.and_masks())
-_OR = _code(made.or_masks())
-_WINDOW = _code(made.sliding_window_overlay(1))
-_WINDOW_BOTH = _code(made.sliding_window_bidirectional_overlay(1))
-_CHUNKS = _code(made.chunked_overlay(1, _IDS[0]))
-_PADDING = _code(made.padding_mask_function(_IDS))
-_PACKED = _code(made.packed_sequence_mask_function(_IDS))
-_REMAPPED = _code(made.remap_positions_for_packed_sequence(made.causal_mask_function, _IDS))
-_BLOCKS = _code(made.blockwise_overlay(_IDS))
 
 #: Factories of masks without `position_ids`.
 _UNPOSITIONED = ("create_bidirectional_mask", "create_bidirectional_sliding_window_mask")
@@ -155,7 +135,7 @@ class _Parts:
     def add(self, whole: _Whole, function: Any, *, remapped: bool = False) -> None:
         """Adds a function of indices; with `remapped` these are positions within documents."""
         code = getattr(function, "__code__", None)
-        if code is _AND:
+        if code is kinds.AND:
             parts = captured(function)["mask_functions"]
             inner = _packing(parts)
             if inner is not None:  # within a document positions count like indices
@@ -164,16 +144,16 @@ class _Parts:
                 return
             for part in parts:
                 self.add(whole, part, remapped=remapped)
-        elif code is _CAUSAL:
+        elif code is kinds.CAUSAL:
             self.causal = True
-        elif code is _WINDOW:
+        elif code is kinds.WINDOW:
             self.limit(captured(function)["sliding_window"] - 1, None)
-        elif code is _WINDOW_BOTH:
+        elif code is kinds.WINDOW_BOTH:
             size = captured(function)["sliding_window"]
             self.limit(size, size)
-        elif code is _CHUNKS:
+        elif code is kinds.CHUNKS:
             self.chunks.append((captured(function)["chunk_size"], remapped))
-        elif code is not _BIDIRECTIONAL:
+        elif code is not kinds.BIDIRECTIONAL:
             rest = rebuilt(whole, function)
             self.rest.append(_repacked(whole, rest) if remapped else rest)
 
@@ -203,7 +183,7 @@ def _with_holes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
 
 def _packing(parts: Any) -> Any:
     """Returns the mask within documents if the parts of a composition are those of packing."""
-    if len(parts) != 2 or getattr(parts[1], "__code__", None) is not _REMAPPED:
+    if len(parts) != 2 or getattr(parts[1], "__code__", None) is not kinds.REMAPPED:
         return None
     return captured(parts[1])["mask_function"]
 
@@ -224,24 +204,24 @@ def rebuilt(whole: _Whole, function: Any) -> Callable[..., Any]:
     transformers' own: which positions these belong to is unknown.
     """
     code = getattr(function, "__code__", None)
-    if code is _AND or code is _OR:
+    if code is kinds.AND or code is kinds.OR:
         composed = captured(function)["mask_functions"]
-        inner = _packing(composed) if code is _AND else None
+        inner = _packing(composed) if code is kinds.AND else None
         if inner is not None:
             return _repacked(whole, rebuilt(whole, inner))
         parts = [rebuilt(whole, part) for part in composed]
-        return made.and_masks(*parts) if code is _AND else made.or_masks(*parts)
-    if code is _CHUNKS:
+        return made.and_masks(*parts) if code is kinds.AND else made.or_masks(*parts)
+    if code is kinds.CHUNKS:
         batch = len(captured(function)["left_padding"])
         left = whole.left_padding().expand(batch)
         return made.chunked_overlay(captured(function)["chunk_size"], left)
-    if code is _PADDING:
+    if code is kinds.PADDING:
         mask = whole.gathered("a mask of keys", captured(function)["padding_mask"], keys=True)
         return made.padding_mask_function(mask)
-    if code is _PACKED:
+    if code is kinds.PACKED:
         ids = whole.gathered("ids of sequences", captured(function)["packed_sequence_mask"])
         return made.packed_sequence_mask_function(ids)
-    if code is _BLOCKS:
+    if code is kinds.BLOCKS:
         ids = whole.gathered("block_sequence_ids", captured(function)["block_sequence_ids"])
         return made.blockwise_overlay(ids)
     if code is None or _holds_tensors(function):
@@ -305,10 +285,10 @@ def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
 def positions_in(function: Any) -> torch.Tensor | None:
     """Returns the `position_ids` of packed documents that a mask function captures."""
     code = getattr(function, "__code__", None)
-    if code is _REMAPPED:
+    if code is kinds.REMAPPED:
         positions: torch.Tensor = captured(function)["position_ids"]
         return positions
-    if code is _AND or code is _OR:
+    if code is kinds.AND or code is kinds.OR:
         for part in captured(function)["mask_functions"]:
             found = positions_in(part)
             if found is not None:

@@ -18,7 +18,8 @@ from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.model_limits import length_dependent_rotary, position_scaled
 from symm_cp.context_parallel.region import ParallelRegion
-from symm_cp.ops.low_contention import low_contention_all_gather
+from symm_cp.ops.attention.layouts import encoded
+from symm_cp.schedule.layout import sequential
 
 _NAME = "position_ids"
 
@@ -63,7 +64,11 @@ _before.sees_all_ranks = True  # type: ignore[attr-defined]
 def _with_longest(region: ParallelRegion, positions: torch.Tensor) -> torch.Tensor:
     # A rank may hold no positions.
     own = positions.flatten().amax(0, keepdim=True) if positions.numel() else positions.new_zeros(1)
-    longest = low_contention_all_gather(own, group=region.group).amax()
+    ranks = encoded((sequential(region.world_size, region.world_size),))
+    gathered = torch.ops.symm_mem._gather_sequence(
+        own[None], ranks, region.world_size, region.group
+    )
+    longest = gathered.amax()
     return torch.cat([positions, longest.expand(*positions.shape[:-1], 1)], -1)
 
 

@@ -8,13 +8,14 @@ Shapes: B samples, S positions of the whole sequence.
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 
+from symm_cp import runtime
 from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.ops.attention.layouts import decoded, layout_held
-from symm_cp.ops.common import group_of, lib
-from symm_cp.ops.low_contention import low_contention_all_gather
-from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.ops.common import group_of, lib, register_kernel, what_is
 
 _GATHER = "_gather_sequence"
 _POSITIONS = "_held_positions"
@@ -35,25 +36,20 @@ def _gather_kernel(
             f"{_GATHER}: this rank has {shard.shape[1]} of {length} positions, but the load "
             f"balancer gives it {layout.lengths[group.rank]} of {layout.length}"
         )
-    lengths = layout.lengths
-    gathered = low_contention_all_gather(
-        shard.t().contiguous(),
-        group=group_name,
-        sizes=None if len(set(lengths)) == 1 else lengths,
-    )
-    return in_sequence_order(gathered, layout).t().contiguous()
+    whole = shard.new_empty(shard.shape[0], length)
 
+    def consume(shards: list[torch.Tensor], owner: int) -> None:
+        for span in layout.spans(owner):
+            part = shards[0].narrow(1, span.row, span.length)
+            whole.narrow(1, span.start, span.length).copy_(part)
 
-def in_sequence_order(gathered: torch.Tensor, layout: SequenceLayout) -> torch.Tensor:
-    """Returns the rows that ranks hold, rank after rank, in the order of the sequence."""
-    pieces: list[tuple[int, int, int]] = []
-    begin = 0
-    for rank, length in enumerate(layout.lengths):
-        for span in layout.spans(rank):
-            pieces.append((span.start, begin + span.row, span.length))
-        begin += length
-    pieces.sort()
-    return torch.cat([gathered[row : row + length] for _, row, length in pieces])
+    digest = zlib.crc32(repr(layout).encode())
+    name = what_is(_GATHER, shard[:, :0], detail=f"{length} positions, layout {digest:08x}")
+    shapes = [((shard.shape[0], held),) for held in layout.lengths]
+    # On the channel of attention: a peer that refuses its next attention is heard of here, too.
+    on = runtime.of(shard, group)
+    on.all_gather_and_consume(group, [shard.contiguous()], consume, name, shapes=shapes)
+    return whole
 
 
 def _gather_fake(
@@ -81,9 +77,8 @@ def _positions_fake(layouts: torch.Tensor, rows: int, group_name: str) -> torch.
 
 def register() -> None:
     """Adds the kernels and the fake kernels; the results have no gradient."""
-    for name, kernel, fake in (
-        (_GATHER, _gather_kernel, _gather_fake),
-        (_POSITIONS, _positions_kernel, _positions_fake),
-    ):
-        lib.impl(name, kernel, "CPU")
-        lib.impl(name, fake, "Meta")
+    register_kernel(_GATHER, _gather_kernel)
+    lib.impl(_POSITIONS, _positions_kernel, "CPU")
+    # Not as kernels for "Meta", for which tensors must be on one device; the layouts are on CPU.
+    for name, fake in ((_GATHER, _gather_fake), (_POSITIONS, _positions_fake)):
+        torch.library.register_fake(f"symm_mem::{name}", fake, lib=lib)

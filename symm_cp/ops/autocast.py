@@ -1,10 +1,9 @@
 """What the ops do under `torch.autocast`: what torch's own matmul, attention and `cat` do.
 
 Matmuls and attention cast floating inputs to autocast's dtype, except float64; sinks and biases of
-attention stay as they are. `all_gather_kv`
-brings keys and values to one dtype, the wider. Scaled matmuls and the backward ops take their
-inputs as they are, and compute in their dtypes. Collectives compute nothing: autocast does not
-reach them.
+attention stay as they are. `all_gather_kv` brings keys and values to one dtype, the wider. Scaled
+matmuls and the backward ops take their inputs as they are, and compute in their dtypes. Collectives
+compute nothing: autocast does not reach them.
 """
 
 from __future__ import annotations

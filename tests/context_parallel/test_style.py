@@ -13,6 +13,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
+from tests.attention_reference import Problem
 from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
 from tests.pool import Ranks
 
@@ -131,6 +132,42 @@ def heads_over_another_dimension(group: dist.ProcessGroup) -> None:
 
 def test_tensor_parallel_heads_and_a_context_parallel_sequence(ranks: Ranks) -> None:
     ranks.run(4, heads_over_another_dimension)
+
+
+def sinks_over_another_dimension(group: dist.ProcessGroup) -> None:
+    mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("cp", "tp"))
+    cp, tp = (mesh.get_local_rank(name) for name in ("cp", "tp"))
+    q, k, v, grad = (t.double() for t in whole(17, 12))
+    H, seen = q.shape[1], torch.ones(12, 12).tril().bool()
+    sinks, bias = torch.randn(H).double(), torch.randn(H, 23).double()
+    exact = Problem(q, k, v, seen, grad, sinks=sinks, bias=bias).solve(torch.float64)
+    balancer = symm_cp.HeadTail(12, 2)
+    heads, rows = slice(2 * tp, 2 * tp + 2), balancer.positions(cp)
+    places = [Shard(2), Shard(1)]
+    tensors = [
+        DTensor.from_local(t[:, heads][:, :, rows], mesh, places, run_check=False)
+        for t in (q, k, v)
+    ]
+    added = [
+        DTensor.from_local(t[heads], mesh, [Replicate(), Shard(0)], run_check=False)
+        for t in (sinks, bias)
+    ]
+    leaves = [t.requires_grad_() for t in added]
+    options = {"group": mesh["cp"], "is_causal": True, "load_balancer": balancer}
+    out = symm_cp.all_gather_attention(*tensors, sinks=leaves[0], bias=leaves[1], **options)
+    grads = torch.autograd.grad(out.to_local(), leaves, grad[:, heads][:, :, rows])
+    found = [out.to_local().detach(), *(t.full_tensor() for t in grads)]
+    assert_all_close(found, [exact["out"][:, heads][:, :, rows], exact["sinks"], exact["bias"]])
+    everywhere = DTensor.from_local(sinks, mesh, [Replicate()] * 2, run_check=False)
+    with pytest.raises(ValueError, match="sinks is a DTensor with placements"):
+        symm_cp.all_gather_attention(*tensors, sinks=everywhere, **options)
+    dropout = {"dropout_p": 0.1, "dropout_seed": torch.tensor(1)}
+    with pytest.raises(NotImplementedError, match="sharded along samples or heads"):
+        symm_cp.all_gather_attention(*tensors, **dropout, **options)
+
+
+def test_sinks_and_biases_of_tensor_parallel_heads(ranks: Ranks) -> None:
+    ranks.run(4, sinks_over_another_dimension)
 
 
 def direct(group: dist.ProcessGroup) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,15 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import Ranks
+
+# What the kernel does not compute.
+UNKNOWN: list[dict[str, Any]] = [
+    {"softcap": 2.0},
+    {"sinks": True},
+    {"bias": True},
+    {"dropout_p": 0.1, "dropout_seed": 3},
+    {"value_features": 32},
+]
 
 
 def attends(group: dist.ProcessGroup, seed: int) -> None:
@@ -45,6 +55,9 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
             mine = [t[:, :, at].half() for t in (q, k, v)]
             spec = AttentionSpec(layout=layout, mask=mask)
             assert arrival_attention.fits(state, mine[0], mine[1], spec)
+            for unknown in UNKNOWN:
+                other = replace(spec, **unknown)
+                assert not arrival_attention.fits(state, mine[0], mine[1], other)
             out, lse = arrival_attention.attend(state, *mine, spec, b"")
             everywhere = torch.arange(layout.length)
             visible = at.unsqueeze(1) >= everywhere if mask else torch.ones(1, 1).bool()

@@ -1,0 +1,196 @@
+"""Training steps of models of transformers: the sequence spread over ranks, and in one process.
+
+    python benchmarks/context_parallel.py --json benchmarks/results/context_parallel.json
+
+A step is forward, loss, backward, and the sum of all gradients over the ranks, of one sequence of
+4096 tokens and weights in bfloat16. "one process" is rank 0 alone, with one thread, while the other
+ranks wait. It attends as transformers does: windows and packed documents by a mask of all pairs of
+positions, soft caps and sinks by "eager" attention, which keeps all scores. Before a case is timed,
+the loss and the gradient of every parameter are compared with those of the same weights in float32
+in one process: they must be as near to them as what one process computes in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import symm_cp
+from benchmarks.harness import Case, main
+from benchmarks.rivals import groups_over
+
+TOKENS = 4096
+IGNORED = -100
+
+Step = Callable[[], torch.Tensor]
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Client:
+    """A model by its name in transformers, and how it attends in one process."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    alone: str = "sdpa"
+    documents: int = 1  # packed into the sequence
+
+    @property
+    def label(self) -> str:
+        """What the case is called."""
+        packed = f", {self.documents} documents" if self.documents > 1 else ""
+        window = self.options.get("sliding_window")
+        return self.name + (f", window of {window}" if window else "") + packed
+
+    def model(self) -> nn.Module:
+        """Returns the model with the same random weights on every rank."""
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        options = {
+            "vocab_size": 8192,
+            "hidden_size": 512,
+            "intermediate_size": 1408,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "max_position_embeddings": 2 * TOKENS,
+            "use_cache": False,
+            "pad_token_id": 0,
+            "experts_implementation": "eager",
+            "attn_implementation": self.alone,
+            **self.options,
+        }
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{self.name}Config")(**options)
+        return getattr(transformers, f"{self.name}ForCausalLM")(config).to(torch.bfloat16)
+
+    def batch(self) -> Batch:
+        """Returns a batch of one sequence, the same for every call and rank."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, 8192, (1, TOKENS), generator=generator)
+        # Labels are given shifted: label t is what token t predicts.
+        batch = {"input_ids": ids, "labels": F.pad(ids[:, 1:], (0, 1), value=IGNORED)}
+        if self.documents == 1:
+            batch["attention_mask"] = torch.ones_like(ids)
+            return batch
+        length = TOKENS // self.documents
+        batch["position_ids"] = torch.arange(length).repeat(self.documents)[None]
+        batch["labels"][:, length - 1 :: length] = IGNORED
+        return batch
+
+
+def _loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    inputs = dict(batch)
+    labels = inputs.pop("labels")
+    logits = model(**inputs).logits
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED)
+
+
+def _in_one_process(model: nn.Module, batch: Batch) -> Step:
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        loss = _loss(model, batch)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def _spread(
+    model: nn.Module, batch: Batch, group: dist.ProcessGroup, balancer: symm_cp.LoadBalancer
+) -> Step:
+    """Returns the step on this rank's part of the sequence; gradients end up the same on all."""
+    local, reduce_loss = symm_cp.shard_batch(
+        group, batch, load_balancer=balancer, shift_labels=False
+    )
+
+    def step() -> torch.Tensor:
+        model.zero_grad()
+        with symm_cp.context_parallel(group, model=model, load_balancer=balancer):
+            loss = reduce_loss(_loss(model, local))
+            loss.backward()
+        grads = (p.grad for p in model.parameters() if p.grad is not None)
+        works = [dist.all_reduce(grad, group=group, async_op=True) for grad in grads]
+        for work in works:
+            assert work is not None
+            work.wait()
+        return loss.detach()
+
+    return step
+
+
+def _errors(model: nn.Module, exact: nn.Module) -> torch.Tensor:
+    """The relative error of each parameter's gradient, in the Frobenius norm."""
+    return torch.stack(
+        [
+            torch.linalg.vector_norm(p.grad.float() - q.grad) / torch.linalg.vector_norm(q.grad)
+            for p, q in zip(model.parameters(), exact.parameters(), strict=True)
+            if p.grad is not None and q.grad is not None
+        ]
+    )
+
+
+def _case(group: dist.ProcessGroup, client: Client) -> Case:
+    batch = client.batch()
+    (over,) = groups_over(group, "symm_cp").values()
+    alone = client.model()
+    models = {"one process": alone}
+    steps = {"one process": _in_one_process(alone, batch)}
+    for name, balancer in (
+        ("head-tail", symm_cp.HeadTail(TOKENS, group.size())),
+        ("sequential", symm_cp.Sequential(TOKENS, group.size())),
+    ):
+        model = models[name] = copy.deepcopy(alone)
+        steps[name] = _spread(model, batch, over, balancer)
+
+    if group.rank() > 0:
+        steps["one process"] = lambda: torch.zeros(())
+
+    def check() -> None:
+        losses = {name: step() for name, step in steps.items()}
+        if group.rank() > 0:
+            return
+        exact = copy.deepcopy(alone).float()
+        want = _in_one_process(exact, batch)()
+        off = {name: abs(float(loss - want)) for name, loss in losses.items()}
+        errors = {name: _errors(model, exact) for name, model in models.items()}
+        for name in steps:
+            assert off[name] <= 2 * off["one process"] + 1e-3, (name, off)
+            worst = float((errors[name] / errors["one process"]).max())
+            assert worst < 1.5, (name, worst)
+
+    return Case(f"{client.label}, training step, bfloat16", steps, check)
+
+
+# All scores of a layer are 1 GiB and more: two layers.
+EAGER = {"num_hidden_layers": 2}
+CLIENTS = (
+    Client("Llama"),
+    Client("Llama", documents=4),
+    Client("Mistral", {"sliding_window": 512}),
+    Client("Gemma2", EAGER, "eager"),
+    Client("GptOss", {**EAGER, "num_local_experts": 2, "num_experts_per_tok": 2}, "eager"),
+)
+
+
+def cases(group: dist.ProcessGroup) -> Iterator[Case]:
+    """Yields a case for each client."""
+    for client in CLIENTS:
+        yield _case(group, client)
+
+
+if __name__ == "__main__":
+    main(cases, __doc__)

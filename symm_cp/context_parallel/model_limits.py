@@ -66,10 +66,8 @@ class Limit:
     def fits(self, lengths: Sequence[int]) -> bool:
         """Tells whether it makes no difference if ranks hold these numbers of positions."""
         longest = self.harmless_up_to
-        held = [length for length in lengths if length > 0]
-        return (longest is None or sum(lengths) <= longest) and min(held, default=0) >= min(
-            self.shortest, sum(lengths)
-        )
+        reaches = longest is None or sum(lengths) <= longest
+        return reaches and min(lengths, default=0) >= self.shortest
 
     def error(self, module: nn.Module, length: int | None = None) -> NotImplementedError:
         """The error that refuses the module."""
@@ -235,11 +233,17 @@ def _config_limits(config: Any) -> Iterator[Limit]:
             f"Use sequences of at most {value} positions, or a model with full attention",
             harmless_up_to=value,
         )
+    name = f"config.model_type={getattr(config, 'model_type', None)!r}"
+    remedy = "Use longer sequences or fewer ranks"
+    if chosen == SYMM_CP:
+        why = "models of transformers cannot reshape empty tensors, and a rank holds no position"
+        yield Limit(name, why, remedy, shortest=1)
+        return
     yield Limit(
-        f"config.model_type={getattr(config, 'model_type', None)!r}",
+        name,
         "transformers takes a sequence of one position for a step of decoding, without a causal "
-        "mask, and a rank holds one position",
-        "Use longer sequences or fewer ranks",
+        "mask, and a rank holds one position or none",
+        remedy,
         shortest=2,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,18 @@ def test_t5(ranks: Ranks) -> None:
     ranks.run(2, translates, "t5", ["HeadTail"], [(24, 16)])
 
 
+def translates_with_a_cache(group: dist.ProcessGroup) -> None:
+    """A model in training makes a cache for itself unless it is told not to."""
+    batch = pair_batch(24, 16, padding=True)
+    for name in ("t5", "bart"):
+        check_encoder(group, replace(SEQ2SEQ[name], call={}), batch, "HeadTail")
+
+
+@exhaustive
+def test_caches_do_no_harm(ranks: Ranks) -> None:
+    ranks.run(2, translates_with_a_cache)
+
+
 @exhaustive
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", SEQ2SEQ)
@@ -149,6 +162,7 @@ REFUSED: list[tuple[Client, str]] = [
 
 def refuses(group: dist.ProcessGroup, index: int) -> None:
     client, message = REFUSED[index]
+    by = symm_cp.HeadTail(8 * group.size(), group.size())
     model = client.make("eager")
     ids = torch.randint(3, 61, (2, 8))
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": ids}
@@ -160,7 +174,9 @@ def refuses(group: dist.ProcessGroup, index: int) -> None:
         batch = {"input_ids": ids, "decoder_input_ids": ids}
     with (
         pytest.raises(NotImplementedError, match=message),
-        symm_cp.context_parallel(mesh_of(group), model=model, on_unfused="ignore"),
+        symm_cp.context_parallel(
+            mesh_of(group), model=model, load_balancer=by, on_unfused="ignore"
+        ),
     ):
         model(**batch)
     assert model.config._attn_implementation == "eager"
@@ -175,15 +191,16 @@ def test_what_is_not_supported_is_refused_by_name(ranks: Ranks, index: int) -> N
 def needs_whole_decoder_inputs(group: dist.ProcessGroup) -> None:
     model = SEQ2SEQ["t5"].make("sdpa")
     ids = torch.randint(3, 61, (2, 8))
+    by = symm_cp.HeadTail(8 * group.size(), group.size())
     with (
         pytest.raises(NotImplementedError, match="T5ForConditionalGeneration was called without d"),
-        symm_cp.context_parallel(mesh_of(group), model=model),
+        symm_cp.context_parallel(mesh_of(group), model=model, load_balancer=by),
     ):
         model(input_ids=ids, labels=ids)
     # Without model=, it passes biases of a part, as a mask.
     with (
         pytest.raises(NotImplementedError, match=r"attn_mask of shape \[1, 4, 8, 8\]"),
-        symm_cp.context_parallel(mesh_of(group)),
+        symm_cp.context_parallel(mesh_of(group), load_balancer=by),
     ):
         model(input_ids=ids, decoder_input_ids=ids)
     expected = SEQ2SEQ["t5"].make("eager")(input_ids=ids, decoder_input_ids=ids).logits

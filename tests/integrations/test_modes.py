@@ -167,14 +167,14 @@ def test_threads_without_a_context_attend_as_usual(ranks: Ranks) -> None:
 
 
 def fake(group: dist.ProcessGroup) -> None:
-    batch = causal_batch(LENGTH, padding="right")
-    local, _ = symm_cp.shard_batch(mesh_of(group), batch, load_balancer=balancer(group))
+    batch, mesh = causal_batch(LENGTH, padding="right"), mesh_of(group)
+    local, _ = symm_cp.shard_batch(mesh, dict(batch), load_balancer=balancer(group))
     local.pop("labels")
     model = CLIENT.make("eager")
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = {name: mode.from_tensor(tensor) for name, tensor in local.items()}
         with symm_cp.context_parallel(
-            mesh_of(group), model=model, load_balancer=balancer(group), on_unfused="ignore"
+            mesh, model=model, load_balancer=balancer(group), on_unfused="ignore"
         ):
             logits = model(**inputs, use_cache=False).logits
             logits.sum().backward()

@@ -141,9 +141,10 @@ def layouts(world_size: int) -> list[SequenceLayout]:
 
 def cases_of(layout: SequenceLayout) -> list[Case]:
     length = layout.length
-    batch = random.randrange(2, 5)
+    batch = random.randrange(3, 5)
     holes = torch.rand(batch, length) < 0.5
-    holes[0] = False  # a sample without a key
+    holes[0] = holes[1, 0] = holes[1, -1] = True  # one with and one without gaps share tiles
+    holes[-1] = False  # a sample without a key
     chunks = torch.arange(length).div(7, rounding_mode="floor").unsqueeze(0)  # Llama 4's
     causal, window = {"is_causal": True}, {"is_causal": True, "window_left": 5}
     edges = torch.tensor([0, length // 3, length])

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import masking_utils
 
-from symm_cp.context_parallel import flex, sdpa
+from symm_cp.context_parallel import sdpa
 from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.model_limits import SYMM_CP
 from symm_cp.context_parallel.refusals import telling_peers
@@ -197,5 +198,6 @@ def _attend_given(
             f"context_parallel excludes {', '.join(features)}: pass a mask of (batch, sequence)"
         )
     if isinstance(mask, BlockMask):
-        return flex.attend(*tensors, block_mask=mask, **options)  # type: ignore[no-any-return]
+        # Redirected within a region, also where Dynamo traces it.
+        return torch_flex.flex_attention(*tensors, block_mask=mask, **options)  # type: ignore[return-value]
     return sdpa.attend(region, *tensors, mask, **options)

@@ -9,6 +9,7 @@ a tensor.
 from __future__ import annotations
 
 import inspect
+import types
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ from symm_cp.integrations.transformers.in_use import InUse
 
 _OP = "context_parallel"
 _COMPUTE, _HAS_TABLE = "compute_bias", "has_relative_attention_bias"
-_BUCKETS = "_relative_position_bucket"
+_TABLE, _BUCKETS = "relative_attention_bias", "_relative_position_bucket"
 
 _computed, _has_table = InUse(), InUse()
 
@@ -34,7 +35,7 @@ def by_position_in_sequence(modules: Iterable[nn.Module]) -> Iterator[None]:
     with ExitStack() as stack:
         for module in modules:
             if _has_relative_bias(module):
-                _computed.acquire(module, _COMPUTE, _compute_bias_of(module))
+                _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
                 stack.callback(_computed.release, module, _COMPUTE)
                 # Without a table transformers would allocate zeros for each pair of positions.
                 _has_table.acquire(module, _HAS_TABLE, True)
@@ -55,41 +56,35 @@ def _has_relative_bias(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in (_COMPUTE, _HAS_TABLE, _BUCKETS))
 
 
-def _compute_bias_of(module: Any) -> Any:
-    """Returns a `compute_bias` that within a region returns the biases by distance."""
-    compute, has_table = module.compute_bias, getattr(module, _HAS_TABLE)
-
-    def compute_bias(
-        query_length: int,
-        key_length: int,
-        device: torch.device | None = None,
-        past_seen_tokens: int = 0,
-    ) -> torch.Tensor:
-        within = current_region()
-        if within is not None and not past_seen_tokens:  # generation outside, and on one rank
-            region: ParallelRegion = within[0]
-            return _by_distance(module, region, query_length, key_length, has_table=has_table)
-        if has_table:
-            return compute(query_length, key_length, device, past_seen_tokens)  # type: ignore[no-any-return]
-        return torch.zeros(
-            (1, module.n_heads, query_length, key_length),
-            device=device,
-            dtype=module.q.weight.dtype,
-        )
-
-    compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
-    return compute_bias
-
-
-def _by_distance(
-    module: Any, region: ParallelRegion, queries: int, keys: int, *, has_table: bool
+def _compute_bias(
+    self: Any,
+    query_length: int,
+    key_length: int,
+    device: torch.device | None = None,
+    past_seen_tokens: int = 0,
 ) -> torch.Tensor:
+    """A `compute_bias` that within a region returns the biases by distance."""
+    within = current_region()
+    # Past tokens are those of a cache; cross-attention, without a table, counts those just added.
+    if within is not None and not (past_seen_tokens and hasattr(self, _TABLE)):
+        return _by_distance(self, within[0], query_length, key_length)
+    if hasattr(self, _TABLE):
+        lengths = (query_length, key_length)
+        return type(self).compute_bias(self, *lengths, device, past_seen_tokens)  # type: ignore[no-any-return]
+    shape = (1, self.n_heads, query_length, key_length)
+    return torch.zeros(shape, device=device, dtype=self.q.weight.dtype)
+
+
+_compute_bias.sees_all_ranks = True  # type: ignore[attr-defined]
+
+
+def _by_distance(module: Any, region: ParallelRegion, queries: int, keys: int) -> torch.Tensor:
     """The bias of each distance between positions of the whole sequences: (H, S_q + S_k - 1).
 
     Empty if the module has none. Entry [h, k - q + S_q - 1] is that of query q and key k.
     """
-    table = getattr(module, "relative_attention_bias", None)
-    if not has_table or table is None:
+    table = getattr(module, _TABLE, None)
+    if table is None:
         return module.q.weight.new_empty(0)  # type: ignore[no-any-return]
     spread = region.layout(queries)
     of_keys = region.layout_of_keys(queries, keys)
@@ -148,7 +143,12 @@ def _with_positions(module: nn.Module, args: Any, kwargs: Any) -> Any:
             f"{_OP}: {type(module).__name__} embeds the same positions for all samples, and "
             f"{balancer} has a layout for each"
         )
-    positions = positions_on(module.weight.device, balancer, region.rank)  # type: ignore[arg-type]
+    device: Any = module.weight.device
+    positions = (
+        balancer.positions(region.rank, device=device)
+        if torch.compiler.is_compiling()
+        else positions_on(device, balancer, region.rank)
+    )
     return args[:2], {**kwargs, "position_ids": positions}
 
 

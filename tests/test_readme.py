@@ -83,9 +83,7 @@ config = LlamaConfig(
 )
 whole = LlamaForCausalLM(config)
 llama, vision_model = copy.deepcopy(whole), torch.nn.Linear(8, 8)
-ids = torch.randint(64, (1, 24))
-ones = torch.ones(1, 24 // dist.get_world_size())
-model = lambda ids, **options: whole(ids, attention_mask=ones, **options).logits
+model, ids = copy.deepcopy(whole), torch.randint(64, (1, 24))
 """
     collectives = """
 from torch.distributed._functional_collectives import (
@@ -97,7 +95,8 @@ from torch.distributed._functional_collectives import (
 vision_model(torch.ones(2, 8)).sum().backward()
 torch.testing.assert_close(llama(ids).logits, whole(ids).logits)
 """
-    ends = "assert loss.item() > 0", collectives, compiled
+    expected = "expected = whole(input_ids=ids, labels=ids).loss"
+    ends = expected, "torch.testing.assert_close(loss, expected)", collectives, compiled
     code = "\n".join([code, setting, tensor_parallel, split, long_sequences, *ends])
     script = tmp_path / "example.py"
     script.write_text(code + "\ndist.barrier()\ndist.destroy_process_group()\n")

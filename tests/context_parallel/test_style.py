@@ -41,7 +41,8 @@ def styled(group: dist.ProcessGroup) -> None:
         style = symm_cp.ContextParallel(2, "scaled_dot_product_attention", balancer)
         block = parallelize_module(Block(), mesh_of(group), {"attention": style})
         rows = (balancer or symm_cp.HeadTail(10 * W, W)).positions(group.rank())
-        shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+        cut = symm_cp.context_parallel_shard(mesh_of(group), given[:3], [2] * 3, balancer)
+        shards = [t.requires_grad_() for t in cut]
         expected = [t[:, :, rows] for t in dense(given)]
         for recompute in (False, True):  # in the backward pass, out of any context
             out = checkpoint(block, *shards, use_reentrant=False) if recompute else block(*shards)

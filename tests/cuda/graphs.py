@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 GARBAGE = 0xFF  # in every byte: NaN in all floating types
 
 #: Ops in our namespaces that compute something themselves; the others call further ops.
-_LEAVES = ("merge_attention", "new_result")
+_LEAVES = ("merge_attention", "new_result", "attention_tile", "attention_tile_backward")
 #: What needs the values of tensors on the host.
 _SYNCHRONIZING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "_to_cpu")
 _ALLOCATING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")

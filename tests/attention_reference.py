@@ -65,13 +65,16 @@ class Problem:
             outputs.append(torch.where(lse == -torch.inf, 0.0, lse))
             grads.append(torch.where(lse == -torch.inf, 0.0, self.grad_lse.to(wide)))
         found = torch.autograd.grad(outputs, list(inputs.values()), grads)
-        plain = len(inputs) == 3 and self.softcap is None and v.shape == k.shape
+        plain = self.bias is None and self.softcap is None and v.shape == k.shape
         if plain and dtype.itemsize == 2 and q.numel() and k.numel() and q.device.type == "cpu":
             # torch's kernel computes exponentials of 16-bit types to 20 bits.
             bias = torch.zeros(self.visible.shape).masked_fill(~self.visible, -torch.inf)
             _, approximate = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 q.detach(), k.detach(), v.detach(), attn_mask=bias, scale=self.scale
             )
+            approximate = approximate.masked_fill(~self.visible.any(-1), -torch.inf)
+            if self.sinks is not None:
+                approximate = torch.logaddexp(approximate, sinks.detach().view(-1, 1))
             lse = torch.where(lse == -torch.inf, lse, approximate)
         return {"out": out, "lse": lse, **dict(zip(inputs, found, strict=True))}
 

@@ -98,6 +98,7 @@ def check(
     dtype: torch.dtype,
     terms: int | None = None,
     dropped: float = 0.0,
+    slack: float = SLACK,
 ) -> None:
     """Raises `AssertionError` unless these rows of a result are right to what the dtype allows.
 
@@ -118,7 +119,7 @@ def check(
     # is left of it is their rounding, in the dtype that sums are taken in.
     wide = dtype if dtype == torch.float64 else torch.float32
     sums = torch.finfo(wide).eps * exact.shape[-1] if exact.dim() == 4 else 0.0
-    bound = SLACK * (float(error) + (unit + sums) * max(1.0, float(largest)))
+    bound = slack * (float(error) + (unit + sums) * max(1.0, float(largest)))
     off = (actual.detach().double() - expected).masked_fill(~expected.isfinite(), 0).abs()
     worst = float(off.max()) if off.numel() else 0.0
     assert worst <= bound, f"{name}: off by {worst:.3g}, bound {bound:.3g}"

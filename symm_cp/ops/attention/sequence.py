@@ -1,7 +1,6 @@
-"""What graphs know of the whole sequence: ops that read the layouts (layouts.py) when they run.
+"""What graphs know of the whole sequence: `_gather_sequence` makes a tensor of all positions.
 
-    _gather_sequence     a tensor of all positions, from the ranks' parts of it
-    _held_positions      the positions of this rank's rows
+It takes the ranks' parts, and reads the layouts (layouts.py) when it runs.
 
 Shapes: B samples, S positions of the whole sequence.
 """
@@ -13,15 +12,12 @@ import zlib
 import torch
 
 from symm_cp import runtime
-from symm_cp.ops.attention.flex.mask import positions
 from symm_cp.ops.attention.layouts import decoded, layout_held
 from symm_cp.ops.common import group_of, lib, register_kernel, what_is
 
 _GATHER = "_gather_sequence"
-_POSITIONS = "_held_positions"
 
 lib.define(f"{_GATHER}(Tensor shard, Tensor layouts, SymInt length, str group_name) -> Tensor")
-lib.define(f"{_POSITIONS}(Tensor layouts, SymInt rows, str group_name) -> Tensor")
 
 
 def _gather_kernel(
@@ -58,27 +54,8 @@ def _gather_fake(
     return shard.new_empty(shard.shape[0], length)
 
 
-def _positions_kernel(layouts: torch.Tensor, rows: int, group_name: str) -> torch.Tensor:
-    """Returns the position in the sequence of each of this rank's rows: (rows,) of int64."""
-    group = group_of(group_name)
-    known = decoded(_POSITIONS, layouts, group.world_size)
-    layout = layout_held(_POSITIONS, known, rows, group.rank, group.world_size)
-    if layout.lengths[group.rank] != rows:
-        raise ValueError(
-            f"{_POSITIONS}: this rank has {rows} positions, but the load balancer gives it "
-            f"{layout.lengths[group.rank]}"
-        )
-    return positions(layout.spans(group.rank), "cpu")
-
-
-def _positions_fake(layouts: torch.Tensor, rows: int, group_name: str) -> torch.Tensor:
-    return layouts.new_empty(rows)
-
-
 def register() -> None:
-    """Adds the kernels and the fake kernels; the results have no gradient."""
+    """Adds the kernel and the fake kernel; the result has no gradient."""
     register_kernel(_GATHER, _gather_kernel)
-    lib.impl(_POSITIONS, _positions_kernel, "CPU")
-    # Not as kernels for "Meta", for which tensors must be on one device; the layouts are on CPU.
-    for name, fake in ((_GATHER, _gather_fake), (_POSITIONS, _positions_fake)):
-        torch.library.register_fake(f"symm_mem::{name}", fake, lib=lib)
+    # Not as a kernel for "Meta", for which tensors must be on one device; the layouts are on CPU.
+    torch.library.register_fake(f"symm_mem::{_GATHER}", _gather_fake, lib=lib)

@@ -31,7 +31,7 @@ from symm_cp.ops.attention.checks import (
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Method, Options, check_method
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -80,6 +80,7 @@ def flex_all_gather_attention(
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    method: Method = "allgather",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -96,13 +97,15 @@ def flex_all_gather_attention(
     defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
     `softcap`, `sinks`, `bias` and dropout are those of `all_gather_attention`; of these only sinks
-    go together with a `score_mod`.
+    go together with a `score_mod`. `method` is as there.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
     these get this rank's part of their gradient, to be summed over ranks like that of any
     replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
+    if check_method(_OP, method) != "allgather":
+        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)

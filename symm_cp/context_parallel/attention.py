@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.attention.options import Method, check_method
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -50,6 +51,7 @@ def all_gather_attention(
     document_ids: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     query_load_balancer: LoadBalancer | None = None,
+    method: Method = "allgather",
     return_lse: bool = False,
 ) -> Any:
     """Attends to the keys of all ranks without gathering them first.
@@ -95,6 +97,8 @@ def all_gather_attention(
         key_mask: (B or 1, S_k) of bool, for the whole sequence: False hides a key from all queries
             (padding). The host reads it.
         query_load_balancer: how the sequence of the queries is spread, if not as that of the keys.
+        method: "allgather" (each rank attends with its queries to all keys) or "ulysses" (each rank
+            attends with some heads to all positions).
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
             it includes the sinks and knows nothing of dropout.
 
@@ -111,6 +115,8 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name = group_name(group)
+    if telling_peers(name, check_method, _OP, method) != "allgather":
+        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     like = query
     query, key, value = telling_peers(name, _local_parts, query, key, value, name)
     documents = telling_peers(name, _document_options, cu_seqlens)

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
+
+#: How ranks share the work: "allgather" (each has its queries, all heads, and sees all keys),
+#: "ulysses" (each has some heads, all positions), or both over the dimensions of a 2-D mesh.
+Method: TypeAlias = str | tuple[str, str]
+METHODS: tuple[Method, ...] = ("allgather", "ulysses", ("ulysses", "allgather"))
 
 #: In a schema; `Options` has the same.
 OPTIONS = (
@@ -71,3 +77,10 @@ class Options:
         """The options that do so for every score, not as a mask."""
         bias = ["bias"] if self.bias is not None else []
         return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
+
+
+def check_method(op: str, method: Method) -> Method:
+    """Returns the method; raises `ValueError` if there is none of that name."""
+    if method not in METHODS:
+        raise ValueError(f"{op}: {method=} must be one of {', '.join(map(repr, METHODS))}")
+    return method

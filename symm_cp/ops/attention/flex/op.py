@@ -31,7 +31,7 @@ from symm_cp.ops.attention.checks import (
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Method, Options, check_method
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -81,6 +81,7 @@ def flex_all_gather_attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     head_offset: int = 0,
+    method: Method = "allgather",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -96,17 +97,20 @@ def flex_all_gather_attention(
     positions of this rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod`
     defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
-    `head_offset` is the number of the first of these query heads among all of the model: `mask_mod`,
-    `score_mod` and dropout are given numbers from it on. `block_mask` is that of these heads.
+    `head_offset` is the number of the first of these query heads among all of the model:
+    `mask_mod`, `score_mod` and dropout are given numbers from it on. `block_mask` is that of these
+    heads.
 
     `softcap`, `sinks`, `bias` and dropout are those of `all_gather_attention`; of these only sinks
-    go together with a `score_mod`.
+    go together with a `score_mod`. `method` is as there.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
     these get this rank's part of their gradient, to be summed over ranks like that of any
     replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
+    if check_method(_OP, method) != "allgather":
+        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)

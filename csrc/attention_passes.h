@@ -127,10 +127,7 @@ class Forward {
     for (int64_t i = 0; i < count; ++i) {
       const A factor = weigh_row(scores_.get() + i * stride_, weights_of(i),
                                  block_.row(b, h, first + i), states_[i]);
-      if (adds && factor != 1) {
-        A* row = sums_.get() + i * features;
-        for (int64_t c = 0; c < features; ++c) row[c] *= factor;
-      }
+      if (adds && factor != 1) scale_row(sums_.get() + i * features, factor, features);
     }
     products_.add_values(column, columns, weights_of(0), stride_, adds, sums_.get());
   }
@@ -140,14 +137,26 @@ class Forward {
     if (!any) std::fill_n(sums_.get(), count * sizes_.value_features, A{0});
     for (int64_t i = 0; i < count; ++i) {
       const RowState<A>& state = states_[i];
-      const A base = state.largest == kNothing ? 0 : state.largest;
-      // A row that sees no key: its sums are 0, or NaN by a value that is.
-      const bool blind = state.sum == 0;
       A* sums = sums_.get() + i * sizes_.value_features;
-      if (blind) std::fill_n(sums, sizes_.value_features, A{0});
-      store_row(sums, blind ? A{0} : 1 / state.sum, out_.at(b, h, first + i), out_.dtype,
-                sizes_.value_features);
-      *lse_.at(b, h, first + i) = blind ? kNothing : base + std::log(state.sum);
+      A& lse = *lse_.at(b, h, first + i);
+      A factor = 1 / state.sum, share = 0;
+      if (state.sum == 0) {  // a row that sees no key: its sums are 0, or NaN by a value that is
+        if (lse != kNothing) continue;
+        std::fill_n(sums, sizes_.value_features, A{0});
+        factor = 0;
+      } else {
+        const A part = (state.largest == kNothing ? 0 : state.largest) + std::log(state.sum);
+        if (lse == kNothing) {
+          lse = part;
+        } else {
+          const A top = std::max(lse, part);
+          const A before = std::exp(lse - top), now = std::exp(part - top);
+          share = before / (before + now);
+          factor *= now / (before + now);
+          lse = top + std::log(before + now);
+        }
+      }
+      store_row(sums, factor, share, out_.at(b, h, first + i), out_.dtype, sizes_.value_features);
     }
   }
 
@@ -183,7 +192,7 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
 
 // --- backward ----------------------------------------------------------------------------------
 
-// The gradients of one group of keys of one sample; its heads of queries are no other task's.
+// Adds the gradients of one group of keys of one sample; its heads of queries are no other task's.
 template <class Products, class T>
 class Backward {
  public:

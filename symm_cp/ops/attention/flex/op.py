@@ -31,6 +31,7 @@ from symm_cp.ops.attention.checks import (
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.methods import rotate_method
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import (
     Grad,
@@ -41,11 +42,7 @@ from symm_cp.ops.attention.pipeline import (
     reduce_gradients,
 )
 from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.spec import (
-    AttentionSpec,
-    rotate_method,
-    value_features_of,
-)
+from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import (
     Backward,
     Forward,

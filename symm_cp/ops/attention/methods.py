@@ -100,6 +100,10 @@ class Method:
         return self.name if self.grid is None else "a mix of ulysses and allgather"
 
 
+#: Each rank attends with its queries to all keys.
+ALLGATHER = Method("allgather")
+
+
 def split_by(
     op: str, mesh: GroupLike, method: MethodLike | Method | None, *, argument: str = "mesh"
 ) -> tuple[str, Method]:

@@ -62,6 +62,8 @@ class AttentionSpec:
     #: The share of the weights that is dropped, and the seed of the generator that chooses them.
     dropout_p: float = 0.0
     dropout_seed: int | None = None
+    #: The number of the first head, which dropout depends on.
+    head_offset: int = 0
 
     @classmethod
     def of(
@@ -98,6 +100,7 @@ class AttentionSpec:
             bias=given.bias is not None,
             dropout_p=given.dropout_p,
             dropout_seed=seed_of(given),
+            head_offset=given.head_offset if given.dropout_p > 0 else 0,
         )
 
     @property

@@ -6,6 +6,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    halo,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -28,6 +29,7 @@ def register() -> None:
     collectives.register()
     low_contention.register()
     attention.register()
+    halo.register()
     transforms.register()
 
 

@@ -6,6 +6,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    exchange_heads,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -26,6 +27,7 @@ def register() -> None:
     scaled_matmul.register()
     scaled_all_reduce.register()
     collectives.register()
+    exchange_heads.register()
     low_contention.register()
     attention.register()
     transforms.register()

@@ -183,6 +183,7 @@ def register() -> None:
         "one_shot_all_reduce_copy",
         "all_gather_kv",
         "_all_gather_kv_backward",
+        "exchange_heads",
         "_fused_matmuls_reduce_scatter",
         "_fused_matmuls_all_reduce",
         "_fused_all_gather_weight_grad",

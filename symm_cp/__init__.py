@@ -24,6 +24,8 @@ from symm_cp.context_parallel import (
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
+    heads_to_sequence,
+    sequence_to_heads,
     shard_batch,
 )
 from symm_cp.devices import read_in_place, reserve
@@ -61,6 +63,7 @@ __all__ = [
     "exchange_halo",
     "fsdp",
     "get_workspace",
+    "heads_to_sequence",
     "inductor",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
@@ -73,6 +76,7 @@ __all__ = [
     "scaled_all_gather_matmul",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
+    "sequence_to_heads",
     "set_rotate_method",
     "shard_batch",
     "tensor_parallel",

@@ -6,6 +6,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    exchange_heads,
     halo,
     low_contention,
     matmul,
@@ -27,6 +28,7 @@ def register() -> None:
     scaled_matmul.register()
     scaled_all_reduce.register()
     collectives.register()
+    exchange_heads.register()
     low_contention.register()
     attention.register()
     halo.register()

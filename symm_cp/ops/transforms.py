@@ -185,6 +185,7 @@ def register() -> None:
         "_all_gather_kv_backward",
         "exchange_halo",
         "_add_halo",
+        "exchange_heads",
         "_fused_matmuls_reduce_scatter",
         "_fused_matmuls_all_reduce",
         "_fused_all_gather_weight_grad",

@@ -15,13 +15,14 @@ Over a mesh of two dimensions, ranks exchange heads along one, and gather keys a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.common import tells_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
 
 MethodName: TypeAlias = Literal["allgather", "ulysses", "auto"]
@@ -104,6 +105,7 @@ class Method:
 ALLGATHER = Method("allgather")
 
 
+@partial(tells_peers, group="mesh")
 def split_by(
     op: str, mesh: GroupLike, method: MethodLike | Method | None, *, argument: str = "mesh"
 ) -> tuple[str, Method]:

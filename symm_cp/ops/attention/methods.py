@@ -16,13 +16,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.memory import GroupLike, group_name
-from symm_cp.ops.common import tells_peers
+from symm_cp.ops.common import tells_peers, world_size_of
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
 
 MethodName: TypeAlias = Literal["allgather", "ulysses", "auto"]
@@ -99,6 +99,26 @@ class Method:
 
     def __str__(self) -> str:
         return self.name if self.grid is None else "a mix of ulysses and allgather"
+
+
+def method_options(method: Method) -> dict[str, Any]:
+    """Returns a method as ops take it; `grid_of` reads its groups."""
+    if method.name == "allgather":
+        return {}
+    if method.grid is None:
+        return {"method": method.name}
+    heads, keys, columns = method.grid.heads, method.grid.keys, method.grid.columns
+    listed = [rank for column in columns for rank in column]
+    return {"method": method.name, "heads_group": heads, "keys_group": keys, "columns": listed}
+
+
+def grid_of(heads: str | None, keys: str | None, columns: list[int] | None) -> Grid | None:
+    """Returns the groups of a mix of methods, as `method_options` gives them; None for no mix."""
+    if heads is None or keys is None or columns is None:
+        return None
+    size = len(columns) // world_size_of(keys)
+    each = range(0, len(columns), size)
+    return Grid(heads, keys, tuple(tuple(columns[at : at + size]) for at in each))
 
 
 #: Each rank attends with its queries to all keys.

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from symm_cp.ops.attention.methods import Grid, grid_of
+
 #: In a schema; `Options` has the same.
 OPTIONS = (
     "bool is_causal=False, float? scale=None, bool enable_gqa=False, int[]? chunk_order=None, "
@@ -13,7 +15,8 @@ OPTIONS = (
     "int? window_left=None, int? window_right=None, float? softcap=None, Tensor? sinks=None, "
     "Tensor? bias=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
     "Tensor? document_ids=None, Tensor? key_mask=None, int[]? query_chunk_order=None, "
-    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0"
+    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0, "
+    "str method='allgather', str? heads_group=None, str? keys_group=None, int[]? columns=None"
 )
 
 
@@ -23,7 +26,8 @@ class Options:
 
     `document_edges` are those that `cu_seqlens` would hold, `layouts` (see layouts.py) say how keys
     and queries are spread instead of their chunks. `head_offset` is the number of the first of the
-    call's query heads among all of the model, which dropout depends on. The others are those of
+    call's query heads among all of the model, which dropout depends on. `method` and the next
+    three are those of a `Method` (see `method_options`). The others are those of
     `all_gather_attention`.
     """
 
@@ -47,6 +51,15 @@ class Options:
     query_chunk_lengths: list[int] | None = None
     layouts: torch.Tensor | None = None
     head_offset: int = 0
+    method: str = "allgather"
+    heads_group: str | None = None
+    keys_group: str | None = None
+    columns: list[int] | None = None
+
+    @property
+    def grid(self) -> Grid | None:
+        """The groups of a mix of methods."""
+        return grid_of(self.heads_group, self.keys_group, self.columns)
 
     @property
     def of_documents(self) -> list[str]:

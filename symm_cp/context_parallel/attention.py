@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import GroupLike
-from symm_cp.ops.attention.methods import Method, MethodLike, method_options, split_by
+from symm_cp.ops.attention.methods import Method, MethodLike, split_by
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -117,8 +117,6 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    if split.name == "auto":
-        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     like = query
     query, key, value = telling_peers(name, _local_parts, query, key, value, name)
     documents = telling_peers(name, _document_options, cu_seqlens)
@@ -143,7 +141,7 @@ def all_gather_attention(
         key_mask=key_mask,
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
-        **method_options(split),
+        **split.as_options(),
     )
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)

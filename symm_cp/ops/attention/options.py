@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from symm_cp.ops.attention.methods import Grid, grid_of
+#: In a schema: a `Method` of methods.py.
+METHOD_OPTIONS = 'str method="allgather", str[]? method_groups=None, int[]? method_columns=None'
 
 #: In a schema; `Options` has the same.
 OPTIONS = (
@@ -16,7 +17,7 @@ OPTIONS = (
     "Tensor? bias=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
     "Tensor? document_ids=None, Tensor? key_mask=None, int[]? query_chunk_order=None, "
     "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0, "
-    "str method='allgather', str? heads_group=None, str? keys_group=None, int[]? columns=None"
+    f"{METHOD_OPTIONS}"
 )
 
 
@@ -26,9 +27,8 @@ class Options:
 
     `document_edges` are those that `cu_seqlens` would hold, `layouts` (see layouts.py) say how keys
     and queries are spread instead of their chunks. `head_offset` is the number of the first of the
-    call's query heads among all of the model, which dropout depends on. `method` and the next
-    three are those of a `Method` (see `method_options`). The others are those of
-    `all_gather_attention`.
+    call's query heads among all of the model, which dropout depends on. `Method.of` knows what the
+    options of a method mean. The others are those of `all_gather_attention`.
     """
 
     is_causal: bool = False
@@ -52,14 +52,8 @@ class Options:
     layouts: torch.Tensor | None = None
     head_offset: int = 0
     method: str = "allgather"
-    heads_group: str | None = None
-    keys_group: str | None = None
-    columns: list[int] | None = None
-
-    @property
-    def grid(self) -> Grid | None:
-        """The groups of a mix of methods."""
-        return grid_of(self.heads_group, self.keys_group, self.columns)
+    method_groups: list[str] | None = None
+    method_columns: list[int] | None = None
 
     @property
     def of_documents(self) -> list[str]:

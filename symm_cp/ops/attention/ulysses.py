@@ -27,6 +27,7 @@ from symm_cp.hosts import on_this_host
 from symm_cp.memory import Group
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.heads import HeadShares, shares_of
+from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -125,7 +126,7 @@ def _telling(*groups: Group | None) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class HeadExchange:
+class UlyssesCall:
     """The exchanges of one call on this rank.
 
     `group` exchanges heads, `of_keys` (if any) gathers keys. `queries` and `keys` are how `group`
@@ -252,18 +253,17 @@ class HeadExchange:
 
 def exchange_of(
     op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
-) -> HeadExchange | None:
+) -> UlyssesCall | None:
     """Returns the exchanges of a call; None if its method has none.
 
     `group` are all ranks over which the sequence is spread. Raises `ValueError` for fewer heads
     than ranks.
     """
-    if options.method == "allgather":
+    method = Method.of(op, options)
+    if method.name == "allgather":
         return None
-    if options.method != "ulysses":
-        raise ValueError(f"{op}: unknown method={options.method!r}, must be allgather or ulysses")
     queries, keys = spread_of_queries(op, group, query, key, options)
-    grid = options.grid
+    grid = method.grid
     if grid is None:
         of_heads, of_keys = group, None
         layouts = queries, keys, sequential(queries.length, 1), sequential(keys.length, 1)
@@ -277,4 +277,4 @@ def exchange_of(
             grid.of_keys(keys),
         )
     shares = shares_of(op, query.shape[1], key.shape[1], of_heads.world_size)
-    return HeadExchange(of_heads, of_keys, shares, *layouts)
+    return UlyssesCall(of_heads, of_keys, shares, *layouts)

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
@@ -323,7 +323,9 @@ def choose_attention(group: Group, device: torch.device, key: str) -> str:
     return choice.way
 
 
-def choose_method(group: Group, device: torch.device, work: AttentionWork) -> str:
+def choose_method(
+    group: Group, device: torch.device, work: AttentionWork
+) -> Literal["allgather", "ulysses"]:
     """Returns "allgather" or "ulysses" for attention; the first if no figure tells them apart.
 
     Collective at the first call for a group.
@@ -342,7 +344,7 @@ def choose_method(group: Group, device: torch.device, work: AttentionWork) -> st
         facts.keep(work, choice)
     if _listening is not None:
         _listening[_on(device, work.key)] = choice
-    return choice.way
+    return "ulysses" if choice.way == "ulysses" else "allgather"
 
 
 def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:

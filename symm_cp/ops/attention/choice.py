@@ -22,7 +22,8 @@ def chosen(
 ) -> MethodName:
     """Returns the method of a call, from what all ranks know: the same on each, in every run.
 
-    Collective at the first call for a group.
+    As many queries as keys are taken for those of one sequence. Collective at the first call for a
+    group.
     """
     rows = spec.queries or spec.layout
     if query.shape[2] != rows.lengths[group.rank]:
@@ -42,6 +43,4 @@ def chosen(
         masks=masks,
         backward=backward,
     )
-    return (
-        "ulysses" if tuning.choose_method(group, query.device, work) == "ulysses" else "allgather"
-    )
+    return tuning.choose_method(group, query.device, work)

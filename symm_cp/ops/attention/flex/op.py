@@ -317,7 +317,10 @@ class FlexAttention:
                 total.finish()
 
         name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
-        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        of_keys = tuple(
+            as_dtype(grad, key.dtype)
+            for grad in reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        )
         of_sinks = None
         if sinks is not None:
             of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)

@@ -338,6 +338,36 @@ def test_the_same_weights_are_dropped_in_every_layout(ranks: Ranks, world_size: 
             ranks.run(world_size, masks_of_dropout, layout, rotate, seed)
 
 
+def heads_apart(group: dist.ProcessGroup, seed: int) -> None:
+    """Attention of the last heads of several, and its gradients, is their part of that of all."""
+    rank, W, first = group.rank(), group.size(), 1
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v, grad = torch.randn(
+        4, 2, 3, 6 * W, 4, generator=generator, dtype=torch.float64
+    ).unbind()
+    at = positions(head_tail(6 * W, W), rank)
+    options = {"dropout_p": 0.4, "dropout_seed": torch.tensor(seed), "is_causal": True}
+    options |= {"chunk_order": head_tail(6 * W, W).chunk_order}
+
+    def results(heads: slice, **given: int) -> list[torch.Tensor]:
+        inputs = [t[:, heads, at].contiguous().requires_grad_() for t in (q, k, v)]
+        out, lse = OP(*inputs, group.group_name, **options, **given)
+        return [out, lse, *torch.autograd.grad(out, inputs, grad[:, heads, at])]
+
+    for part, whole in zip(
+        results(slice(first, None), head_offset=first), results(slice(None)), strict=True
+    ):
+        assert torch.equal(part, whole[:, first:])
+    with pytest.raises(ValueError, match="head_offset=-1 must not be negative"):
+        results(slice(None), head_offset=-1)
+    dist.barrier(group)
+
+
+@ON_DEVICES
+def test_the_same_weights_are_dropped_in_part_of_the_heads(ranks: Ranks) -> None:
+    ranks.run(2, heads_apart, random.randrange(1 << 62))
+
+
 def differing_seeds(group: dist.ProcessGroup) -> None:
     q = torch.randn(1, 2, 8, 8, requires_grad=True)
     seed = torch.tensor([(1 << 62) + group.rank()])

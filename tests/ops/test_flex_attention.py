@@ -321,8 +321,10 @@ def recorded() -> Iterator[list[tuple[int, int, int]]]:
     calls: list[tuple[int, int, int]] = []
     original = flex_mask.evaluate
 
-    def evaluate(mod: Any, B: int, H: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-        visible = original(mod, B, H, q, k)
+    def evaluate(
+        mod: Any, B: int, H: int, q: torch.Tensor, k: torch.Tensor, *first: int
+    ) -> torch.Tensor:
+        visible = original(mod, B, H, q, k, *first)
         calls.append((len(q), len(k), visible.numel()))
         return visible
 
@@ -397,6 +399,34 @@ def blocks_decide(group: dist.ProcessGroup) -> None:
 
 def test_hand_made_blocks(ranks: Ranks) -> None:
     ranks.run(2, blocks_decide)
+
+
+def heads_apart(group: dist.ProcessGroup) -> None:
+    """Attention of the last heads of several, and its gradients, is their part of that of all."""
+    first, length = 2, 8 * group.size()
+    at = torch.tensor(list(HeadTail(length, group.size()).layout.positions(group.rank())))
+    generator = torch.Generator().manual_seed(group.size())
+    q, k, v, grad = torch.randn(4, 1, 4, length, 8, generator=generator).unbind()
+    modifiers = [
+        {"mask_mod": lambda b, h, q_idx, kv_idx: q_idx >= kv_idx + h},
+        {"score_mod": lambda score, b, h, q_idx, kv_idx: score * (h + 1)},
+        {"dropout_p": 0.3, "dropout_seed": torch.tensor(5)},
+    ]
+
+    def results(heads: slice, **given: Any) -> list[torch.Tensor]:
+        inputs = [t[:, heads, at].contiguous().requires_grad_() for t in (q, k, v)]
+        layout = HeadTail(length, group.size()).layout
+        out, lse = flex_all_gather_attention(*inputs, group=resolve(group), layout=layout, **given)
+        return [out, lse, *torch.autograd.grad(out, inputs, grad[:, heads, at])]
+
+    for given in modifiers:
+        parts = results(slice(first, None), head_offset=first, **given)
+        for part, whole in zip(parts, results(slice(None), **given), strict=True):
+            torch.testing.assert_close(part, whole[:, first:])
+
+
+def test_some_of_the_heads(ranks: Ranks) -> None:
+    ranks.run(2, heads_apart)
 
 
 def repeats(group: dist.ProcessGroup) -> None:

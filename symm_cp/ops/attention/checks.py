@@ -84,6 +84,8 @@ def check_scores(op: str, query: torch.Tensor, options: Options) -> None:
                 "for each query head"
             )
     _check_dropout(op, options.dropout_p, options.dropout_seed)
+    if options.head_offset < 0:
+        raise ValueError(f"{op}: head_offset={options.head_offset} must not be negative")
 
 
 def _check_like_query(op: str, name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:

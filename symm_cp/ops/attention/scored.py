@@ -44,6 +44,7 @@ class ScoredTiles:
             bias_zero=queries.length - 1,
             dropout_p=spec.dropout_p,
             dropout_seed=spec.dropout_seed or 0,
+            head_offset=spec.head_offset,
         )
         self._by_position = spec.bias or spec.dropout_p > 0
 

@@ -55,13 +55,22 @@ def over_indices(modifier: Modifier, *, score: bool = False) -> Modifier:
 
 
 def evaluate(
-    mask_mod: Modifier, batch: int, heads: int, q_idx: torch.Tensor, kv_idx: torch.Tensor
+    mask_mod: Modifier,
+    batch: int,
+    heads: int,
+    q_idx: torch.Tensor,
+    kv_idx: torch.Tensor,
+    head_offset: int = 0,
 ) -> torch.Tensor:
-    """Returns which keys are visible: (B or 1, H or 1, Q, K) of bool."""
+    """Returns which keys are visible: (B or 1, H or 1, Q, K) of bool.
+
+    The first head is number `head_offset`.
+    """
     device = q_idx.device
     if mask_mod is noop_mask:
         return torch.ones(1, 1, len(q_idx), len(kv_idx), dtype=torch.bool, device=device)
-    b, h = torch.arange(batch, device=device), torch.arange(heads, device=device)
+    b = torch.arange(batch, device=device)
+    h = torch.arange(head_offset, head_offset + heads, device=device)
     visible = over_indices(mask_mod)(b, h, q_idx, kv_idx)
     if visible.dtype != torch.bool:
         raise TypeError(f"mask_mod: must return a bool tensor, returned {visible.dtype}")
@@ -219,9 +228,11 @@ class MaskTiles:
         queries: SequenceLayout,
         keys: SequenceLayout,
         rank: int,
+        head_offset: int = 0,
     ) -> None:
         self._mask_mod = noop_mask if mask_mod is None else mask_mod
         self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
+        self.head_offset = head_offset
         self._states: torch.Tensor | None = None
         self._sizes = (1, 1)
         self._q_idx = positions(queries.spans(rank))
@@ -237,7 +248,7 @@ class MaskTiles:
         # One pair shows whether the mask depends on batch and head, and whether it raises: on every
         # rank, before any communication.
         first = torch.zeros(1, dtype=torch.int64, device="cpu")
-        shape = evaluate(self._mask_mod, *self._heads, first, first).shape[:2]
+        shape = self._evaluated(first, first).shape[:2]
         if self._states is not None:
             shape = torch.broadcast_shapes(shape, self._states.shape[:2])
         return int(shape.numel())
@@ -306,9 +317,12 @@ class MaskTiles:
         columns = kv_idx // self._sizes[1]
         yield from _runs((states.amax(0) != EMPTY)[columns], (states.amin(0) == FULL)[columns])
 
+    def _evaluated(self, q_idx: torch.Tensor, kv_idx: torch.Tensor) -> torch.Tensor:
+        return evaluate(self._mask_mod, *self._heads, q_idx, kv_idx, self.head_offset)
+
     def _visible(self, tile: Tile, kv_idx: torch.Tensor) -> torch.Tensor:
         q_idx, kv_idx = self.q_idx(tile), kv_idx[tile.k_begin : tile.k_end]
-        visible = evaluate(self._mask_mod, *self._heads, q_idx, kv_idx)
+        visible = self._evaluated(q_idx, kv_idx)
         if self._states is not None:
             visible = within(visible, self._states, self._sizes, q_idx, kv_idx)
         return visible

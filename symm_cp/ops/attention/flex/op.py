@@ -31,6 +31,7 @@ from symm_cp.ops.attention.checks import (
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import (
     Grad,
@@ -41,11 +42,7 @@ from symm_cp.ops.attention.pipeline import (
     reduce_gradients,
 )
 from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.spec import (
-    AttentionSpec,
-    rotate_method,
-    value_features_of,
-)
+from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import (
     Backward,
     Forward,
@@ -80,6 +77,8 @@ def flex_all_gather_attention(
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
+    head_offset: int = 0,
+    method: Method = ALLGATHER,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -95,8 +94,12 @@ def flex_all_gather_attention(
     positions of this rank's queries, `kv_layout` (default: the same) those of its keys. `mask_mod`
     defaults to that of `block_mask`, whose blocks decide where `mask_mod` is evaluated.
 
+    `head_offset` is the number of the first of these query heads among all of the model:
+    `mask_mod`, `score_mod` and dropout are given numbers from it on. `block_mask` is that of these
+    heads.
+
     `softcap`, `sinks`, `bias` and dropout are those of `all_gather_attention`; of these only sinks
-    go together with a `score_mod`.
+    go together with a `score_mod`. `method` is as there.
 
     Differentiable, also through lse, in sinks and bias and in tensors that `score_mod` captures:
     these get this rank's part of their gradient, to be summed over ranks like that of any
@@ -112,7 +115,7 @@ def flex_all_gather_attention(
         mask_mod = block_mask.mask_mod
     score_mod = None if _is_identity(score_mod) else score_mod
     heads = (query.shape[0], query.shape[1])
-    masks = MaskTiles(mask_mod, block_mask, heads, layout, kv_layout, group.rank)
+    masks = MaskTiles(mask_mod, block_mask, heads, layout, kv_layout, group.rank, head_offset)
     captures: Captures | None = None
     if score_mod is not None and torch.is_grad_enabled() and layout.length:
         captures = Captures(score_mod)
@@ -128,6 +131,8 @@ def flex_all_gather_attention(
             bias=bias,
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
+            head_offset=head_offset,
+            **method.as_options(),
         ),
     )
     attention = FlexAttention(group, spec, masks, score_mod, captures)
@@ -194,6 +199,8 @@ def flex_spec(
     options: Options,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
+    if options.method != "allgather":
+        raise NotImplementedError(f"{_OP}: {options.method=} is not supported yet")
     check_scores(_OP, query, options)
     queries, keys = layouts
     if options.bias is not None:
@@ -209,6 +216,7 @@ def flex_spec(
         bias=options.bias is not None,
         dropout_p=options.dropout_p,
         dropout_seed=seed_of(options),
+        head_offset=options.head_offset if options.dropout_p > 0 else 0,
     )
     if score_mod is not None and spec.rescores:
         raise NotImplementedError(
@@ -248,7 +256,7 @@ class FlexAttention:
         merged = Forward(query, self.spec, sinks=sinks, scored=scored)
         scores = None
         if self.score_mod is not None:
-            scores = Scores(query, self.spec.scale, self.score_mod)
+            scores = Scores(query, self.spec.scale, self.score_mod, self.masks.head_offset)
 
         def consume(shards: list[torch.Tensor], owner: int) -> None:
             key, value = shards
@@ -293,7 +301,7 @@ class FlexAttention:
             score_mod, leaves = self.score_mod, captured
             if self.captures is not None:
                 score_mod, leaves = self.captures.bound(captured)
-            scores = Scores(query, spec.scale, score_mod)
+            scores = Scores(query, spec.scale, score_mod, self.masks.head_offset)
             gradients = ScoreGradients(scores, grad_out, grad_lse, out, lse, leaves)
 
         def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
@@ -309,7 +317,10 @@ class FlexAttention:
                 total.finish()
 
         name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
-        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        of_keys = tuple(
+            as_dtype(grad, key.dtype)
+            for grad in reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        )
         of_sinks = None
         if sinks is not None:
             of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)

@@ -30,15 +30,23 @@ Indices: TypeAlias = Callable[[Tile], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Scores:
-    """The scores of one rank's queries. `score_mod` None leaves them unchanged."""
+    """The scores of one rank's queries. `score_mod` None leaves them unchanged.
+
+    The first head is number `head_offset`.
+    """
 
     def __init__(
-        self, query: torch.Tensor, scale: float | None, score_mod: Modifier | None
+        self,
+        query: torch.Tensor,
+        scale: float | None,
+        score_mod: Modifier | None,
+        head_offset: int = 0,
     ) -> None:
         self._query = query
         self.scale = factor_of(query, scale)
         self._score_mod = score_mod
-        self._heads = [torch.arange(size, device="cpu") for size in query.shape[:2]]
+        samples, heads = (torch.arange(size, device="cpu") for size in query.shape[:2])
+        self._heads = (samples, heads + head_offset)
 
     @property
     def shape(self) -> torch.Size:

@@ -21,7 +21,8 @@ from transformers import Trainer
 from symm_cp.context_parallel import LoadBalancer, context_parallel, shard_batch
 from symm_cp.context_parallel.batch import LossReduction
 from symm_cp.context_parallel.load_balancers import HeadTail
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.memory import GroupLike
+from symm_cp.ops.attention.methods import MethodLike, split_by
 
 _OP = "ContextParallelTrainer"
 
@@ -101,11 +102,13 @@ class ContextParallelMixin:
 
     Further arguments, by keyword:
 
-    cp_mesh: a 1-D DeviceMesh, a ProcessGroup or a group name: the ranks that share a sequence.
+    cp_mesh: a 1-D DeviceMesh, a ProcessGroup or a group name (a 2-D DeviceMesh for two methods):
+        the ranks that share a sequence.
         They must be consecutive, and started so that accelerate knows them (torchrun). Further
         ranks are replicas with other batches.
     cp_load_balancer: a function of the length of a whole sequence and the number of ranks, such as
         the class `symm_cp.Sequential`; `symm_cp.HeadTail` by default.
+    cp_method: how attention is split over the ranks, as in `context_parallel`.
 
     Batches are those of one process, of any model that `context_parallel(model=...)` takes; see
     `shard_batch`. The loss is the mean over all labels, as accelerate and gradient accumulation
@@ -118,9 +121,12 @@ class ContextParallelMixin:
         *args: Any,
         cp_mesh: GroupLike,
         cp_load_balancer: Callable[[int, int], LoadBalancer] = HeadTail,
+        cp_method: MethodLike | None = None,
         **kwargs: Any,
     ) -> None:
-        self._cp_group = _resolve_process_group(group_name(cp_mesh))  # type: ignore[arg-type]
+        name, _ = split_by(_OP, cp_mesh, cp_method, argument="cp_mesh")
+        self._cp_group = _resolve_process_group(name)  # type: ignore[arg-type]
+        self._cp_mesh, self._cp_method = cp_mesh, cp_method
         self._cp_load_balancer = cp_load_balancer
         self._cp_reduce_loss: LossReduction | None = None
         super().__init__(*args, **kwargs)
@@ -163,7 +169,13 @@ class ContextParallelMixin:
             self, self._cp_group, self._cp_load_balancer, model, inputs
         )
         balancer = self._cp_reduce_loss.load_balancer
-        context = partial(context_parallel, self._cp_group, model=model, load_balancer=balancer)
+        context = partial(
+            context_parallel,
+            self._cp_mesh,
+            model=model,
+            load_balancer=balancer,
+            method=self._cp_method,
+        )
         return context, local
 
     def compute_loss(

@@ -25,7 +25,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel import HeadTail, LoadBalancer, context_parallel
 from symm_cp.context_parallel.model_batch import plain
-from symm_cp.ops.attention.methods import default_method, rotate_method, set_rotate_method
+from symm_cp.ops.attention.methods import (
+    METHODS,
+    MethodName,
+    default_method,
+    rotate_method,
+    set_rotate_method,
+)
 
 __all__ = ["disable", "enable"]
 
@@ -39,6 +45,7 @@ class _Options:
     """What `enable` was given."""
 
     load_balancer: Callable[[int, int], LoadBalancer]
+    method: MethodName | None
 
 
 _options: _Options | None = None
@@ -46,7 +53,11 @@ _options: _Options | None = None
 _replaced: list[tuple[type, str, Any]] = []
 
 
-def enable(*, load_balancer: Callable[[int, int], LoadBalancer] = HeadTail) -> None:
+def enable(
+    *,
+    load_balancer: Callable[[int, int], LoadBalancer] = HeadTail,
+    method: MethodName | None = None,
+) -> None:
     """Runs accelerate's context parallelism on symm_cp, for models that are prepared afterwards.
 
     Same program, with one line more::
@@ -67,9 +78,12 @@ def enable(*, load_balancer: Callable[[int, int], LoadBalancer] = HeadTail) -> N
     Args:
         load_balancer: how sequences are spread: a function of the length of a whole sequence and
             the number of ranks, such as the class `symm_cp.Sequential`.
+        method: how attention is split over the ranks: "allgather", "ulysses" or "auto", as in
+            `context_parallel`. `sp_size` is DeepSpeed's Ulysses, for which this does nothing.
 
     A second call changes the options. `disable` undoes it. Raises `RuntimeError` for a release of
-    accelerate that this module does not know. Source: accelerate's `ParallelismConfig`.
+    accelerate that this module does not know, `TypeError` and `ValueError` for invalid options.
+    Source: accelerate's `ParallelismConfig`.
     """
     global _options
     _check_release()
@@ -78,7 +92,9 @@ def enable(*, load_balancer: Callable[[int, int], LoadBalancer] = HeadTail) -> N
             f"{_OP}.enable: load_balancer is a {type(load_balancer).__name__}, must be a function "
             "of the length of a sequence and the number of ranks"
         )
-    _options = _Options(load_balancer)
+    if method is not None and method not in METHODS:
+        raise ValueError(f"{_OP}.enable: unknown {method=}; choose one of {METHODS}")
+    _options = _Options(load_balancer, method)
     if not _replaced:
         _replace(Accelerator, "_prepare_cp", _prepare_cp)
         _replace(AcceleratorState, "__init__", _with_fsdp_on_cpu)
@@ -163,7 +179,13 @@ class _Context:
         ours = [model for model in ours if _attends_by_interface(model)]
         with (
             _rotating(strategy),
-            context_parallel(self.mesh, model=ours or None, load_balancer=load_balancer, **buffers),
+            context_parallel(
+                self.mesh,
+                model=ours or None,
+                load_balancer=load_balancer,
+                method=self.options.method,
+                **buffers,
+            ),
         ):
             yield
 
@@ -294,7 +316,7 @@ def _prepare_inputs(original: Any) -> Any:
 
         trainer.check_loss(_OP, self)
         local, reduce_loss = trainer.cut_inputs(
-            self, context.mesh, context.options.load_balancer, model, inputs
+            self, context.mesh.get_group(), context.options.load_balancer, model, inputs
         )
         setattr(self, _REDUCTION, reduce_loss)
         return partial(context.over, reduce_loss.load_balancer, [model]), local

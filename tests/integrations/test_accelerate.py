@@ -302,6 +302,8 @@ def test_enabling_can_be_repeated_and_undone(monkeypatch: pytest.MonkeyPatch) ->
         assert [vars(owner)[name] for owner, name in methods] == before
     with pytest.raises(TypeError, match="load_balancer is a HeadTail, must be a function"):
         enable(load_balancer=symm_cp.HeadTail(8, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown method='ring'; choose one of"):
+        enable(method="ring")  # type: ignore[arg-type]
     monkeypatch.setattr(accelerate, "__version__", "1.16.0.dev0")
     with pytest.raises(
         RuntimeError, match=r"accelerate 1\.16\.0\.dev0 is installed, must be 1\.15"

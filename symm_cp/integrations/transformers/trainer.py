@@ -46,7 +46,7 @@ def check_prediction(op: str, prediction_loss_only: bool) -> None:
 
 def cut_inputs(
     trainer: Any,
-    group: GroupLike,
+    group: dist.ProcessGroup,
     load_balancer: Callable[[int, int], LoadBalancer],
     model: nn.Module,
     inputs: dict[str, Any],
@@ -55,8 +55,7 @@ def cut_inputs(
     whole = trainer._prepare_inputs(inputs)
     tensors = [value for value in whole.values() if isinstance(value, torch.Tensor)]
     lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
-    size = _resolve_process_group(group_name(group)).size()  # type: ignore[arg-type]
-    balancers = {length: load_balancer(length, size) for length in lengths}
+    balancers = {length: load_balancer(length, group.size()) for length in lengths}
     return shard_batch(group, whole, model=model, load_balancer=balancers, average_gradients=True)
 
 
@@ -103,9 +102,8 @@ class ContextParallelMixin:
     Further arguments, by keyword:
 
     cp_mesh: a 1-D DeviceMesh, a ProcessGroup or a group name (a 2-D DeviceMesh for two methods):
-        the ranks that share a sequence.
-        They must be consecutive, and started so that accelerate knows them (torchrun). Further
-        ranks are replicas with other batches.
+        the ranks that share a sequence. They must be consecutive, and started so that accelerate
+        knows them (torchrun). Further ranks are replicas with other batches.
     cp_load_balancer: a function of the length of a whole sequence and the number of ranks, such as
         the class `symm_cp.Sequential`; `symm_cp.HeadTail` by default.
     cp_method: how attention is split over the ranks, as in `context_parallel`.

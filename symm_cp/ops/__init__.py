@@ -7,6 +7,7 @@ from symm_cp.ops import (
     collectives,
     common,
     exchange_heads,
+    halo,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -30,6 +31,7 @@ def register() -> None:
     exchange_heads.register()
     low_contention.register()
     attention.register()
+    halo.register()
     transforms.register()
 
 

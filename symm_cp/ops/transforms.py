@@ -183,6 +183,8 @@ def register() -> None:
         "one_shot_all_reduce_copy",
         "all_gather_kv",
         "_all_gather_kv_backward",
+        "exchange_halo",
+        "_add_halo",
         "exchange_heads",
         "_fused_matmuls_reduce_scatter",
         "_fused_matmuls_all_reduce",

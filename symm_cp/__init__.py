@@ -24,12 +24,15 @@ from symm_cp.context_parallel import (
     context_parallel,
     context_parallel_shard,
     context_parallel_unshard,
+    heads_to_sequence,
+    sequence_to_heads,
     shard_batch,
 )
 from symm_cp.devices import read_in_place, reserve
 from symm_cp.memory import get_workspace
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.gather_kv import all_gather_kv
+from symm_cp.ops.halo import exchange_halo
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
 from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
@@ -57,8 +60,10 @@ __all__ = [
     "context_parallel_shard",
     "context_parallel_unshard",
     "empty_cache",
+    "exchange_halo",
     "fsdp",
     "get_workspace",
+    "heads_to_sequence",
     "inductor",
     "low_contention_all_gather",
     "low_contention_reduce_scatter",
@@ -71,6 +76,7 @@ __all__ = [
     "scaled_all_gather_matmul",
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
+    "sequence_to_heads",
     "set_rotate_method",
     "shard_batch",
     "tensor_parallel",

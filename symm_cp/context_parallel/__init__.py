@@ -9,6 +9,7 @@ from symm_cp.context_parallel.context import (
     context_parallel_shard,
     context_parallel_unshard,
 )
+from symm_cp.context_parallel.heads import heads_to_sequence, sequence_to_heads
 from symm_cp.context_parallel.load_balancers import (
     HeadTail,
     LoadBalancer,
@@ -31,6 +32,8 @@ __all__ = [
     "context_parallel",
     "context_parallel_shard",
     "context_parallel_unshard",
+    "heads_to_sequence",
+    "sequence_to_heads",
     "shard_batch",
 ]
 

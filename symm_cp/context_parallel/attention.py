@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.memory import GroupLike, group_name
-from symm_cp.ops.attention.options import Method, check_method
+from symm_cp.memory import GroupLike
+from symm_cp.ops.attention.methods import Method, MethodLike, split_by
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -51,7 +51,7 @@ def all_gather_attention(
     document_ids: torch.Tensor | None = None,
     key_mask: torch.Tensor | None = None,
     query_load_balancer: LoadBalancer | None = None,
-    method: Method = "allgather",
+    method: MethodLike | Method | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attends to the keys of all ranks without gathering them first.
@@ -72,7 +72,7 @@ def all_gather_attention(
         query: (B, H, S_q, E), this rank's part of the sequence.
         key, value: (B, G, S_k, E) and (B, G, S_k, V); G is H, or a divisor of it with `enable_gqa`.
             S_q and S_k may differ where no mask but `key_mask` is given.
-        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name; a 2-D DeviceMesh for two methods.
         is_causal: a query sees no later key.
         scale: of the scores; 1 / sqrt(E) by default.
         load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts. In
@@ -97,8 +97,10 @@ def all_gather_attention(
         key_mask: (B or 1, S_k) of bool, for the whole sequence: False hides a key from all queries
             (padding). The host reads it.
         query_load_balancer: how the sequence of the queries is spread, if not as that of the keys.
-        method: "allgather" (each rank attends with its queries to all keys) or "ulysses" (each rank
-            attends with some heads to all positions).
+        method: "allgather" (each rank attends with its queries to all keys), "ulysses" (each rank
+            attends with some heads to all positions), "auto" (the faster one), or for a mesh of two
+            dimensions that of each, as in ("ulysses", "allgather"). By default what
+            `set_rotate_method` chose.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
             it includes the sinks and knows nothing of dropout.
 
@@ -114,9 +116,7 @@ def all_gather_attention(
     backward pass; Gemma 2 (2024), StreamingLLM (Xiao et al., 2023), ALiBi (Press et al., 2021), T5
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
-    name = group_name(group)
-    if telling_peers(name, check_method, _OP, method) != "allgather":
-        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
+    name, split = split_by(_OP, group, method, argument="group")
     like = query
     query, key, value = telling_peers(name, _local_parts, query, key, value, name)
     documents = telling_peers(name, _document_options, cu_seqlens)
@@ -141,6 +141,7 @@ def all_gather_attention(
         key_mask=key_mask,
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
+        **split.as_options(),
     )
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +14,8 @@ from symm_cp.context_parallel import model_batch
 from symm_cp.context_parallel.layouts import cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.memory import GroupLike
+from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import tells_peers
 
 _OP = "shard_batch"
@@ -84,7 +84,6 @@ class LossReduction:
         return _GlobalMean.apply(loss, share, self._gain, self._group)
 
 
-@partial(tells_peers, group="mesh")
 def shard_batch(
     mesh: GroupLike,
     batch: Mapping[str, Any],
@@ -95,6 +94,7 @@ def shard_batch(
     shift_labels: bool | None = None,
     ignore_index: int = -100,
     average_gradients: bool = False,
+    method: MethodLike | None = None,
 ) -> tuple[dict[str, Any], LossReduction]:
     """Cuts a batch of a language model to this rank's part of the sequence.
 
@@ -114,7 +114,7 @@ def shard_batch(
             loss.backward()
 
     Args:
-        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         batch: tensors by name, the same on all ranks. `input_ids` (or else `inputs_embeds`,
             `encoder_outputs`, `labels`) gives the length of the sequence, `decoder_input_ids` (or
             `decoder_inputs_embeds`) that of a decoder's. Every tensor of such a length in `seq_dim`
@@ -132,6 +132,8 @@ def shard_batch(
             encoder are not, and neither are those of a `model` for masked tokens or token classes.
         average_gradients: set it if gradients of parameters are averaged over this group
             afterwards (as DDP and FSDP do) instead of summed.
+        method: required for a mesh of two dimensions, over all ranks of which the sequence is then
+            spread; as in `context_parallel`.
 
     Returns the local batch, and a function that takes the mean loss over this rank's labels and
     returns the mean over all ranks' labels: the same on all ranks, and such that the gradients
@@ -140,7 +142,22 @@ def shard_batch(
     `NotImplementedError` for a `model` that shifts labels by itself. Source: the recipes of
     torchtitan and transformers.
     """
-    group = _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
+    group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
+    shift = (shift_labels, ignore_index)
+    return _shard(group, batch, model, seq_dim, load_balancer, shift, average_gradients)
+
+
+@tells_peers
+def _shard(
+    group: dist.ProcessGroup,
+    batch: Mapping[str, Any],
+    model: nn.Module | None,
+    seq_dim: int,
+    load_balancer: BalancersByLength | None,
+    shift: tuple[bool | None, int],
+    average_gradients: bool,
+) -> tuple[dict[str, Any], LossReduction]:
+    shift_labels, ignore_index = shift
     whole = _completed(dict(batch), model, seq_dim, shift_labels, ignore_index)
     lengths = _lengths(whole, seq_dim)
     balancers = {n: balancer_for(_OP, load_balancer, n, group.size()) for n in lengths}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Literal, TypeVar
 
 import torch
@@ -22,14 +21,15 @@ from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balan
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.memory import GroupLike
+from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import tells_peers, unfused_all_gather
 
 Buffer = TypeVar("Buffer", torch.Tensor, BlockMask)
 
 
-def _process_group(mesh: GroupLike) -> dist.ProcessGroup:
-    return _resolve_process_group(group_name(mesh))  # type: ignore[arg-type]
+def _process_group(op: str, mesh: GroupLike, method: MethodLike | None) -> dist.ProcessGroup:
+    return _resolve_process_group(split_by(op, mesh, method)[0])  # type: ignore[arg-type]
 
 
 def _dim(op: str, tensor: torch.Tensor, seq_dim: int) -> int:
@@ -64,36 +64,49 @@ def _balancers_for(
     return balancers
 
 
-@partial(tells_peers, group="mesh")
 def context_parallel_shard(
     mesh: GroupLike,
     buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
     seq_dims: Sequence[int] | Mapping[str, int],
     load_balancer: BalancersByLength | None = None,
+    *,
+    method: MethodLike | None = None,
 ) -> list[torch.Tensor | BlockMask] | dict[str, torch.Tensor | BlockMask]:
     """Returns this rank's parts of tensors and block masks, which stay unchanged.
 
     Args:
-        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         buffers: a list or dict of tensors of the whole sequence, the same on all ranks, and of
             `BlockMask`s: those are cut to this rank's queries against all keys in the order in
             which `all_gather_kv` gathers them. The sequence dimension of a mask is ignored.
         seq_dims: the sequence dimension of each buffer, negative counts from the end.
         load_balancer: how the sequence is spread, head-tail by default; for buffers of several
             lengths a mapping of each length to its load balancer.
+        method: required for a mesh of two dimensions, over all ranks of which the sequence is then
+            spread; as in `context_parallel`.
 
     Not differentiable. Raises `ValueError` for buffers of different lengths or another length than
     the load balancer's. Source: torch's `_context_parallel_shard`.
     """
     op = "context_parallel_shard"
-    group = _process_group(mesh)
+    group = _process_group(op, mesh, method)
+    return _shard(op, group, buffers, seq_dims, load_balancer)
+
+
+@tells_peers
+def _shard(
+    op: str,
+    group: dist.ProcessGroup,
+    buffers: Sequence[torch.Tensor | BlockMask] | Mapping[str, torch.Tensor | BlockMask],
+    seq_dims: Sequence[int] | Mapping[str, int],
+    load_balancer: BalancersByLength | None,
+) -> list[torch.Tensor | BlockMask] | dict[str, torch.Tensor | BlockMask]:
     if isinstance(buffers, Mapping):
         if not isinstance(seq_dims, Mapping) or set(seq_dims) != set(buffers):
             raise ValueError(f"{op}: seq_dims must have the keys of buffers, {sorted(buffers)}")
         names = list(buffers)
-        shards = context_parallel_shard(
-            mesh, [buffers[n] for n in names], [seq_dims[n] for n in names], load_balancer
-        )
+        each, dims = [buffers[n] for n in names], [seq_dims[n] for n in names]
+        shards = _shard(op, group, each, dims, load_balancer)
         return dict(zip(names, shards, strict=True))
     if isinstance(seq_dims, Mapping):
         raise TypeError(f"{op}: seq_dims is a dict and buffers is not")
@@ -120,6 +133,7 @@ def context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
     load_balancer: Balancers | None = None,
+    method: MethodLike | None = None,
     on_unfused: Literal["raise", "warn", "ignore"] = "raise",
 ) -> Iterator[None]:
     """Cuts buffers to this rank's part of the sequence, and runs attention context parallel.
@@ -134,7 +148,7 @@ def context_parallel(
             loss.backward()
 
     Args:
-        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         model: models of transformers that run inside, one or several: they attend with
             attn_implementation="symm_cp" until the end, which knows their masks (padding, packed
             documents, windows, chunks), soft caps, sinks and dropout.
@@ -146,6 +160,11 @@ def context_parallel(
         no_restore_buffers: those of `buffers` that stay cut.
         load_balancer: how the sequence is spread, head-tail by default: then every rank has the
             same work under a causal mask. Any mask can be combined with any load balancer.
+        method: how attention is split over the ranks. "allgather": each attends with its queries to
+            the keys of all. "ulysses": ranks exchange parts of the sequence for heads, of which
+            there must be at least as many as ranks. "auto": the faster one for each call, by the
+            simulator's figures. For a mesh of two dimensions the method of each, as in ("ulysses",
+            "allgather"). By default what `set_rotate_method` chose.
         on_unfused: what to do at the end if modules ran but neither function was called, so that
             attention, if there was any, saw only this rank's part: "raise" `RuntimeError`, "warn",
             or "ignore" it. Does not apply after an exception or if no module ran.
@@ -160,16 +179,18 @@ def context_parallel(
     generation, and models of transformers that are not passed as `model` and have sliding windows
     or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
     or attention that calls neither function ("eager"). On one rank nothing is spread, and no module
-    refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError`
-    for invalid buffers, before anything is changed. Source: torch's `context_parallel`.
+    refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for invalid
+    buffers and methods, before anything is changed. Source: torch's `context_parallel`.
     """
-    group, tensors = _process_group(mesh), list(buffers or ())
+    group, tensors = _process_group("context_parallel", mesh, method), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
     balancers, shards = _cut_buffers(
         group, tensors, buffer_seq_dims or (), keep, load_balancer, on_unfused
     )
     region = region_over(
-        mesh, balancers[0] if balancers and load_balancer is None else load_balancer
+        mesh,
+        balancers[0] if balancers and load_balancer is None else load_balancer,
+        method=method,
     )
     originals = [tensor.detach() for tensor in tensors]
     try:
@@ -263,23 +284,26 @@ def context_parallel_unshard(
     buffers: Sequence[torch.Tensor],
     seq_dims: Sequence[int],
     load_balancer: LoadBalancer | None = None,
+    *,
+    method: MethodLike | None = None,
 ) -> list[torch.Tensor]:
     """Gathers the parts that ranks hold of a sequence, in sequence order.
 
     Args:
-        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name; a 2-D DeviceMesh for two methods.
         buffers: this rank's parts.
         seq_dims: the sequence dimension of each, negative counts from the end.
         load_balancer: the one that the sequence was cut by. By default that of the active context,
             or else the one that `context_parallel`, `context_parallel_shard` or `shard_batch` used
             on this group for shards of this length.
+        method: required for a mesh of two dimensions; as in `context_parallel`.
 
     Returns the whole tensors, the same on all ranks. Not differentiable. Raises `ValueError` if no
     load balancer is given and none or several were used, or for shards of the wrong length.
     Source: torch's `context_parallel_unshard`.
     """
     op = "context_parallel_unshard"
-    group = _process_group(mesh)
+    group = _process_group(op, mesh, method)
     if len(buffers) != len(seq_dims):
         raise ValueError(
             f"{op}: {len(buffers)} buffers and {len(seq_dims)} seq_dims, must be equal"

@@ -148,6 +148,7 @@ def _attend_parts(
         block_mask=block_mask,
         scale=scale,
         enable_gqa=enable_gqa,
+        method=region.method,
     )
     if return_aux is not None:
         return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=None)

@@ -16,8 +16,9 @@ from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_balancers
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
+from symm_cp.ops.attention.methods import ALLGATHER, Method, MethodLike, split_by
 from symm_cp.schedule.layout import held_layout
 
 _OP = "context_parallel"
@@ -38,6 +39,8 @@ class ParallelRegion:
     # Returns the load balancer of a sequence of which this rank holds so many positions.
     choose: Callable[[int], LoadBalancer] | None = None
     kind: str | None = None
+    # How attention is split over the group.
+    method: Method = ALLGATHER
     # The layouts as ops in graphs take them, as an input of the graph; None if samples have
     # different layouts, or a function chooses.
     layouts: torch.Tensor | None = field(init=False, repr=False, compare=False)
@@ -164,17 +167,21 @@ def region_over(
     load_balancer: Balancers | None = None,
     kind: str | None = None,
     *,
+    method: MethodLike | None = None,
     op: str = _OP,
 ) -> ParallelRegion:
-    """Returns a region over a group; raises for load balancers that do not fit."""
-    name = group_name(group)
+    """Returns a region over a group, or all ranks of a mesh.
+
+    Raises for a method and for load balancers that do not fit.
+    """
+    name, split = split_by(op, group, method)
     process_group = _resolve_process_group(name)  # type: ignore[arg-type]
     size, rank = process_group.size(), process_group.rank()
     known = known_balancers(op, load_balancer, size)
     for balancer in known:
         check_balancer(op, balancer, balancer.seq_length, size)
     choose = None if known or load_balancer is None else load_balancer
-    return ParallelRegion(name, size, rank, known, choose, kind)  # type: ignore[arg-type]
+    return ParallelRegion(name, size, rank, known, choose, kind, split)  # type: ignore[arg-type]
 
 
 _local = threading.local()

@@ -98,6 +98,7 @@ def _attend_batch(
         scale=scale,
         enable_gqa=enable_gqa,
         load_balancer=balancer,
+        method=region.method,
     )
 
 
@@ -198,5 +199,6 @@ def _attend_masked(
         score_mod=None if is_bool else biased,
         scale=scale,
         enable_gqa=enable_gqa,
+        method=region.method,
     )
     return out

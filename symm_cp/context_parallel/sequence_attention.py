@@ -141,6 +141,7 @@ def _attend_batch(
         cu_seqlens=mask.cu_seqlens,
         document_ids=mask.document_ids,
         key_mask=mask.key_mask,
+        method=region.method,
         dropout_seed=drawn_seed() if dropout_p > 0 else None,
         **options,
         **spread,
@@ -174,6 +175,7 @@ def _by_tiles(
         layout=queries.layout,
         kv_layout=keys.layout,
         mask_mod=mask.as_mask_mod(),
+        method=region.method,
         dropout_seed=drawn_seed() if options["dropout_p"] > 0 else None,
         **options,
     )

@@ -20,6 +20,7 @@ from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sdpa import SDPA
+from symm_cp.ops.attention.methods import MethodLike
 
 
 class ContextParallel(ParallelStyle):
@@ -35,10 +36,11 @@ class ContextParallel(ParallelStyle):
         attention_type: which of the two functions the module calls, an `AttentionType` or its
             value. A call of the other one raises `RuntimeError`.
         load_balancer: how the sequence is spread, head-tail by default; as in `context_parallel`.
+        method: how attention is split over the mesh; as in `context_parallel`.
 
     The forward pass needs no surrounding context, also when it is recomputed for a checkpoint.
-    Raises `ValueError` for another `seq_dim` or `attention_type`. The forward pass raises as within
-    `context_parallel`, and `RuntimeError` if the module calls neither function.
+    Raises `ValueError` for another `seq_dim`, `attention_type` or `method`. The forward pass raises
+    as within `context_parallel`, and `RuntimeError` if the module calls neither function.
     Source: torch's `_ContextParallel`.
     """
 
@@ -53,6 +55,7 @@ class ContextParallel(ParallelStyle):
         seq_dim: int = 2,
         attention_type: AttentionType | str = AttentionType.SDPA,
         load_balancer: Balancers | None = None,
+        method: MethodLike | None = None,
     ) -> None:
         super().__init__()
         if seq_dim not in (2, -2):
@@ -62,10 +65,15 @@ class ContextParallel(ParallelStyle):
             )
         self.attention_type = self.AttentionType(attention_type)
         self.load_balancer = load_balancer
+        self.method = method
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         region = region_over(
-            device_mesh, self.load_balancer, self.attention_type.value, op="ContextParallel"
+            device_mesh,
+            self.load_balancer,
+            self.attention_type.value,
+            method=self.method,
+            op="ContextParallel",
         )
         forward = module.forward
         plain = self.attention_type is self.AttentionType.SDPA

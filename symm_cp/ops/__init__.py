@@ -6,6 +6,8 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    exchange_heads,
+    halo,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -26,8 +28,10 @@ def register() -> None:
     scaled_matmul.register()
     scaled_all_reduce.register()
     collectives.register()
+    exchange_heads.register()
     low_contention.register()
     attention.register()
+    halo.register()
     transforms.register()
 
 

@@ -396,7 +396,8 @@ def world_size_of(group_name: str) -> int:
         raise unknown_group(group_name) from error
 
 
-def _rank_in(group_name: str) -> int:
+def rank_in(group_name: str) -> int:
+    """Returns this rank in a group, as an argument of ops whose results depend on it."""
     try:
         return _resolve_process_group(group_name).rank()  # type: ignore[arg-type]
     except (RuntimeError, ValueError) as error:
@@ -404,7 +405,7 @@ def _rank_in(group_name: str) -> int:
 
 
 # As torch.compiler.assume_constant_result does, which would import the compiler.
-_rank_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+rank_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 #: The last arguments of an op for uneven parts: the length of every rank's, and this rank; without
@@ -419,7 +420,7 @@ def uneven_parts(sizes: Sequence[int] | None, group_name: str) -> Uneven:
     The rank is one of them because ranks share compiled graphs through the compiler's cache: the
     shapes of an op's results must follow from its arguments.
     """
-    return () if sizes is None else (list(sizes), _rank_in(group_name))
+    return () if sizes is None else (list(sizes), rank_in(group_name))
 
 
 def uneven_of(last: Sequence[Any]) -> Uneven:

@@ -135,6 +135,25 @@ def head_tail(length: int, world_size: int) -> SequenceLayout:
     )
 
 
+def among(layout: SequenceLayout, ranks: Sequence[int]) -> SequenceLayout:
+    """How what some ranks hold is spread over them: positions count in what they hold."""
+    chunks = sorted(chunk for rank in ranks for chunk in layout.chunks(rank))
+    order = [chunks.index(chunk) for rank in ranks for chunk in layout.chunks(rank)]
+    return SequenceLayout(
+        len(ranks), tuple(order), tuple(layout.chunk_lengths[chunk] for chunk in chunks)
+    )
+
+
+def pooled(layout: SequenceLayout, members: Sequence[Sequence[int]]) -> SequenceLayout:
+    """How a sequence is spread over teams of equally many ranks, each in the sequence's order."""
+    order = (
+        chunk
+        for ranks in members
+        for chunk in sorted(chunk for rank in ranks for chunk in layout.chunks(rank))
+    )
+    return SequenceLayout(len(members), tuple(order), layout.chunk_lengths)
+
+
 def held_layout(op: str, held: Sequence[int], local_length: int) -> int:
     """Returns which of several sequences a shard of `local_length` positions belongs to.
 

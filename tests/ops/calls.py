@@ -78,6 +78,7 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
             [rand(5, rank), rand(rank, 3), rand(3)],
         ),
         "all_gather_kv": Call(lambda k, v: list(OPS.all_gather_kv(k, v, 2, name)), [k, v]),
+        "exchange_halo": Call(lambda x: [OPS.exchange_halo(x, 1, 2, 0, name)], [x]),
         "_low_contention_all_gather": Call(
             lambda x: [waited(OPS._low_contention_all_gather(x, name))], [x]
         ),
@@ -116,6 +117,7 @@ NAMES = (
     "fused_matmul_reduce_scatter",
     "fused_matmul_all_reduce",
     "all_gather_kv",
+    "exchange_halo",
     "_low_contention_all_gather",
     "_low_contention_reduce_scatter",
     "_all_gather_matmul_split",

@@ -5,6 +5,7 @@ In reading order:
     options     the options of the ops, as their schemas have them
     spec        what a call computes: the options, checked (checks, spread, masks), as one
                 `AttentionSpec`
+    methods     how attention is split over ranks: by keys, by heads, or both over a mesh
     op          `fused_all_gather_attention` and its backward op: schema, kernels, fakes, gradient
     pipeline    gathers keys and values, reduce-scatters their gradients
     tiles       attention and its gradients tile by tile, merged by log-sum-exp
@@ -28,7 +29,7 @@ from __future__ import annotations
 
 from symm_cp.ops.attention import gather_kv, op, sequence
 from symm_cp.ops.attention.flex import graph
-from symm_cp.ops.attention.spec import set_rotate_method
+from symm_cp.ops.attention.methods import set_rotate_method
 
 __all__ = ["register", "set_rotate_method"]
 

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import torch
 
-#: How ranks share the work: "allgather" (each has its queries, all heads, and sees all keys),
-#: "ulysses" (each has some heads, all positions), or both over the dimensions of a 2-D mesh.
-Method: TypeAlias = str | tuple[str, str]
-METHODS: tuple[Method, ...] = ("allgather", "ulysses", ("ulysses", "allgather"))
+#: In a schema: a `Method` of methods.py.
+METHOD_OPTIONS = 'str method="allgather", str[]? method_groups=None, int[]? method_columns=None'
 
 #: In a schema; `Options` has the same.
 OPTIONS = (
@@ -19,7 +16,8 @@ OPTIONS = (
     "int? window_left=None, int? window_right=None, float? softcap=None, Tensor? sinks=None, "
     "Tensor? bias=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
     "Tensor? document_ids=None, Tensor? key_mask=None, int[]? query_chunk_order=None, "
-    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0"
+    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0, "
+    f"{METHOD_OPTIONS}"
 )
 
 
@@ -29,8 +27,8 @@ class Options:
 
     `document_edges` are those that `cu_seqlens` would hold, `layouts` (see layouts.py) say how keys
     and queries are spread instead of their chunks. `head_offset` is the number of the first of the
-    call's query heads among all of the model, which dropout depends on. The others are those of
-    `all_gather_attention`.
+    call's query heads among all of the model, which dropout depends on. `Method.of` knows what the
+    options of a method mean. The others are those of `all_gather_attention`.
     """
 
     is_causal: bool = False
@@ -53,6 +51,9 @@ class Options:
     query_chunk_lengths: list[int] | None = None
     layouts: torch.Tensor | None = None
     head_offset: int = 0
+    method: str = "allgather"
+    method_groups: list[str] | None = None
+    method_columns: list[int] | None = None
 
     @property
     def of_documents(self) -> list[str]:
@@ -77,10 +78,3 @@ class Options:
         """The options that do so for every score, not as a mask."""
         bias = ["bias"] if self.bias is not None else []
         return [*bias, "dropout_p"] if self.dropout_p > 0 else bias
-
-
-def check_method(op: str, method: Method) -> Method:
-    """Returns the method; raises `ValueError` if there is none of that name."""
-    if method not in METHODS:
-        raise ValueError(f"{op}: {method=} must be one of {', '.join(map(repr, METHODS))}")
-    return method

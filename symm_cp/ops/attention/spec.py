@@ -24,34 +24,12 @@ from symm_cp.ops.attention.checks import (
     seed_of,
 )
 from symm_cp.ops.attention.masks import HiddenKeys, check_readable, masks_of
+from symm_cp.ops.attention.methods import ROTATE_METHODS, rotate_method
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spread import spread_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import NO_MASK, Mask, Tile, for_samples, tiles, tiles_of_rows
-
-_ROTATE_METHODS = ("allgather", "alltoall")
-_rotate_method = _ROTATE_METHODS[0]
-
-
-def set_rotate_method(rotate_method: str) -> None:
-    """Chooses how many remote shards the ops keep at a time: all ("allgather") or one ("alltoall").
-
-    On CPU keys and values are read where they lie and none is kept. What differs are the gradients
-    of keys and values: "allgather" (the default) has room for those of all ranks and adds them in
-    rank order, "alltoall" passes them on in a ring and has room for two. Must be set identically on
-    all ranks; takes effect for backward passes that run afterwards. Raises `ValueError` for another
-    name. Source: torch's `set_rotate_method`.
-    """
-    global _rotate_method
-    if rotate_method not in _ROTATE_METHODS:
-        raise ValueError(f"set_rotate_method: {rotate_method=} must be one of {_ROTATE_METHODS}")
-    _rotate_method = rotate_method
-
-
-def rotate_method() -> str:
-    """Returns the method that `set_rotate_method` chose."""
-    return _rotate_method
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +48,7 @@ class AttentionSpec:
     #: What scores are multiplied by; None is 1 / sqrt(E).
     scale: float | None = None
     #: How gradients of keys and values travel: see `set_rotate_method`.
-    method: str = _ROTATE_METHODS[0]
+    method: str = ROTATE_METHODS[0]
     #: How the queries are spread, if not as the keys are; None, too, where it does not matter.
     queries: SequenceLayout | None = None
     #: The features of a value, if not E.

@@ -31,7 +31,8 @@ from symm_cp.ops.attention.checks import (
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
-from symm_cp.ops.attention.options import Method, Options, check_method
+from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import (
     Grad,
     Tensors,
@@ -41,11 +42,7 @@ from symm_cp.ops.attention.pipeline import (
     reduce_gradients,
 )
 from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.spec import (
-    AttentionSpec,
-    rotate_method,
-    value_features_of,
-)
+from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import (
     Backward,
     Forward,
@@ -81,7 +78,7 @@ def flex_all_gather_attention(
     dropout_p: float = 0.0,
     dropout_seed: torch.Tensor | None = None,
     head_offset: int = 0,
-    method: Method = "allgather",
+    method: Method = ALLGATHER,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Flex attention of this rank's queries over the keys of all ranks. Collective.
 
@@ -109,8 +106,6 @@ def flex_all_gather_attention(
     replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
-    if check_method(_OP, method) != "allgather":
-        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
@@ -137,6 +132,7 @@ def flex_all_gather_attention(
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
             head_offset=head_offset,
+            **method.as_options(),
         ),
     )
     attention = FlexAttention(group, spec, masks, score_mod, captures)
@@ -203,6 +199,8 @@ def flex_spec(
     options: Options,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
+    if options.method != "allgather":
+        raise NotImplementedError(f"{_OP}: {options.method=} is not supported yet")
     check_scores(_OP, query, options)
     queries, keys = layouts
     if options.bias is not None:
@@ -319,7 +317,10 @@ class FlexAttention:
                 total.finish()
 
         name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
-        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        of_keys = tuple(
+            as_dtype(grad, key.dtype)
+            for grad in reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        )
         of_sinks = None
         if sinks is not None:
             of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)

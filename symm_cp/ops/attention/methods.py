@@ -1,0 +1,203 @@
+"""The methods by which attention is split over ranks, and their mix over a mesh of two dimensions.
+
+`allgather`
+    Each rank attends with its queries, all heads, to the keys of all ranks, where they lie or as
+    they arrive.
+`ulysses`
+    Ranks exchange parts of the sequence for heads: each attends with some heads to the whole
+    sequence, and the results are exchanged back.
+`auto`
+    The one of the two that is faster by the simulator's figures (choice.py).
+
+Over a mesh of two dimensions, ranks exchange heads along one, and gather keys along the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any, Literal, TypeAlias
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.attention.options import Options
+from symm_cp.ops.common import tells_peers
+from symm_cp.schedule.layout import SequenceLayout, among, pooled
+
+MethodName: TypeAlias = Literal["allgather", "ulysses", "auto"]
+#: One method, or that of each dimension of a mesh.
+MethodLike: TypeAlias = "MethodName | tuple[MethodName, MethodName]"
+
+METHODS: tuple[MethodName, ...] = ("allgather", "ulysses", "auto")
+ROTATE_METHODS = ("allgather", "alltoall", "ulysses")
+_rotate_method = ROTATE_METHODS[0]
+
+
+def set_rotate_method(rotate_method: str) -> None:
+    """Chooses how parts of the sequence travel: "allgather" (the default), "alltoall" or "ulysses".
+
+    "allgather" and "alltoall" say how many remote shards the ops keep at a time: all or one. On CPU
+    keys and values are read where they lie and none is kept. What differs are the gradients of keys
+    and values: "allgather" has room for those of all ranks and adds them in rank order, "alltoall"
+    passes them on in a ring and has room for two. They hold for backward passes that run
+    afterwards. "ulysses" makes that method the one of attention called, contexts entered and styles
+    applied afterwards without a `method`; gradients then travel as with "allgather". Must be set
+    identically on all ranks. Raises `ValueError` for another name. Source: torch's
+    `set_rotate_method`.
+    """
+    global _rotate_method
+    if rotate_method not in ROTATE_METHODS:
+        raise ValueError(f"set_rotate_method: {rotate_method=} must be one of {ROTATE_METHODS}")
+    _rotate_method = rotate_method
+
+
+def rotate_method() -> str:
+    """Returns how gradients of keys and values travel: "allgather" or "alltoall"."""
+    return "alltoall" if _rotate_method == "alltoall" else "allgather"
+
+
+def default_method() -> MethodName:
+    """Returns the method of attention that is not given one."""
+    return "ulysses" if _rotate_method == "ulysses" else "allgather"
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Ranks of a group in rows and columns: a column exchanges heads, a row gathers keys.
+
+    `heads` and `keys` are the names of the groups of this rank's column and row, `columns[k][h]` is
+    the rank in the whole group of rank h of column k.
+    """
+
+    heads: str
+    keys: str
+    columns: tuple[tuple[int, ...], ...]
+
+    def column_of(self, rank: int) -> int:
+        """Returns the column of a rank of the whole group: its rank among those that gather."""
+        return next(k for k, column in enumerate(self.columns) if rank in column)
+
+    def of_heads(self, layout: SequenceLayout, rank: int) -> SequenceLayout:
+        """Returns how the column of a rank spreads what it holds: positions count in that."""
+        return _among(layout, self.columns[self.column_of(rank)])
+
+    def of_keys(self, layout: SequenceLayout) -> SequenceLayout:
+        """Returns how the sequence is spread over columns, each in the order of the sequence."""
+        return _pooled(layout, self.columns)
+
+
+_among, _pooled = lru_cache(maxsize=512)(among), lru_cache(maxsize=512)(pooled)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method with the groups that it needs; `grid` only where two are mixed."""
+
+    name: MethodName
+    grid: Grid | None = None
+
+    def __str__(self) -> str:
+        return self.name if self.grid is None else "a mix of ulysses and allgather"
+
+    def as_options(self) -> dict[str, Any]:
+        """Returns the method as ops take it; those of the default are left out."""
+        options: dict[str, Any] = {} if self.name == METHODS[0] else {"method": self.name}
+        if self.grid is not None:
+            columns = self.grid.columns
+            options["method_groups"] = [self.grid.heads, self.grid.keys]
+            options["method_columns"] = [len(columns), *itertools.chain(*columns)]
+        return options
+
+    @staticmethod
+    def of(op: str, options: Options) -> Method:
+        """Returns the method that an op was given; raises `ValueError` if there is none."""
+        groups, columns = options.method_groups, options.method_columns
+        return _method(op, options.method, *(tuple(t) if t else () for t in (groups, columns)))
+
+
+@lru_cache(maxsize=64)
+def _method(op: str, name: str, groups: tuple[str, ...], columns: tuple[int, ...]) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"{op}: unknown method={name!r}; choose one of {METHODS}")
+    if not groups and not columns:
+        return Method(name)
+    ranks = columns[1:]
+    if name != "ulysses" or len(groups) != 2 or not ranks or len(ranks) % max(1, columns[0]):
+        raise ValueError(
+            f"{op}: method={name!r} with method_groups={list(groups)} and method_columns="
+            f"{list(columns)} is no mix of methods"
+        )
+    each = len(ranks) // columns[0]
+    grid = Grid(*groups, tuple(ranks[k : k + each] for k in range(0, len(ranks), each)))
+    return Method(name, grid)
+
+
+#: Each rank attends with its queries to all keys.
+ALLGATHER = Method("allgather")
+
+
+@partial(tells_peers, group="mesh")
+def split_by(
+    op: str, mesh: GroupLike, method: MethodLike | Method | None, *, argument: str = "mesh"
+) -> tuple[str, Method]:
+    """Returns the name of the group of all ranks of a mesh, and the method with its groups.
+
+    Collective at the first call for a mesh of two dimensions. Raises `ValueError` and `TypeError`
+    for a method that does not exist or does not fit the mesh; `argument` is that of the mesh.
+    """
+    if isinstance(method, Method):
+        return group_name(mesh), method
+    dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
+    if isinstance(method, tuple | list):
+        if sorted(method) != ["allgather", "ulysses"]:
+            raise ValueError(
+                f"{op}: {method=} of two dimensions must be ('ulysses', 'allgather') or "
+                "('allgather', 'ulysses')"
+            )
+        if not isinstance(mesh, DeviceMesh) or dims != 2:
+            of = f"{dims} dimension(s)" if isinstance(mesh, DeviceMesh) else type(mesh).__name__
+            raise ValueError(
+                f"{op}: {method=} requires {argument} to be a DeviceMesh of 2 dimensions, one for "
+                f"each, is one of {of}"
+            )
+        return _of_mesh(op, mesh, method.index("ulysses"), argument)
+    name: MethodName = default_method() if method is None else method
+    if name not in METHODS:
+        raise ValueError(
+            f"{op}: unknown {method=}; choose one of {METHODS}, or for a mesh of two dimensions "
+            "('ulysses', 'allgather') or ('allgather', 'ulysses')"
+        )
+    if dims == 2:
+        assert isinstance(mesh, DeviceMesh)
+        raise ValueError(
+            f"{op}: {argument} has 2 dimensions, method={name!r} requires one: pick one, as in "
+            f"mesh['{(mesh.mesh_dim_names or ('cp',))[-1]}'], or pass method=('ulysses', "
+            "'allgather')"
+        )
+    return group_name(mesh), Method(name)
+
+
+def _of_mesh(op: str, mesh: DeviceMesh, heads: int, argument: str) -> tuple[str, Method]:
+    """Returns what `split_by` does for a mesh whose dimension `heads` exchanges heads."""
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{op}: {argument} has no names of its dimensions: pass mesh_dim_names to "
+            "init_device_mesh"
+        )
+    ranks = mesh.mesh.transpose(0, heads)  # (heads, keys)
+    for dim in range(2):
+        if not bool((ranks.diff(dim=dim) > 0).all()):
+            raise ValueError(
+                f"{op}: {argument} has ranks {mesh.mesh.tolist()}, which must ascend along both "
+                "dimensions"
+            )
+    group = mesh._flatten().get_group()
+    members = dist.get_process_group_ranks(group)
+    columns = tuple(tuple(members.index(rank) for rank in column) for column in ranks.T.tolist())
+    grid = Grid(
+        str(mesh.get_group(heads).group_name), str(mesh.get_group(1 - heads).group_name), columns
+    )
+    return str(group.group_name), Method("ulysses", grid)

@@ -1,0 +1,253 @@
+"""Exchanges a sequence for heads, and back: all ranks' positions of some heads, or the reverse.
+
+What attention needs between ranks that each hold part of a sequence: every rank gets the whole
+sequence of its heads, in sequence order, attends to it as a single process does, and gives the
+result back. Each direction is the gradient of the other. Source: DeepSpeed-Ulysses (Jacobs et al.,
+2023).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from symm_cp import runtime, wire
+from symm_cp.memory import Group
+from symm_cp.ops.common import (
+    check_reduce_op,
+    group_of,
+    lib,
+    register_kernel,
+    world_size_of,
+)
+from symm_cp.ops.head_exchange import HeadExchange, HeadRanges, head_exchange
+from symm_cp.ops.transforms import register_gradient
+from symm_cp.results import contiguous
+from symm_cp.schedule.layout import SequenceLayout
+
+OP = "exchange_heads"
+
+# Of every tensor `head_ranges` lists the first head of each rank and the one behind its last, by
+# default H / W for each. `chunk_order`, `chunk_lengths`: see schedule/layout.py, by default the
+# r-th of W parts. The rank has to be given with either, as the shapes of results depend on it.
+lib.define(
+    f"{OP}(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
+    "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None) -> Tensor[]"
+)
+
+
+def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ValueError(f"{OP}: tensors is empty")
+    like = tensors[0]
+    for index, tensor in enumerate(tensors):
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{OP}: tensors[{index}] has shape {list(tensor.shape)}, must have 4 dimensions: "
+                "(batch, heads, positions, features)"
+            )
+        if tensor.shape[2] != like.shape[2]:
+            raise ValueError(
+                f"{OP}: tensors[{index}] has {tensor.shape[2]} positions and tensors[0] "
+                f"{like.shape[2]}: they must agree"
+            )
+        if tensor.dtype != like.dtype or tensor.device != like.device:
+            raise TypeError(
+                f"{OP}: tensors[{index}] is {tensor.dtype} on {tensor.device}, tensors[0] "
+                f"{like.dtype} on {like.device}"
+            )
+
+
+def _ranges_of(
+    tensors: Sequence[torch.Tensor],
+    to_heads: bool,
+    head_ranges: Sequence[int] | None,
+    world_size: int,
+) -> list[HeadRanges]:
+    """Returns the heads of each rank, of every tensor."""
+    if head_ranges is None:
+        return [_equal_heads(index, t, to_heads, world_size) for index, t in enumerate(tensors)]
+    if len(head_ranges) != 2 * world_size * len(tensors):
+        raise ValueError(
+            f"{OP}: head_ranges has {len(head_ranges)} numbers, must have 2 for each of "
+            f"{world_size} ranks and {len(tensors)} tensors"
+        )
+    ends = list(zip(head_ranges[::2], head_ranges[1::2], strict=True))
+    found = [tuple(ends[begin : begin + world_size]) for begin in range(0, len(ends), world_size)]
+    for index, ranges in enumerate(found):
+        _check_ranges(index, ranges)
+    return found
+
+
+def _equal_heads(index: int, tensor: torch.Tensor, to_heads: bool, world_size: int) -> HeadRanges:
+    heads = tensor.shape[1]
+    each = heads // world_size if to_heads else heads
+    if to_heads and heads % world_size:
+        raise ValueError(
+            f"{OP}: tensors[{index}] has {heads} heads, which is not divisible by world size "
+            f"{world_size}: give heads, those of each rank"
+        )
+    return tuple((rank * each, (rank + 1) * each) for rank in range(world_size))
+
+
+def _check_ranges(index: int, ranges: HeadRanges) -> None:
+    heads = max(end for _, end in ranges)
+    held = {head for begin, end in ranges for head in range(begin, end)}
+    if any(not 0 <= begin <= end for begin, end in ranges) or len(held) != heads:
+        raise ValueError(
+            f"{OP}: the ranks have heads {[list(each) for each in ranges]} of tensors[{index}], "
+            "must be ranges in which each head is held by at least one rank"
+        )
+
+
+def _check_heads(
+    tensors: Sequence[torch.Tensor], to_heads: bool, ranges: Sequence[HeadRanges], rank: int
+) -> None:
+    for index, (tensor, each) in enumerate(zip(tensors, ranges, strict=True)):
+        begin, end = each[rank]
+        required = max(end for _, end in each) if to_heads else end - begin
+        if tensor.shape[1] != required:
+            raise ValueError(
+                f"{OP}: tensors[{index}] has {tensor.shape[1]} heads, must have {required} for "
+                f"heads {[list(each) for each in each]} of the ranks"
+            )
+
+
+def _layout_of(
+    like: torch.Tensor,
+    to_heads: bool,
+    chunk_order: Sequence[int] | None,
+    chunk_lengths: Sequence[int] | None,
+    rank: int,
+    world_size: int,
+) -> SequenceLayout:
+    length = like.shape[2]
+    if chunk_order is None or chunk_lengths is None:
+        if not to_heads and length % world_size:
+            raise ValueError(
+                f"{OP}: {length} positions are not divisible by world size {world_size}: give a "
+                "load_balancer"
+            )
+        each = length if to_heads else length // world_size
+        return SequenceLayout(world_size, tuple(range(world_size)), (each,) * world_size)
+    layout = SequenceLayout(world_size, tuple(chunk_order), tuple(chunk_lengths))
+    required = layout.lengths[rank] if to_heads else layout.length
+    if length != required:
+        raise ValueError(
+            f"{OP}: the tensors have {length} positions, must have {required} for "
+            f"chunk_lengths={list(chunk_lengths)}"
+        )
+    return layout
+
+
+def _checked(
+    tensors: Sequence[torch.Tensor],
+    to_heads: bool,
+    group: Group,
+    head_ranges: Sequence[int] | None,
+    chunk_order: Sequence[int] | None,
+    chunk_lengths: Sequence[int] | None,
+) -> HeadExchange:
+    _check_tensors(tensors)
+    rank, world_size = group.rank, group.world_size
+    ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
+    _check_heads(tensors, to_heads, ranges, rank)
+    layout = _layout_of(tensors[0], to_heads, chunk_order, chunk_lengths, rank, world_size)
+    shapes = tuple(
+        (tensor.shape[0], max(end for _, end in each), layout.length, tensor.shape[3])
+        for tensor, each in zip(tensors, ranges, strict=True)
+    )
+    exchange = head_exchange(rank, to_heads, layout, shapes, tuple(ranges))
+    if not to_heads and not all(exchange.disjoint):
+        check_reduce_op(OP, "tensors", tensors[0].dtype)
+    return exchange
+
+
+def _kernel(
+    tensors: list[torch.Tensor],
+    to_heads: bool,
+    group_name: str,
+    head_ranges: list[int] | None = None,
+    chunk_order: list[int] | None = None,
+    chunk_lengths: list[int] | None = None,
+    rank: int | None = None,
+) -> list[torch.Tensor]:
+    group = group_of(group_name, rank)
+    exchange = _checked(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
+    return run_exchange(group, exchange, tensors)
+
+
+def run_exchange(
+    group: Group, exchange: HeadExchange, tensors: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Carries an exchange out, for kernels. Collective; the tensors are not checked again."""
+    dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
+    outputs = exchange.new_outputs(dense)
+    on = runtime.of(dense[0], group)
+    on.exchange(group, exchange, dense, outputs, _call_name(exchange, dense[0].dtype))
+    return exchange.summed(outputs)
+
+
+@lru_cache(maxsize=512)
+def _call_name(exchange: HeadExchange, dtype: torch.dtype) -> bytes:
+    """The same on all ranks; of what is long a checksum."""
+    numbers = exchange.layout.chunk_order, exchange.layout.chunk_lengths, exchange.ranges
+    checksum = zlib.crc32(repr((numbers, exchange.shapes)).encode())
+    shapes = " ".join(str(list(shape)) for shape in exchange.shapes)
+    way = "to heads" if exchange.to_heads else "to sequence"
+    name = f"{OP} {str(dtype)[6:]} {way} #{checksum:08x} {shapes}"
+    return name.encode()[: wire.MAX_CALL_NAME]
+
+
+def _fake(
+    tensors: list[torch.Tensor],
+    to_heads: bool,
+    group_name: str,
+    head_ranges: list[int] | None = None,
+    chunk_order: list[int] | None = None,
+    chunk_lengths: list[int] | None = None,
+    rank: int | None = None,
+) -> list[torch.Tensor]:
+    world_size, held = world_size_of(group_name), rank or 0
+    _check_tensors(tensors)
+    ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
+    length = tensors[0].shape[2]
+    if chunk_order is None or chunk_lengths is None:
+        length = length * world_size if to_heads else length // world_size
+    elif to_heads:
+        length = sum(chunk_lengths)
+    else:
+        each = len(chunk_order) // world_size
+        chunks = chunk_order[held * each : (held + 1) * each]
+        length = sum(chunk_lengths[chunk] for chunk in chunks)
+    results = []
+    for tensor, by_rank in zip(tensors, ranges, strict=True):
+        batch, features = tensor.shape[0], tensor.shape[3]
+        begin, end = by_rank[held]
+        if to_heads:
+            results.append(tensor.new_empty(batch, end - begin, length, features))
+            continue
+        heads = max(end for _, end in by_rank)
+        results.append(tensor.new_empty(batch, length, heads, features).transpose(1, 2))
+    return results
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, ctx.to_heads, *ctx.others = inputs
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    back = torch.ops.symm_mem.exchange_heads(list(grads), not ctx.to_heads, *ctx.others)
+    # Of as many arguments as there were: those at the end that had their defaults do not count.
+    return (back, *(None for _ in ctx.needs_input_grad[1:]))
+
+
+def register() -> None:
+    """Adds the kernels, the fake kernel and the gradient."""
+    register_kernel(OP, _kernel)
+    lib.impl(OP, _fake, "Meta")
+    register_gradient(OP, _backward, _setup)

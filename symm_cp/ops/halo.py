@@ -1,0 +1,279 @@
+"""The rows of the neighbours' parts next to this rank's, as convolutions over a sequence need them.
+
+The gradient sends the gradients of these rows back to the ranks that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from symm_cp import runtime
+from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.common import (
+    SIZES,
+    check_dim,
+    check_reduce_op,
+    gather_split,
+    group_of,
+    lib,
+    register_kernel,
+    uneven_of,
+    uneven_parts,
+    what_is,
+    world_size_of,
+)
+from symm_cp.ops.transforms import register_gradient
+from symm_cp.results import copied, new_result
+from symm_cp.runtime.sums import wide
+from symm_cp.shards import Split
+
+_EXCHANGE = "exchange_halo"
+_ADD = "_add_halo"
+
+_ARGUMENTS = f"SymInt left, SymInt right, int dim, str group_name, {SIZES}"
+lib.define(f"{_EXCHANGE}(Tensor x, {_ARGUMENTS}) -> Tensor")
+lib.define(f"{_ADD}(Tensor padded, {_ARGUMENTS}) -> Tensor")
+
+
+def _check(tensor: torch.Tensor, left: int, right: int, dim: int) -> int:
+    dim = check_dim(_EXCHANGE, "dim", dim, tensor.dim())
+    for name, rows in (("left", left), ("right", right)):
+        if rows < 0:
+            raise ValueError(f"{_EXCHANGE}: {name}={rows} must not be negative")
+    return dim
+
+
+def _check_padded(padded: torch.Tensor, left: int, right: int, dim: int) -> int:
+    dim = _check(padded, left, right, dim)
+    check_reduce_op(_ADD, "padded", padded.dtype)
+    if padded.shape[dim] < left + right:
+        raise ValueError(
+            f"{_ADD}: dimension {dim} of padded {list(padded.shape)} must have at least "
+            f"left + right = {left + right} rows"
+        )
+    return dim
+
+
+def _left_rows(split: Split, rank: int, owner: int, left: int) -> int:
+    """How many of the last rows of `owner`, a lower rank, lie in the left halo of `rank`."""
+    end = split.start(owner) + split.sizes[owner]
+    return min(split.sizes[owner], max(0, end - split.start(rank) + left))
+
+
+def _right_rows(split: Split, rank: int, owner: int, right: int) -> int:
+    """How many of the first rows of `owner`, a higher rank, lie in the right halo of `rank`."""
+    end = split.start(rank) + split.sizes[rank]
+    return min(split.sizes[owner], max(0, end + right - split.start(owner)))
+
+
+def _halo_of(
+    split: Split, padded: torch.Tensor, rank: int, owner: int, left: int, right: int
+) -> torch.Tensor:
+    """The rows of the padded part of `rank` that `owner` holds, as a view."""
+    if owner < rank:
+        rows = _left_rows(split, rank, owner, left)
+        end = left - (split.start(rank) - split.start(owner) - split.sizes[owner])
+        return padded.narrow(split.dim, max(0, end - rows), rows)
+    rows = _right_rows(split, rank, owner, right)
+    begin = left + split.start(owner) - split.start(rank)
+    return padded.narrow(split.dim, min(begin, padded.shape[split.dim]), rows)
+
+
+def _exchange_kernel(
+    x: torch.Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    group = group_of(group_name, rank)
+    dim = _check(x, left, right, dim)
+    split = gather_split(_EXCHANGE, "dim", dim, x, sizes, group.rank, group.world_size)
+    length = x.shape[dim]
+    shape = split._replaced(x.shape, left + length + right)
+    padded = new_result(x, shape)
+    padded.narrow(dim, 0, left).zero_()
+    padded.narrow(dim, left, length).copy_(x)
+    padded.narrow(dim, left + length, right).zero_()
+    if group.world_size == 1 or left + right == 0:
+        return padded
+    # Higher ranks need the last rows of a part, lower ones the first.
+    edges = [(min(left, size), min(right, size)) for size in split.sizes]
+    shapes = [tuple(tuple(split._replaced(x.shape, n)) for n in rows) for rows in edges]
+    tail, head = edges[group.rank]
+
+    def consume(shards: list[torch.Tensor], owner: int) -> None:
+        if owner == group.rank:
+            return
+        halo = _halo_of(split, padded, group.rank, owner, left, right)
+        rows = halo.shape[dim]
+        if owner < group.rank:
+            halo.copy_(shards[0].narrow(dim, edges[owner][0] - rows, rows))
+        else:
+            halo.copy_(shards[1].narrow(dim, 0, rows))
+
+    name = what_is(_EXCHANGE, x, split=split, detail=f"{left=} {right=} {dim=}")
+    own = [x.narrow(dim, length - tail, tail), x.narrow(dim, 0, head)]
+    on = runtime.of(x, group)
+    on.all_gather_and_consume(group, own, consume, name, shapes=shapes)
+    return padded
+
+
+def _split_of_padded(
+    padded: torch.Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    sizes: Sequence[int] | None,
+    rank: int | None,
+    world_size: int,
+) -> Split:
+    own = padded.narrow(dim, left, padded.shape[dim] - left - right)
+    return gather_split(_ADD, "dim", dim, own, sizes, rank, world_size)
+
+
+def _add_kernel(
+    padded: torch.Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    """The transpose of `exchange_halo`: adds to each row its copies in the halos of all ranks."""
+    group = group_of(group_name, rank)
+    dim = _check_padded(padded, left, right, dim)
+    ranks = group.world_size
+    split = _split_of_padded(padded, left, right, dim, sizes, group.rank, ranks)
+    length = split.sizes[group.rank]
+    own = padded.narrow(dim, left, length)
+    if ranks == 1 or left + right == 0:
+        return copied(own)
+    # In float32 for the 16-bit types, and in the fixed order in which a runtime visits the peers.
+    total = new_result(own, own.shape, wide(own.dtype)).copy_(own)
+    halos = [padded.narrow(dim, 0, left), padded.narrow(dim, left + length, right)]
+    shapes = [tuple(tuple(halo.shape) for halo in halos)] * ranks
+
+    def consume(shards: list[torch.Tensor], sender: int) -> None:
+        if sender == group.rank:
+            return
+        if sender > group.rank:
+            rows = _left_rows(split, sender, group.rank, left)
+            end = left - (split.start(sender) - split.start(group.rank) - length)
+            total.narrow(dim, length - rows, rows).add_(
+                shards[0].narrow(dim, max(0, end - rows), rows)
+            )
+        else:
+            rows = _right_rows(split, sender, group.rank, right)
+            begin = split.start(group.rank) - split.start(sender) - split.sizes[sender]
+            total.narrow(dim, 0, rows).add_(shards[1].narrow(dim, min(begin, right), rows))
+
+    name = what_is(_ADD, own, split=split, detail=f"{left=} {right=} {dim=}")
+    on = runtime.of(padded, group)
+    on.all_gather_and_consume(group, halos, consume, name, shapes=shapes)
+    return total if total.dtype == padded.dtype else total.to(padded.dtype)
+
+
+def _exchange_fake(
+    x: torch.Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    dim = _check(x, left, right, dim)
+    gather_split(_EXCHANGE, "dim", dim, x, sizes, rank, world_size_of(group_name))
+    shape = list(x.shape)
+    shape[dim] = left + x.shape[dim] + right
+    return x.new_empty(shape)
+
+
+def _add_fake(
+    padded: torch.Tensor,
+    left: int,
+    right: int,
+    dim: int,
+    group_name: str,
+    sizes: Sequence[int] | None = None,
+    rank: int | None = None,
+) -> torch.Tensor:
+    dim = _check_padded(padded, left, right, dim)
+    _split_of_padded(padded, left, right, dim, sizes, rank, world_size_of(group_name))
+    shape = list(padded.shape)
+    shape[dim] = padded.shape[dim] - left - right
+    return padded.new_empty(shape)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    _, *ctx.halo, ctx.group_name = inputs[:5]
+    ctx.uneven = uneven_of(inputs[5:])
+
+
+def _exchange_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    total = torch.ops.symm_mem._add_halo(grad, *ctx.halo, ctx.group_name, *ctx.uneven)
+    return total, *(None,) * (4 + len(ctx.uneven))
+
+
+def _add_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    padded = torch.ops.symm_mem.exchange_halo(grad, *ctx.halo, ctx.group_name, *ctx.uneven)
+    return padded, *(None,) * (4 + len(ctx.uneven))
+
+
+def register() -> None:
+    """Adds the kernels, the fake kernels and the gradients: each op is the other's."""
+    register_kernel(_EXCHANGE, _exchange_kernel)
+    register_kernel(_ADD, _add_kernel)
+    lib.impl(_EXCHANGE, _exchange_fake, "Meta")
+    lib.impl(_ADD, _add_fake, "Meta")
+    register_gradient(_EXCHANGE, _exchange_backward, _setup)
+    register_gradient(_ADD, _add_backward, _setup)
+
+
+def exchange_halo(
+    x: torch.Tensor,
+    left: int,
+    right: int = 0,
+    dim: int = -1,
+    *,
+    group: GroupLike,
+    sizes: Sequence[int] | None = None,
+) -> torch.Tensor:
+    """Extends this rank's part of a sequence by the rows before and after it on other ranks.
+
+    Same result as::
+
+        whole = all_gather_tensor(x, dim, group)  # in rank order
+        zeros = lambda rows: torch.zeros_like(whole).narrow(dim, 0, rows)  # if rows <= its length
+        padded = torch.cat([zeros(left), whole, zeros(right)], dim)
+        padded.narrow(dim, start_of_this_rank, left + x.shape[dim] + right)
+
+    A causal convolution over a sequence that is spread in order:
+    `F.conv1d(exchange_halo(x, kernel_size - 1, group=group), weight)`, without padding.
+
+    Args:
+        x: any shape and dtype (complex, too), of any strides.
+        left, right: how many rows before and after the part; also more than a neighbour has. Equal
+            on all ranks.
+        dim: the dimension of the sequence, negative counts from the end.
+        group: a ProcessGroup, a 1-D DeviceMesh or a group name.
+        sizes: the length of every rank's part along `dim`; by default all are as this rank's.
+
+    Returns a contiguous tensor with `left + x.shape[dim] + right` rows along `dim`: zeros before
+    the first and after the last position of the sequence. Twice differentiable: the gradients of
+    rows that are copies go back to their owners and are added in a fixed order, in float32 for
+    16-bit types. Raises `ValueError` or `TypeError` for arguments that do not fit, before any
+    communication; `RuntimeError` when a peer fails or disagrees.
+    """
+    name = group_name(group)
+    padded: torch.Tensor = torch.ops.symm_mem.exchange_halo(
+        x, left, right, dim, name, *uneven_parts(sizes, name)
+    )
+    return padded

@@ -1,0 +1,222 @@
+"""`sequence_to_heads` and `heads_to_sequence` against the whole tensors of all ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp.shards import Split
+from tests import device
+from tests.pool import Ranks
+from tests.reference import reduce
+
+pytestmark = device.devices(*device.NAMES)
+
+Ranges = list[tuple[int, int]]
+
+
+def ranges_of(split: Split) -> Ranges:
+    begins = [split.start(rank) for rank in range(len(split.sizes))]
+    return [(begin, begin + size) for begin, size in zip(begins, split.sizes, strict=True)]
+
+
+def balancers(W: int) -> list[symm_cp.LoadBalancer | None]:
+    return [
+        None,
+        symm_cp.HeadTail(8 * W, W),
+        symm_cp.HeadTail(4 * W + 3, W),
+        symm_cp.PerDocumentHeadTail([5, 1, 7 * W], W),
+    ]
+
+
+def heads_of(W: int) -> list[tuple[int, Any, Ranges]]:
+    """How many heads there are, what the caller gives, and what that means."""
+    uneven = Split.nearly_equal(2 * W - 1, W)
+    fewer = Split((1,) + (0,) * (W - 1))
+    replicated = [(rank // 2, rank // 2 + 1) for rank in range(W)]
+    return [
+        (2 * W, None, ranges_of(Split.equal(2, W))),
+        (2 * W - 1, uneven, ranges_of(uneven)),
+        (1, fewer, ranges_of(fewer)),
+        ((W + 1) // 2, replicated, replicated),
+    ]
+
+
+def strided(x: torch.Tensor, how: int) -> torch.Tensor:
+    """The same numbers, with the strides of a projection's result, of a batch of one, and so on."""
+    if how == 0:
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if how == 1:
+        return x.mT.contiguous().mT
+    return x.contiguous()
+
+
+def exchanges_one(
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
+    balancer: symm_cp.LoadBalancer | None,
+    heads: tuple[int, Any, Ranges],
+    how: int,
+) -> None:
+    W, rank = group.size(), group.rank()
+    H, given, ranges = heads
+    layout = balancer or symm_cp.Sequential(6 * W, W)
+    whole = torch.randn(2, H, layout.seq_length, 5).to(dtype)
+    (begin, end), rows = ranges[rank], layout.positions(rank)
+    x = strided(whole[:, :, rows], how).requires_grad_()
+    y = symm_cp.sequence_to_heads(x, group=group, load_balancer=balancer, heads=given)
+    assert torch.equal(y, whole[:, begin:end])
+    assert y.is_contiguous()
+    parts = [torch.zeros_like(whole) for _ in range(W)]
+    for part, (first, last) in zip(parts, ranges, strict=True):
+        part[:, first:last] = torch.randn(2, last - first, *whole.shape[2:]).to(dtype)
+    grad = strided(parts[rank][:, begin:end], how).requires_grad_()
+    back = symm_cp.heads_to_sequence(grad, group=group, load_balancer=balancer, heads=given)
+    reduce([part[:, :, rows] for part in parts]).check(back)
+    assert back.transpose(1, 2).is_contiguous()
+    (found,) = torch.autograd.grad(y, x, grad.detach())
+    assert torch.equal(found, back)
+    (again,) = torch.autograd.grad(back, grad, x.detach())
+    assert torch.equal(again, whole[:, begin:end])
+
+
+def exchanges(group: dist.ProcessGroup) -> None:
+    W = group.size()
+    for turn, heads in enumerate(heads_of(W)):
+        for dtype, balancer in zip(
+            (torch.float32, torch.bfloat16, torch.float64, torch.float16), balancers(W), strict=True
+        ):
+            exchanges_one(group, dtype, balancer, heads, turn % 3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_exchanges_and_gradients(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, exchanges)
+
+
+def several(group: dist.ProcessGroup) -> None:
+    W, rank = group.size(), group.rank()
+    q, k, v = (
+        torch.randn(1, 2 * W, 4 * W, 8),
+        torch.randn(1, 1, 4 * W, 8),
+        torch.randn(1, 1, 4 * W, 3),
+    )
+    rows = slice(4 * rank, 4 * rank + 4)
+    heads = [Split.equal(2, W), [(0, 1)] * W, [(0, 1)] * W]
+    local = [t[:, :, rows].clone().requires_grad_() for t in (q, k, v)]
+    got = symm_cp.sequence_to_heads(local, group=group, heads=heads)
+    assert torch.equal(got[0], q[:, 2 * rank : 2 * rank + 2])
+    assert torch.equal(got[1], k)
+    assert torch.equal(got[2], v)
+    # The gradient of one of them only.
+    got[1].sum().backward()
+    assert torch.equal(local[1].grad, torch.full_like(local[1], W))
+    assert torch.equal(local[0].grad, torch.zeros_like(local[0]))
+
+
+def test_several_tensors_travel_together(ranks: Ranks) -> None:
+    ranks.run(3, several)
+
+
+def long(group: dist.ProcessGroup) -> None:
+    """More than one piece of the slot holds, rows that a piece cannot hold, and tensors of both."""
+    W, rank = group.size(), group.rank()
+    for shape in ((1, 2 * W, 700 * W, 64), (3, W, 8 * W, 40000), (70, W, 20 * W, 8)):
+        whole = torch.randn(shape)
+        layout = symm_cp.HeadTail(shape[2], W)
+        each = shape[1] // W
+        x = strided(whole[:, :, layout.positions(rank)], 0)
+        y = symm_cp.sequence_to_heads(x, group=group, load_balancer=layout)
+        assert torch.equal(y, whole[:, rank * each : (rank + 1) * each])
+        back = symm_cp.heads_to_sequence(y, group=group, load_balancer=layout)
+        assert torch.equal(back, x)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_many_pieces(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, long)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    x = torch.zeros(1, 4, 3, 2)
+    one: dict[str, Any] = {"group": group}
+    with pytest.raises(ValueError, match="must have 4 dimensions"):
+        symm_cp.sequence_to_heads(x[0], **one)
+    with pytest.raises(ValueError, match="3 heads, which is not divisible by world size 2"):
+        symm_cp.sequence_to_heads(x[:, :3], **one)
+    with pytest.raises(ValueError, match="3 positions are not divisible by world size 2"):
+        symm_cp.heads_to_sequence(x, **one)
+    with pytest.raises(ValueError, match="each head is held by at least one rank"):
+        symm_cp.sequence_to_heads(x, heads=[(0, 1), (2, 4)], **one)
+    with pytest.raises(ValueError, match="has 4 heads, must have 3"):
+        symm_cp.sequence_to_heads(x, heads=Split((1, 2)), **one)
+    with pytest.raises(ValueError, match="has 2 numbers, must have 2 for each of 2 ranks"):
+        symm_cp.sequence_to_heads(x, heads=[(0, 4)], **one)
+    with pytest.raises(ValueError, match="3 positions, must have 4"):
+        symm_cp.sequence_to_heads(x, load_balancer=symm_cp.HeadTail(8, 2), **one)
+    with pytest.raises(TypeError, match=r"tensors\[1\] is torch.float64"):
+        symm_cp.sequence_to_heads([x, x.double()], **one)
+    with pytest.raises(ValueError, match="heads has 1 entries for 2 tensors"):
+        symm_cp.sequence_to_heads([x, x], heads=[Split((2, 2))], **one)
+    symm_cp.sequence_to_heads(x, **one)
+
+
+def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def disagree(group: dist.ProcessGroup) -> None:
+    x = torch.zeros(1, 4, 3 + group.rank(), 2)
+    with pytest.raises(RuntimeError, match="disagree"):
+        symm_cp.sequence_to_heads(x, group=group)
+    symm_cp.sequence_to_heads(x[:, :, :3], group=group)
+
+
+@device.devices("cpu")
+def test_notices_ranks_that_disagree(ranks: Ranks) -> None:
+    ranks.run(2, disagree)
+
+
+def compiled(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    W = group.size()
+    balancer = symm_cp.HeadTail(4 * W + 2, W)
+    heads = Split.nearly_equal(2 * W + 1, W)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = symm_cp.sequence_to_heads(x * 2, group=group, load_balancer=balancer, heads=heads)
+        z = symm_cp.heads_to_sequence(y.sin(), group=group, load_balancer=balancer, heads=heads)
+        return z.transpose(1, 2).flatten(2)
+
+    x = torch.randn(2, 2 * W + 1, balancer.lengths[group.rank()], 3, requires_grad=True)
+    wanted = step(x)
+    got = torch.compile(step, fullgraph=True)(x)
+    torch.testing.assert_close(got, wanted)
+    grad = torch.randn_like(wanted)
+    torch.testing.assert_close(
+        torch.autograd.grad(got, x, grad), torch.autograd.grad(wanted, x, grad)
+    )
+
+
+@device.devices("cpu")
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_compiled(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, compiled)
+
+
+def passes_opcheck(group: dist.ProcessGroup) -> None:
+    op = torch.ops.symm_mem.exchange_heads.default
+    x = torch.randn(1, 2, 3, 4, requires_grad=True, dtype=torch.float64)
+    for to_heads in (True, False):
+        torch.library.opcheck(op, ([x, x], to_heads, group.group_name))
+        torch.library.opcheck(op, ([x], to_heads, group.group_name, [0, 2], [0], [3], 0))
+
+
+@device.devices("cpu")
+def test_opcheck(ranks: Ranks) -> None:
+    ranks.run(1, passes_opcheck)

@@ -1,0 +1,159 @@
+"""`exchange_halo`: rows of all neighbours, any dimension and dtype, gradients that go back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import symm_cp
+from tests import device
+from tests.exhaustive import exhaustive
+from tests.pool import Ranks
+
+pytestmark = device.devices(*device.NAMES)
+
+OPS = torch.ops.symm_mem
+
+
+def padded_parts(
+    whole: torch.Tensor, sizes: list[int], left: int, right: int, dim: int
+) -> list[torch.Tensor]:
+    """What each rank gets, by one process."""
+    dim %= whole.dim()
+    zeros = [
+        whole.new_zeros([*whole.shape[:dim], n, *whole.shape[dim + 1 :]]) for n in (left, right)
+    ]
+    padded = torch.cat([zeros[0], whole, zeros[1]], dim)
+    starts = [sum(sizes[:rank]) for rank in range(len(sizes))]
+    return [
+        padded.narrow(dim, start, left + size + right)
+        for start, size in zip(starts, sizes, strict=True)
+    ]
+
+
+def exchanges(group: dist.ProcessGroup, sizes: list[int], dtypes: list[torch.dtype]) -> None:
+    W, rank = group.size(), group.rank()
+    generator = torch.Generator(device.name()).manual_seed(7 + sum(sizes))
+    for dtype in dtypes:
+        for left, right, dim in (
+            (3, 0, -1),
+            (0, 2, 0),
+            (7, 5, 1),
+            (0, 0, 1),
+            (sum(sizes) + 2, 1, -2),
+        ):
+            shape = [2, 3, 4]
+            shape[dim] = sum(sizes)
+            whole = torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+            wanted = padded_parts(whole, sizes, left, right, dim)
+            parts = whole.detach().split(sizes, dim)
+            # Strides of another order: what a transposed projection gives.
+            mine = parts[rank].transpose(0, 2).contiguous().transpose(0, 2).requires_grad_()
+            found = symm_cp.exchange_halo(mine, left, right, dim, group=group, sizes=sizes)
+            assert found.is_contiguous()
+            assert torch.equal(found, wanted[rank])
+            grads = [torch.randn(part.shape, generator=generator).to(dtype) for part in wanted]
+            (grad,) = torch.autograd.grad(found, mine, grads[rank])
+            exact = whole.detach().to(torch.complex128 if dtype.is_complex else torch.float64)
+            exact.requires_grad_()
+            wide = [grad.to(exact.dtype) for grad in grads]
+            (want,) = torch.autograd.grad(padded_parts(exact, sizes, left, right, dim), exact, wide)
+            # Sums of at most W terms: rounded once to the dtype, before that in float32.
+            torch.testing.assert_close(
+                grad.to(exact.dtype),
+                want.split(sizes, dim)[rank],
+                rtol=torch.finfo(dtype).eps,
+                atol=8 * W * min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps),
+            )
+
+
+@pytest.mark.parametrize("sizes", [[5], [4, 4], [5, 2], [3, 1, 6], [1, 4, 0, 2]])
+def test_every_rank_gets_its_neighbours_rows(ranks: Ranks, sizes: list[int]) -> None:
+    ranks.run(len(sizes), exchanges, sizes, [torch.float32])
+
+
+@exhaustive
+@pytest.mark.parametrize("sizes", [[4, 4], [5, 0, 2]])
+def test_every_dtype(ranks: Ranks, sizes: list[int]) -> None:
+    dtypes = [torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+    ranks.run(len(sizes), exchanges, sizes, dtypes)
+
+
+def second_derivatives(group: dist.ProcessGroup) -> None:
+    """A function whose gradient goes through the gradient of the op, in the group and alone."""
+    sizes = [3, 1, 2][: group.size()]
+    whole = torch.randn(2, sum(sizes), dtype=torch.float64, requires_grad=True)
+    weights = torch.randn(2, sum(sizes), dtype=torch.float64)
+
+    def total(parts: list[torch.Tensor]) -> torch.Tensor:
+        return sum((part**3).sum() for part in parts)  # type: ignore[return-value]
+
+    (first,) = torch.autograd.grad(
+        total(padded_parts(whole, sizes, 2, 1, 1)), whole, create_graph=True
+    )
+    (want,) = torch.autograd.grad(first, whole, weights)
+    rank = group.rank()
+    mine = whole.detach().split(sizes, 1)[rank].requires_grad_()
+    padded = symm_cp.exchange_halo(mine, 2, 1, 1, group=group, sizes=sizes)
+    (grad,) = torch.autograd.grad(total([padded]), mine, create_graph=True)
+    (found,) = torch.autograd.grad(grad, mine, weights.split(sizes, 1)[rank])
+    torch.testing.assert_close(found, want.split(sizes, 1)[rank])
+
+
+def test_second_derivatives(ranks: Ranks) -> None:
+    ranks.run(3, second_derivatives)
+
+
+def convolves(group: dist.ProcessGroup, compiled: bool) -> None:
+    if compiled:
+        torch._dynamo.reset()
+    W, rank = group.size(), group.rank()
+    whole, weight = torch.randn(2, 6, 5 * W), torch.randn(6, 1, 4, requires_grad=True)
+
+    def convolution(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.conv1d(symm_cp.exchange_halo(x, 3, group=group), weight, groups=6)
+
+    function = torch.compile(convolution, fullgraph=True) if compiled else convolution
+    mine = whole.split(5, -1)[rank].requires_grad_()
+    found = function(mine, weight)
+    alone = whole.clone().requires_grad_()
+    wanted = F.conv1d(F.pad(alone, (3, 0)), weight, groups=6)
+    torch.testing.assert_close(found, wanted.split(5, -1)[rank])
+    (want,) = torch.autograd.grad((wanted**2).sum(), alone)
+    (grad,) = torch.autograd.grad((found**2).sum(), mine)
+    torch.testing.assert_close(grad, want.split(5, -1)[rank])
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=exhaustive)])
+def test_causal_convolution(ranks: Ranks, compiled: bool) -> None:
+    ranks.run(2, convolves, compiled)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    x = torch.zeros(2, 3, 4)
+    with pytest.raises(ValueError, match="exchange_halo: dim=3 is out of range for a 3-D tensor"):
+        symm_cp.exchange_halo(x, 1, dim=3, group=group)
+    with pytest.raises(ValueError, match="exchange_halo: left=-1 must not be negative"):
+        symm_cp.exchange_halo(x, -1, group=group)
+    with pytest.raises(ValueError, match=r"sizes=\[4, 5\] give rank"):
+        symm_cp.exchange_halo(x[..., :3], 1, group=group, sizes=[4, 5])
+    if device.chosen() == "cpu":  # elsewhere ranks compare their calls in debug mode only
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            symm_cp.exchange_halo(x, 1 + group.rank(), group=group)
+    symm_cp.exchange_halo(x, 1, group=group)
+
+
+def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def passes_opcheck(group: dist.ProcessGroup) -> None:
+    x = torch.randn(1, 5, 3, requires_grad=True)
+    torch.library.opcheck(OPS.exchange_halo.default, (x, 2, 1, 1, group.group_name))
+    torch.library.opcheck(OPS._add_halo.default, (x, 2, 1, 1, group.group_name))
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks.run(1, passes_opcheck)

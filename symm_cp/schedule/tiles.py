@@ -212,6 +212,19 @@ def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
     )
 
 
+def most_parts(tiles: Sequence[Tile]) -> int:
+    """The largest number of tiles that a row of queries is in."""
+    most = 0
+    for _, group in itertools.groupby(sorted(tiles, key=_sample), key=_sample):
+        ends = [change for t in group for change in ((t.q_begin, 1), (t.q_end, -1))]
+        most = max([most, *itertools.accumulate(step for _, step in sorted(ends))])
+    return most
+
+
+def _sample(tile: Tile) -> int:
+    return tile.b_begin
+
+
 def _ascends(spans: tuple[Span, ...]) -> bool:
     # Rows in sequence order: then causal by row is causal by position, even with gaps.
     return all(a.start < b.start for a, b in itertools.pairwise(spans))

@@ -19,6 +19,7 @@ from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_g
 from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, as_dtype, dense_features
+from symm_cp.schedule.tiles import most_parts
 
 
 class Added(NamedTuple):
@@ -47,7 +48,7 @@ def attend(
     query, key, value = tensors
     rank, ranks = place_of(group)
     tiles = [spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks)]
-    query, parts = dense_features(query), sum(map(len, tiles))
+    query, parts = dense_features(query), most_parts([tile for some in tiles for tile in some])
     scored = ScoredTiles.of(query, spec, rank, added.bias)
     forward = Forward(query, spec, parts, sinks=added.sinks, scored=scored)
 
@@ -67,8 +68,9 @@ def attend_backward(
     added: Added,
     *,
     wide_keys: bool = False,
+    bias_grad: bool = True,
 ) -> tuple[Tensors, Grad]:
-    """Returns the gradients of query, key and value, and that of the bias. Collective.
+    """Returns the gradients of query, key and value, and that of the bias if wanted. Collective.
 
     With `wide_keys` those of keys and values are not rounded to their dtype.
     """
@@ -81,7 +83,10 @@ def attend_backward(
         spec, given = _with_grad_lse(spec, given)
     query, key, value, out, lse, grad_out, grad_lse = given
     rows = query.shape[2]
-    backward = Backward(grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse)
+    bias = added.bias if bias_grad else None
+    backward = Backward(
+        grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
+    )
 
     def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
         tiles = spec.tiles(rank, owner, rows)
@@ -91,7 +96,7 @@ def attend_backward(
     if not wide_keys:
         of_keys = tuple(as_dtype(grad, key_dtype) for grad in of_keys)
     grads = zip((backward.grad_query(), *of_keys), (E, E, V), strict=True)
-    of_bias = None if added.bias is None else backward.grad_bias(added.bias)
+    of_bias = None if bias is None else backward.grad_bias(bias)
     return tuple(grad[..., :features] for grad, features in grads), of_bias
 
 

@@ -59,13 +59,13 @@ def attend(
     """Merges attention to further keys into `out` and `lse`.
 
     `out` (B, H, S, V) is of the query's dtype or that of `lse` (B, H, S), float32 or float64. A row
-    that has seen no key has lse -inf, and anything in `out`; one that still sees none then has 0.
+    that has seen no key has lse -inf and, on CPU, anything in `out`; one that still sees none then
+    has 0.
     """
     if query.device.type == "cpu":
         options = _options(scoring, sight)
         torch.ops.symm_cp.attention_tile(query, key, value, out, lse, *options)
         return
-    out.masked_fill_((lse == -torch.inf).unsqueeze(-1), 0.0)
     kernels.merge(out, lse, *tiles_by_matmuls.forward(query, key, value, scoring, sight))
 
 

@@ -84,19 +84,21 @@ def _attention_backward_kernel(
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
-    sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
+    sinks, _ = added = Added(options.get("sinks"), options.get("bias"))
     exchange = ulysses.exchange_of(
         _BACKWARD, group, query, key, spec, Options(**options), backward=True
     )
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if exchange is not None:
-        grads, of_bias = exchange.attend_backward(_BACKWARD, spec, given, added)
+        grads, of_bias = exchange.attend_backward(
+            _BACKWARD, spec, given, added, bias_grad=bias_grad
+        )
     else:
-        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added)
+        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
-    if bias is not None and bias_grad and of_bias is not None:
+    if of_bias is not None:
         grad_bias = of_bias
     of_inputs = (heads_in_rows(grad, own_memory=True) for grad in grads)
     return *of_inputs, grad_sinks, grad_bias

@@ -164,9 +164,9 @@ class UlyssesCall:
         return results
 
     def attend_backward(
-        self, op: str, spec: AttentionSpec, given: Given, added: Added
+        self, op: str, spec: AttentionSpec, given: Given, added: Added, *, bias_grad: bool = True
     ) -> tuple[Tensors, Grad]:
-        """Returns the gradients of query, key and value, and that of the bias. Collective."""
+        """Returns the gradients of query, key, value, and of the bias if wanted. Collective."""
         query, key, value, out, lse, grad_out, grad_lse = given
         name = self._name(op, spec, query, key, grad_lse is None)
         rows = [out, lse.unsqueeze(-1), grad_out]
@@ -187,6 +187,7 @@ class UlyssesCall:
                 inner,
                 self.slice(added),
                 wide_keys=self.shares.keys_overlap,
+                bias_grad=bias_grad,
             )
         grad_query, *of_keys = grads
         of_keys = [self._summed(grad) for grad in of_keys]

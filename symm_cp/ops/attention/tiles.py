@@ -119,25 +119,31 @@ def _hidden(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) ->
     return _TileMask() if hidden is None else _TileMask(mask=additive(hidden[0], query.dtype))
 
 
+# The fewest queries and keys for which this project's kernels are faster than torch's.
+_OWN_LENGTH = 128
+
+
 def _own(
     scored: ScoredTiles | None,
     tile: Tile,
     query: torch.Tensor,
+    key: torch.Tensor,
     spec: AttentionSpec,
     *,
     backward: bool = False,
 ) -> ScoredTiles | None:
     """What this project's kernels are told of a tile; None if torch's compute it.
 
-    They compute what `scored` is given for and, on CPU, where they are faster: bands, of which they
-    waste little; causal tiles, for which torch's waste about 256 keys a row; and gradients in
-    bfloat16, for which torch's do not use the processor's tiles.
+    They compute what `scored` is given for and, on CPU, bands, of which they waste little, and what
+    they are faster at: tiles that are not small. Their backward pass takes a thread for each group
+    of key heads.
     """
     if scored is not None or query.device.type != "cpu":
         return scored
     if tile.full or tile.causal:
-        wins = tile.causal or (backward and query.dtype == torch.bfloat16)
-        if not wins or not native_tiles.has_blocks(query.dtype):
+        length = min(tile.q_end - tile.q_begin, tile.k_end - tile.k_begin)
+        few_threads = not backward or torch.get_num_threads() <= key.shape[0] * key.shape[1]
+        if length < _OWN_LENGTH or not few_threads or not native_tiles.has_blocks(query.dtype):
             return None
     return ScoredTiles(query, spec)
 
@@ -203,7 +209,7 @@ class Forward:
     def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
         """Adds a tile of the keys and values of rank `owner`."""
         for part in _for_kernels(tile, self._query, self._spec):
-            own = _own(self._scored, part, self._query, self._spec)
+            own = _own(self._scored, part, self._query, key, self._spec)
             mask_of = _mask_of if own is None else _hidden
             causal, mask, blind = mask_of(part, self._query, self._spec, owner)
             self.add_masked(part, key, value, mask, owner, blind=blind, is_causal=causal)
@@ -223,7 +229,7 @@ class Forward:
         q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
         if q.numel() == 0 or k.numel() == 0:
             return
-        own = _own(self._scored, tile, self._query, self._spec)
+        own = _own(self._scored, tile, self._query, key, self._spec)
         if own is not None:
             merged = (_queries(tile, tensor) for tensor in self._so_far())
             native_tiles.attend(q, k, v, own.scoring(tile), own.sight(tile, owner, mask), *merged)
@@ -364,7 +370,7 @@ class Backward:
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
             for part in _for_kernels(tile, self._query, self._spec):
-                own = _own(self._scored, part, self._query, self._spec, backward=True)
+                own = _own(self._scored, part, self._query, key, self._spec, backward=True)
                 mask_of = _mask_of if own is None else _hidden
                 causal, mask, _ = mask_of(part, self._query, self._spec, owner)
                 self.add(part, key, value, totals, mask, owner, is_causal=causal)
@@ -389,7 +395,7 @@ class Backward:
         grad_out, lse = (_queries(tile, tensor) for tensor in (self._grad_out, self._lse))
         keys = (tile.k_begin, tile.k_end)
         places = (self._grad_query, (tile.q_begin, tile.q_end)), *((t, keys) for t in totals)
-        own = _own(self._scored, tile, self._query, self._spec, backward=True)
+        own = _own(self._scored, tile, self._query, key, self._spec, backward=True)
         if own is None:
             out, scale = _queries(tile, self._out), self._spec.scale
             parts = kernels.backward(

@@ -176,8 +176,8 @@ def _queries(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
     return _rows(tensor, tile.q_begin, tile.q_end, tile.samples)
 
 
-def _keys(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
-    return _rows(tensor, tile.k_begin, tile.k_end, tile.samples)
+def _keys(tile: Tile, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    return _rows(tensor, tile.k_begin - first, tile.k_end - first, tile.samples)
 
 
 class Forward:
@@ -206,13 +206,16 @@ class Forward:
         self._like = empty_output(query, features, device="meta")
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
-        """Adds a tile of the keys and values of rank `owner`."""
+    def add(
+        self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int, first: int = 0
+    ) -> None:
+        """Adds a tile of the keys and values of rank `owner`, of which `first` is the first row."""
         for part in _for_kernels(tile, self._query, self._spec):
             own = _own(self._scored, part, self._query, key, self._spec)
             mask_of = _mask_of if own is None else _hidden
             causal, mask, blind = mask_of(part, self._query, self._spec, owner)
-            self.add_masked(part, key, value, mask, owner, blind=blind, is_causal=causal)
+            given = (part, key, value, mask, owner)
+            self.add_masked(*given, blind=blind, is_causal=causal, first=first)
 
     def add_masked(
         self,
@@ -224,9 +227,10 @@ class Forward:
         *,
         blind: torch.Tensor | None = None,
         is_causal: bool = False,
+        first: int = 0,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
+        q, k, v = _queries(tile, self._query), *(_keys(tile, t, first) for t in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         own = _own(self._scored, tile, self._query, key, self._spec)
@@ -365,15 +369,19 @@ class Backward:
         value: torch.Tensor,
         partials: tuple[torch.Tensor, ...],
         owner: int,
+        first: int = 0,
     ) -> None:
-        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`."""
+        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`.
+
+        `first` is the first row of all four.
+        """
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
             for part in _for_kernels(tile, self._query, self._spec):
                 own = _own(self._scored, part, self._query, key, self._spec, backward=True)
                 mask_of = _mask_of if own is None else _hidden
                 causal, mask, _ = mask_of(part, self._query, self._spec, owner)
-                self.add(part, key, value, totals, mask, owner, is_causal=causal)
+                self.add(part, key, value, totals, mask, owner, is_causal=causal, first=first)
         for total in totals:
             total.finish()
 
@@ -387,13 +395,14 @@ class Backward:
         owner: int,
         *,
         is_causal: bool = False,
+        first: int = 0,
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
-        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
+        q, k, v = _queries(tile, self._query), *(_keys(tile, t, first) for t in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
         grad_out, lse = (_queries(tile, tensor) for tensor in (self._grad_out, self._lse))
-        keys = (tile.k_begin, tile.k_end)
+        keys = (tile.k_begin - first, tile.k_end - first)
         places = (self._grad_query, (tile.q_begin, tile.q_end)), *((t, keys) for t in totals)
         own = _own(self._scored, tile, self._query, key, self._spec, backward=True)
         if own is None:

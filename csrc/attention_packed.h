@@ -128,6 +128,7 @@ class BlockedBackward {
   using Number = float;
   using Weight = float;
   static constexpr int64_t kAlign = 1;
+  static constexpr int64_t kBandRows = 32;
 
   BlockedBackward(const TileInputs<float>& inputs, const TileGradients<float>& grads, int64_t b,
                   int64_t g, int64_t most_rows, int64_t most_columns)
@@ -208,7 +209,7 @@ class PackedForward {
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
-  static constexpr int64_t kBandRows = symm_cp::kBandRows;
+  static constexpr int64_t kBandRows = 32;
 
   // All keys and values, packed.
   struct Shared {
@@ -280,6 +281,7 @@ class PackedBackward {
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
+  static constexpr int64_t kBandRows = symm_cp::kBandRows;
 
   PackedBackward(const TileInputs<BFloat16>& inputs, const TileGradients<float>& grads, int64_t b,
                  int64_t g, int64_t most_rows, int64_t most_columns)

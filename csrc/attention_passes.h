@@ -13,6 +13,8 @@ namespace symm_cp {
 
 // Rows and columns of a block.
 constexpr int64_t kRows = 128, kColumns = 512;
+// Keys whose gradients a backward pass under a narrow band sums up together.
+constexpr int64_t kBandKeys = 4096;
 
 inline DType number_of(const at::Tensor& tensor) {
   return static_cast<DType>(tensor.scalar_type());
@@ -60,12 +62,11 @@ inline int64_t balanced(int64_t length, int64_t most) {
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
 }
 
-// Rows of a block of `rows`. With a band that hides much, smaller blocks waste less.
+// Whether a band hides much: then smaller blocks of rows waste less.
 template <class A>
-int64_t rows_in_block(const TileTerms<A>& terms, int64_t rows, int64_t keys, int64_t band_rows) {
+bool is_narrow(const TileTerms<A>& terms, int64_t keys) {
   const bool is_band = keys > terms.high && -keys < terms.low;
-  const bool is_narrow = is_band && 2 * kColumns > terms.high - terms.low;
-  return balanced(rows, is_narrow ? band_rows : kRows);
+  return is_band && 2 * kColumns > terms.high - terms.low;
 }
 
 // --- forward -----------------------------------------------------------------------------------
@@ -178,7 +179,8 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
             const at::Tensor& out, const at::Tensor& lse) {
   const TileSizes& sizes = inputs.sizes;
   const typename Products::Shared shared(inputs);
-  const int64_t step = rows_in_block(terms, sizes.rows, sizes.keys, Products::kBandRows);
+  const int64_t step =
+      balanced(sizes.rows, is_narrow(terms, sizes.keys) ? Products::kBandRows : kRows);
   const int64_t blocks = (sizes.rows + step - 1) / step;
   for_tasks(sizes.samples * sizes.heads * blocks, [&](int64_t begin, int64_t end) {
     Forward<Products> forward(sizes, terms, shared, step, out, lse);
@@ -205,13 +207,19 @@ class Backward {
            Strided<const A> lse, Strided<const A> inner, A* grad_bias, int64_t b, int64_t g)
       : sizes_(inputs.sizes),
         terms_(terms),
-        products_(inputs, grads, b, g, kRows, kColumns),
-        block_(terms, kColumns),
-        scores_(kRows * kStride),
-        through_(kRows * kStride),
-        weights_(kInPlace ? 0 : kRows * kStride),
-        back_(kInPlace ? 0 : kRows * kStride),
-        bias_row_(grad_bias == nullptr ? 0 : kStride),
+        narrow_(is_narrow(terms, sizes_.keys)),
+        // Under a narrow band a block of rows sees few keys of many, so it is entered once for all.
+        most_rows_(std::min(narrow_ ? Products::kBandRows : kRows, sizes_.rows)),
+        most_keys_(std::min(narrow_ ? kBandKeys : kColumns, sizes_.keys)),
+        most_columns_(std::min(most_keys_, 2 * kColumns + kRows) + Products::kAlign),
+        stride_(round_up(most_columns_, kTileElements) + 32),
+        products_(inputs, grads, b, g, most_rows_, most_keys_),
+        block_(terms, most_columns_),
+        scores_(most_rows_ * stride_),
+        through_(most_rows_ * stride_),
+        weights_(kInPlace ? 0 : most_rows_ * stride_),
+        back_(kInPlace ? 0 : most_rows_ * stride_),
+        bias_row_(grad_bias == nullptr ? 0 : stride_),
         lse_(lse),
         inner_(inner),
         grad_bias_(grad_bias),
@@ -220,11 +228,11 @@ class Backward {
 
   void run() {
     const int64_t heads = sizes_.heads / sizes_.groups;
-    for (int64_t key = 0; key < sizes_.keys; key += kColumns) {
-      const int64_t columns = std::min(kColumns, sizes_.keys - key);
+    for (int64_t key = 0; key < sizes_.keys; key += most_keys_) {
+      const int64_t columns = std::min(most_keys_, sizes_.keys - key);
       const Columns seen = terms_.rows_of(key, key + columns - 1, sizes_.rows);
       if (seen.begin >= seen.end) continue;
-      const int64_t step = rows_in_block(terms_, seen.end - seen.begin, sizes_.keys, kBandRows);
+      const int64_t step = balanced(seen.end - seen.begin, most_rows_);
       products_.enter_keys(key, columns);
       for (int64_t h = g_ * heads; h < (g_ + 1) * heads; ++h)
         for (int64_t row = seen.begin; row < seen.end; row += step)
@@ -234,7 +242,6 @@ class Backward {
   }
 
  private:
-  static constexpr int64_t kStride = kColumns + 32;
   static constexpr bool kInPlace = std::is_same_v<A, Weight>;
 
   void add_block(int64_t h, int64_t first, int64_t count, int64_t key, int64_t keys) {
@@ -245,7 +252,7 @@ class Backward {
     if (begin >= end) return;
     const int64_t columns = round_up(end - begin, Products::kAlign);
     products_.enter_rows(h, first, count);
-    products_.products(begin, columns, scores_.get(), through_.get(), kStride);
+    products_.products(begin, columns, scores_.get(), through_.get(), stride_);
     block_.enter(key + begin, end - begin, columns);
     Weight *weights, *back;
     if constexpr (kInPlace) {
@@ -256,18 +263,20 @@ class Backward {
     A* bias_row = grad_bias_ == nullptr ? nullptr : bias_row_.get();
     for (int64_t i = 0; i < count; ++i) {
       const RowTerms<A> terms = block_.row(b_, h, first + i);
-      const int64_t at = i * kStride;
+      const int64_t at = i * stride_;
       gradient_row(scores_.get() + at, through_.get() + at, weights + at, back + at, bias_row,
                    terms, *lse_.at(b_, h, first + i), *inner_.at(b_, h, first + i));
       if (bias_row != nullptr)
         block_.add_grad_bias(bias_row, terms, first + i,
                              grad_bias_ + (b_ * sizes_.heads + h) * terms_.distances);
     }
-    products_.add_gradients(begin, columns, weights, back, kStride);
+    products_.add_gradients(begin, columns, weights, back, stride_);
   }
 
   const TileSizes& sizes_;
   const TileTerms<A>& terms_;
+  const bool narrow_;
+  const int64_t most_rows_, most_keys_, most_columns_, stride_;
   Products products_;
   BlockTerms<A> block_;
   Scratch<A> scores_, through_;

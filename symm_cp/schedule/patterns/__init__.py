@@ -20,6 +20,7 @@ from symm_cp.schedule.patterns.pattern import (
     peers,
 )
 from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
+from symm_cp.schedule.patterns.produce_and_exchange import PRODUCE_AND_EXCHANGE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
 from symm_cp.schedule.patterns.two_shot_all_reduce import (
@@ -34,6 +35,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
     PRODUCE_AND_ALL_REDUCE,
+    PRODUCE_AND_EXCHANGE,
     CONSUME_AND_REDUCE_SCATTER,
     ALL_GATHER,
     ALL_REDUCE,
@@ -74,6 +76,7 @@ __all__ = [
     "CONSUME_AND_REDUCE_SCATTER",
     "PATTERNS",
     "PRODUCE_AND_ALL_REDUCE",
+    "PRODUCE_AND_EXCHANGE",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "TWO_SHOT_ALL_REDUCE",

@@ -23,10 +23,9 @@ import torch
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, ulysses
+from symm_cp.ops.attention import arrival, choice, ulysses
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
-from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.options import OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_results, heads_in_rows
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -63,10 +62,12 @@ def _by_heads(
     query: torch.Tensor,
     key: torch.Tensor,
     options: dict[str, Any],
+    *,
+    backward: bool = False,
 ) -> ulysses.UlyssesCall | None:
     """Returns the call of a method that exchanges heads, None of one that does not."""
     given = Options(**options)
-    method = Method.of(op, given)
+    method = choice.settled(op, group, query, key, spec, given, backward=backward)
     if method.name == "allgather":
         return None
     layouts = spread_of_queries(op, group, query, key, given)
@@ -108,7 +109,7 @@ def _attention_backward_kernel(
     group = group_of(group_name)
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
     sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
-    call = _by_heads(_BACKWARD, group, spec, query, key, options)
+    call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
         of_heads = partial(attend_backward, _BACKWARD, call.spec, call.of_keys)

@@ -23,6 +23,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
+from symm_cp.ops.attention import choice
 from symm_cp.ops.attention.attend import Added, Given, place_of
 from symm_cp.ops.attention.checks import (
     check_bias_length,
@@ -262,7 +263,8 @@ class FlexAttention:
         """
         query, key, value = tensors
         spec = flex_spec(query, value, layouts, score_mod, options)
-        method, first = Method.of(_OP, options), options.head_offset
+        method = choice.settled(_OP, group, query, key, spec, options)
+        first = options.head_offset
         B, H = query.shape[:2]
         if method.name == "allgather":
             masks = MaskTiles(mask_mod, block_mask, (B, H), *layouts, group.rank, first)

@@ -2,6 +2,8 @@
 
 #include <type_traits>
 
+#include "exchange.h"
+
 namespace symm_cp {
 
 namespace {
@@ -47,6 +49,7 @@ std::string enumerations() {
 }
 
 std::string structs() {
+  using B = Box;
   using R = Reference;
   using C = Command;
   using L = LoopStep;
@@ -62,6 +65,9 @@ std::string structs() {
          line<Area>("Area", {FIELD(Area, buffer), FIELD(Area, rank), FIELD(Area, chunk)}) +
          line<L>("LoopStep", {FIELD(L, kind), FIELD(L, peer), FIELD(L, flag), FIELD(L, to),
                               FIELD(L, source), FIELD(L, first_source), FIELD(L, source_count)}) +
+         line<B>("Box", {FIELD(B, peer), FIELD(B, piece), FIELD(B, operand), FIELD(B, offset),
+                         FIELD(B, in_slot), FIELD(B, planes), FIELD(B, plane_pitch), FIELD(B, rows),
+                         FIELD(B, pitch), FIELD(B, row)}) +
          line<S>(
              "StreamCommand",
              {FIELD(S, kind), FIELD(S, lane), FIELD(S, peer), FIELD(S, flag), FIELD(S, lag),
@@ -82,7 +88,8 @@ std::string structs() {
 std::string limits() {
   return line("FLAG_BYTES", kFlagBytes) + line("FLAG_OF_WRITER", flag_offset(1, 2, 3)) +
          line("SENT_ONE", sent_offset(kConstantOne, 2, 3)) + line("LAST_EPOCH", kLastEpoch) +
-         line("PIECE_BITS", int64_t{kPieceBits}) + line("LAST_CPU_EPOCH", kLastCpuEpoch) +
+         line("PIECE_BITS", int64_t{kPieceBits}) + line("EXCHANGE_PIECE", kPieceBytes) +
+         line("EXCHANGE_PART", kPartAlignment) + line("LAST_CPU_EPOCH", kLastCpuEpoch) +
          line("SIZES_BYTES", sizes_bytes(9)) + line("RECORD_BYTES", kRecordBytes) +
          line("MAX_CALL_NAME", static_cast<int64_t>(kMaxCallName)) + line("FAILURES", kFailures) +
          line("PAGE_BYTES", kPageBytes) + line("SLOTS", kSlots);

@@ -123,6 +123,21 @@ struct LoopStep {
   int32_t source_count;
 };
 
+// Elements of a tensor that travel in one piece of an exchange with strides: `planes` times `rows`
+// runs of `row` bytes. They lie in the slot without gaps.
+struct Box {
+  int32_t peer;     // gives or takes them
+  int32_t piece;    // in which they travel
+  int64_t operand;  // number of the tensor
+  int64_t offset;   // where they begin there, in bytes
+  int64_t in_slot;  // and in the peers' part of the slot
+  int64_t planes;
+  int64_t plane_pitch;
+  int64_t rows;
+  int64_t pitch;
+  int64_t row;
+};
+
 // The channels of a group.
 enum ChannelIndex : int { kSync = 0, kAsync = 1, kChannels = 2 };
 inline constexpr const char* kChannelNames[] = {"sync", "async"};

@@ -13,6 +13,9 @@ polls for the `arrival` of all shards. The speed of that kernel is not predicted
 `symm-cp tune` found it to be faster, or by `SYMM_CP_ATTENTION` or `forced`. Ranks that share a GPU
 use it only when forced: it keeps multiprocessors from the rank that it waits for.
 
+Attention with method "auto" runs by keys (`allgather`) or by heads (`ulysses`), whichever is faster
+in the simulation, each pass for itself; see schedule/attention_work.py.
+
 All ranks of a group choose identically, from the files that the group's first rank has read.
 """
 
@@ -24,14 +27,16 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 
 from symm_cp import accelerators, env, native, trusted
+from symm_cp.hosts import hosts_of
 from symm_cp.liveness import read, share
 from symm_cp.memory import Group, StateKey, on_first_use
 from symm_cp.runtime.all_reduce_ways import in_one_shot
+from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,
@@ -152,9 +157,15 @@ class Facts:
         self.reading = reading
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
         self.tuned = parse_tuned(tuned, "what symm-cp tune has written")
-        self.choices: dict[Question, Choice] = {}
+        self.choices: dict[Question | AttentionWork, Choice] = {}
         #: Whether each rank has a GPU of its own; None: not known yet.
         self.apart: bool | None = None
+
+    def keep(self, question: Question | AttentionWork, choice: Choice) -> None:
+        """Keeps a choice for later calls."""
+        if len(self.choices) >= _MAX_CHOICES:
+            self.choices.clear()
+        self.choices[question] = choice
 
 
 # By the ways to choose from.
@@ -312,6 +323,30 @@ def choose_attention(group: Group, device: torch.device, key: str) -> str:
     return choice.way
 
 
+def choose_method(
+    group: Group, device: torch.device, work: AttentionWork
+) -> Literal["allgather", "ulysses"]:
+    """Returns "allgather" or "ulysses" for attention; the first if no figure tells them apart.
+
+    Collective at the first call for a group.
+    """
+    if group.world_size == 1:
+        return "allgather"
+    facts = facts_of(group)
+    choice = facts.choices.get(work)
+    if choice is None:
+        spread = hosts_of(group, device)
+        machine, source = _machine_of(device, facts.machine)
+        predicted = work.seconds(
+            machine, device=device.type, hosts=1 if spread is None else len(spread.ranks)
+        )
+        choice = Choice(min(predicted, key=predicted.__getitem__), source, predicted)
+        facts.keep(work, choice)
+    if _listening is not None:
+        _listening[_on(device, work.key)] = choice
+    return "ulysses" if choice.way == "ulysses" else "allgather"
+
+
 def _measured_attention(group: Group, device: torch.device, key: str) -> Choice:
     facts = facts_of(group)
     way = facts.tuned.get(_on(device, key))
@@ -350,9 +385,8 @@ def _cached(group: Group, device: torch.device, question: Question) -> Choice:
     facts = facts_of(group)
     choice = facts.choices.get(question)
     if choice is None:
-        if len(facts.choices) >= _MAX_CHOICES:
-            facts.choices.clear()
-        choice = facts.choices[question] = _choice(group, device, question, facts)
+        choice = _choice(group, device, question, facts)
+        facts.keep(question, choice)
     return choice
 
 

@@ -117,8 +117,6 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    if split.name != "allgather":
-        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     like = query
     query, key, value = telling_peers(name, _local_parts, query, key, value, name)
     documents = telling_peers(name, _document_options, cu_seqlens)
@@ -143,6 +141,7 @@ def all_gather_attention(
         key_mask=key_mask,
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
+        **split.as_options(),
     )
     if is_dtensor(like):
         out, lse = _dtensor(out, like), _dtensor(lse, like)

@@ -74,6 +74,7 @@ class _GraphFlexAttention(HigherOrderOperator):
             scale,
             options["enable_gqa"],
             options["transformers"] and not mask_tensors,
+            **options["method"],
         )
 
 
@@ -156,6 +157,7 @@ def flex_in_graph(
     options = {
         "group_name": region.group,
         "enable_gqa": enable_gqa,
+        "method": region.method.as_options(),
         "scored": score_mod is not None and score_mod is not torch_flex._identity,
         "masked": mask_mod is not torch_flex.noop_mask,
     }

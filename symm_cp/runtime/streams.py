@@ -40,10 +40,14 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
+    Keep,
+    Parcels,
     Poll,
     Produce,
     RelayStep,
+    Take,
 )
+from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.stream_launches import (
     CallMode,
     Exchange,
@@ -54,6 +58,7 @@ from symm_cp.runtime.stream_launches import (
     gather_launch,
     poll_launch,
     produce_launch,
+    produced_exchange_launch,
 )
 from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows, real
@@ -330,6 +335,52 @@ class StreamRuntime:
             kernels: dict[str, Kernel] = {"produce": run_produce, "reduce": run_reduce}
             operands = [sums.data_ptr(), out.data_ptr()]
             call.run(launch, space, epoch, operands, kernels, sums, out)
+
+    def produce_and_exchange(
+        self,
+        group: Group,
+        produce: Produce,
+        keep: Keep,
+        take: Take,
+        like: torch.Tensor,
+        call_name: bytes,
+        *,
+        counts: Sequence[Sequence[int]],
+    ) -> None:
+        """See `Runtime`. What the peers give is pulled while this rank still produces."""
+        agree(group, call_name)
+        rank, item = group.rank, like.element_size()
+        call = _Call(group, like.device, call_name)
+        sizes = tuple(tuple(count * item for count in to_each) for to_each in counts)
+        launch, places = produced_exchange_launch(rank, sizes, call.mode)
+        offsets = part_offsets(sizes[rank])
+        staging = scratch(like, max(1, places[-1]))
+        with call.workspace(max(part_offsets(each)[-1] for each in sizes)) as (space, epoch):
+            in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
+
+            def run_produce(to: int) -> None:
+                produce(to, in_slot(offsets[to], (counts[rank][to],), like.dtype))
+
+            def run_take(source: int) -> None:
+                take(source, view_at(places[source], (counts[source][rank],), like.dtype))
+
+            kernels: dict[str, Kernel] = {
+                "produce": run_produce,
+                "keep": lambda _: keep(),
+                "consume": run_take,
+            }
+            call.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
+
+    def exchange(
+        self,
+        group: Group,
+        parcels: Parcels,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        call_name: bytes,
+    ) -> None:
+        """See `Runtime`. Kernels copy to the slot and from the memory that copy engines fill."""
+        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
 
     def consume_and_reduce_scatter(
         self,

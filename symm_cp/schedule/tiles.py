@@ -91,12 +91,16 @@ class Tile:
         rows, keys = self.q_end - self.q_begin, self.k_end - self.k_begin
         if self.full:
             return rows * keys
-        total = 0
-        for i in range(rows):
-            first = 0 if self.low is None else max(0, i + self.low)
-            last = keys - 1 if self.high is None else min(keys - 1, i + self.high)
-            total += max(0, last - first + 1)
-        return total
+        upper = rows * keys if self.high is None else _pairs_below(rows, keys, self.high)
+        return upper - (0 if self.low is None else _pairs_below(rows, keys, self.low - 1))
+
+
+def _pairs_below(rows: int, keys: int, high: int) -> int:
+    """The number of pairs (i, j) of a tile with j - i <= high."""
+    # Row i sees i + high + 1 keys, but none or all where that is out of range.
+    first = min(rows, max(0, -high))
+    whole = max(first, min(rows, keys - high - 1))
+    return (whole - first) * (first + whole + 2 * high + 1) // 2 + (rows - whole) * keys
 
 
 def squares(tile: Tile) -> tuple[Tile, ...]:

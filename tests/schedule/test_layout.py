@@ -1,10 +1,20 @@
 """Layouts: which positions each rank holds."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from symm_cp.schedule.layout import SequenceLayout, Span, even_lengths, head_tail, sequential
+from symm_cp.schedule.layout import (
+    SequenceLayout,
+    Span,
+    among,
+    even_lengths,
+    head_tail,
+    pooled,
+    sequential,
+)
 
 
 @pytest.mark.parametrize("world_size", range(1, 9))
@@ -33,6 +43,21 @@ def test_empty_chunks_have_no_span() -> None:
     assert layout.spans(0) == (Span(2, 3, 0),)
     assert layout.spans(1) == (Span(0, 2, 0),)
     assert SequenceLayout(2, (0, 1), (0, 0)).spans(0) == ()
+
+
+@given(st.integers(0, 40), st.booleans(), st.randoms())
+def test_ranks_that_pool_what_they_hold(length: int, by_halves: bool, random: Random) -> None:
+    layout = head_tail(length, 6) if by_halves else sequential(length, 6)
+    ranks = list(range(6))
+    random.shuffle(ranks)
+    teams = [ranks[:2], ranks[2:4], ranks[4:]]
+    together = pooled(layout, teams)
+    for team, members in enumerate(teams):
+        held = [list(layout.positions(rank)) for rank in members]
+        positions = sorted(position for rows in held for position in rows)
+        assert list(together.positions(team)) == positions
+        within = among(layout, members)
+        assert [[positions[i] for i in within.positions(m)] for m in range(2)] == held
 
 
 @given(st.integers(0, 200), st.integers(1, 20))

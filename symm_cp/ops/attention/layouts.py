@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from symm_cp.modes import ordinary_tensors
 from symm_cp.schedule.layout import SequenceLayout, head_tail, held_layout, sequential
@@ -30,6 +31,21 @@ def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
     size = max(_LEAST, 1 << (len(numbers) - 1).bit_length())
     with ordinary_tensors():
         return torch.tensor(numbers + [0] * (size - len(numbers)), dtype=torch.int64, device="cpu")
+
+
+def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
+    """Returns as one tensor the layouts of sequences of which each rank holds one run of positions.
+
+    `lengths` are how many of each, (W,) of int64 on CPU, known only when a graph runs.
+    """
+    world_size = lengths[0].shape[0]
+    order = torch.arange(world_size)
+    parts = [torch.tensor([len(lengths)])]
+    for of_ranks in lengths:
+        parts += [torch.tensor([world_size]), order, of_ranks]
+    numbers = torch.cat(parts)
+    size = max(_LEAST, 1 << (numbers.shape[0] - 1).bit_length())
+    return F.pad(numbers, (0, size - numbers.shape[0]))
 
 
 def decoded(op: str, layouts: torch.Tensor, world_size: int) -> tuple[SequenceLayout, ...]:

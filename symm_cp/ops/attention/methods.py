@@ -14,14 +14,16 @@ Over a mesh of two dimensions, ranks exchange heads along one, and gather keys a
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.memory import GroupLike, group_name
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.common import tells_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled
 
@@ -99,6 +101,38 @@ class Method:
 
     def __str__(self) -> str:
         return self.name if self.grid is None else "a mix of ulysses and allgather"
+
+    def as_options(self) -> dict[str, Any]:
+        """Returns the method as ops take it; those of the default are left out."""
+        options: dict[str, Any] = {} if self.name == METHODS[0] else {"method": self.name}
+        if self.grid is not None:
+            columns = self.grid.columns
+            options["method_groups"] = [self.grid.heads, self.grid.keys]
+            options["method_columns"] = [len(columns), *itertools.chain(*columns)]
+        return options
+
+    @staticmethod
+    def of(op: str, options: Options) -> Method:
+        """Returns the method that an op was given; raises `ValueError` if there is none."""
+        groups, columns = options.method_groups, options.method_columns
+        return _method(op, options.method, *(tuple(t) if t else () for t in (groups, columns)))
+
+
+@lru_cache(maxsize=64)
+def _method(op: str, name: str, groups: tuple[str, ...], columns: tuple[int, ...]) -> Method:
+    if name not in METHODS:
+        raise ValueError(f"{op}: unknown method={name!r}; choose one of {METHODS}")
+    if not groups and not columns:
+        return Method(name)
+    ranks = columns[1:]
+    if name != "ulysses" or len(groups) != 2 or not ranks or len(ranks) % max(1, columns[0]):
+        raise ValueError(
+            f"{op}: method={name!r} with method_groups={list(groups)} and method_columns="
+            f"{list(columns)} is no mix of methods"
+        )
+    each = len(ranks) // columns[0]
+    grid = Grid(*groups, tuple(ranks[k : k + each] for k in range(0, len(ranks), each)))
+    return Method(name, grid)
 
 
 #: Each rank attends with its queries to all keys.

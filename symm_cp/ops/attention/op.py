@@ -16,29 +16,18 @@ Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival
+from symm_cp.ops.attention import arrival, ulysses
+from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
-from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.options import OPTIONS, Options
-from symm_cp.ops.attention.pipeline import (
-    Grad,
-    Tensors,
-    consume_keys,
-    fake_like,
-    fake_results,
-    heads_in_rows,
-    reduce_gradients,
-)
-from symm_cp.ops.attention.scored import ScoredTiles
-from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
-from symm_cp.ops.attention.tiles import Backward, Forward, dense_features, grad_of_sinks
+from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_results, heads_in_rows
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.tiles import grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -68,21 +57,15 @@ def _attention_kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1
     group = group_of(group_name)
-    spec = AttentionSpec.of(_FORWARD, group, query, key, value, **options)
+    tensors = query, key, value
+    spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
+    added = Added(options.get("sinks"), options.get("bias"))
+    exchange = ulysses.exchange_of(_FORWARD, group, query, key, Options(**options))
+    if exchange is not None:
+        return exchange.attend(_FORWARD, spec, tensors, added)
     if arrival.takes(group, query, key, spec):
-        return arrival.attend(group, query, key, value, spec, spec.call_name(_FORWARD, key))
-    ranks, rows = range(group.world_size), query.shape[2]
-    tiles = [spec.tiles(group.rank, owner, rows) for owner in ranks]
-    query, parts = dense_features(query), sum(map(len, tiles))
-    scored = ScoredTiles.of(query, spec, group.rank, options.get("bias"))
-    forward = Forward(query, spec, parts, sinks=options.get("sinks"), scored=scored)
-
-    def consume(shards: list[torch.Tensor], owner: int) -> None:
-        for tile in tiles[owner]:
-            forward.add(tile, shards[0], shards[1], owner)
-
-    consume_keys(_FORWARD, spec, group, key, value, consume)
-    return forward.result()
+        return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
+    return attend(_FORWARD, spec, group, tensors, added)
 
 
 def _attention_backward_kernel(
@@ -99,63 +82,22 @@ def _attention_backward_kernel(
     bias_grad: bool = True,
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
-    group, E, V = group_of(group_name), query.shape[3], value.shape[3]
+    group = group_of(group_name)
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
-    query, sinks, bias = dense_features(query), options.get("sinks"), options.get("bias")
+    sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
+    exchange = ulysses.exchange_of(_BACKWARD, group, query, key, Options(**options))
+    given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    if exchange is not None:
+        grads, of_bias = exchange.attend_backward(_BACKWARD, spec, given, added)
+    else:
+        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
-    scored = ScoredTiles.of(query, spec, group.rank, bias)
-    if grad_logsumexp is not None and scored is None:
-        spec, query, key, value, grad_out, out = _with_grad_lse(
-            spec, query, key, value, grad_out, out, grad_logsumexp
-        )
-        grad_logsumexp = None
-    rows = query.shape[2]
-    backward = Backward(
-        grad_out, query, out, logsumexp, spec, scored=scored, grad_lse=grad_logsumexp
-    )
-
-    def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
-        tiles = spec.tiles(group.rank, owner, rows)
-        backward.add_tiles(tiles, shards[0], shards[1], partials, owner)
-
-    grad_key, grad_value = reduce_gradients(_BACKWARD, spec, group, key, value, consume)
-    grads = (backward.grad_query(), grad_key, grad_value)
-    of_inputs = (
-        heads_in_rows(grad[..., :features], own_memory=True)
-        for grad, features in zip(grads, (E, E, V), strict=True)
-    )
-    if bias is not None and bias_grad:
-        grad_bias = backward.grad_bias(bias)
+    if bias is not None and bias_grad and of_bias is not None:
+        grad_bias = of_bias
+    of_inputs = (heads_in_rows(grad, own_memory=True) for grad in grads)
     return *of_inputs, grad_sinks, grad_bias
-
-
-def _with_grad_lse(
-    spec: AttentionSpec,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    grad_out: torch.Tensor,
-    out: torch.Tensor,
-    grad_lse: torch.Tensor,
-) -> tuple[AttentionSpec, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns a backward pass for torch's kernels that adds what flows back to the log-sum-exp.
-
-    They take weight * (grad_out . v - grad_out . out) for the gradient of a score. One more
-    feature, 0 in v, 1 in grad_out and -grad_lse in out, adds weight * grad_lse.
-    """
-    # CUDA kernels need a multiple of 8 features.
-    padding = 1 if query.device.type == "cpu" else -value.shape[3] % 8 or 8
-    scale = factor_of(query, spec.scale)
-    if query.shape[3] == value.shape[3]:  # as most kernels require
-        query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
-    value = F.pad(value, (0, padding))
-    spec = replace(spec, scale=scale, value_features=value_features_of(query, value))
-    grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
-    extra = -grad_lse.unsqueeze(-1).to(out.dtype)
-    out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
-    return spec, query, key, value, grad_out, out
 
 
 def _attention_fake(

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+#: In a schema: a `Method` of methods.py.
+METHOD_OPTIONS = 'str method="allgather", str[]? method_groups=None, int[]? method_columns=None'
+
 #: In a schema; `Options` has the same.
 OPTIONS = (
     "bool is_causal=False, float? scale=None, bool enable_gqa=False, int[]? chunk_order=None, "
@@ -13,7 +16,8 @@ OPTIONS = (
     "int? window_left=None, int? window_right=None, float? softcap=None, Tensor? sinks=None, "
     "Tensor? bias=None, float dropout_p=0.0, Tensor? dropout_seed=None, "
     "Tensor? document_ids=None, Tensor? key_mask=None, int[]? query_chunk_order=None, "
-    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0"
+    "SymInt[]? query_chunk_lengths=None, Tensor? layouts=None, SymInt head_offset=0, "
+    f"{METHOD_OPTIONS}"
 )
 
 
@@ -23,8 +27,8 @@ class Options:
 
     `document_edges` are those that `cu_seqlens` would hold, `layouts` (see layouts.py) say how keys
     and queries are spread instead of their chunks. `head_offset` is the number of the first of the
-    call's query heads among all of the model, which dropout depends on. The others are those of
-    `all_gather_attention`.
+    call's query heads among all of the model, which dropout depends on. `Method.of` knows what the
+    options of a method mean. The others are those of `all_gather_attention`.
     """
 
     is_causal: bool = False
@@ -47,6 +51,9 @@ class Options:
     query_chunk_lengths: list[int] | None = None
     layouts: torch.Tensor | None = None
     head_offset: int = 0
+    method: str = "allgather"
+    method_groups: list[str] | None = None
+    method_columns: list[int] | None = None
 
     @property
     def of_documents(self) -> list[str]:

@@ -14,7 +14,6 @@ from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import (
-    as_dtype,
     dense_features,
     empty_output,
     rows_first,
@@ -30,7 +29,7 @@ Grad: TypeAlias = torch.Tensor | None
 def consume_keys(
     op: str,
     spec: AttentionSpec,
-    group: Group,
+    group: Group | None,
     key: torch.Tensor,
     value: torch.Tensor,
     consume: Callable[[list[torch.Tensor], int], None],
@@ -38,8 +37,12 @@ def consume_keys(
 ) -> None:
     """Calls `consume([key, value], owner)` for the shards of all ranks as they arrive. Collective.
 
-    `details` are further things that must be identical on all ranks.
+    `details` are further things that must be identical on all ranks. Without a group this rank's
+    shard is all there is.
     """
+    if group is None:
+        consume([dense_features(key), dense_features(value)], 0)
+        return
     runtime.of(key, group).all_gather_and_consume(
         group,
         [dense_features(key), dense_features(value)],
@@ -52,28 +55,34 @@ def consume_keys(
 def reduce_gradients(
     op: str,
     spec: AttentionSpec,
-    group: Group,
+    group: Group | None,
     key: torch.Tensor,
     value: torch.Tensor,
     consume: Callable[[list[torch.Tensor], int, Tensors], None],
     *details: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Tensors:
     """Returns the gradients of this rank's keys and values, summed over ranks. Collective.
 
-    Both are views of one tensor.
+    Both are views of one tensor, in the dtype that sums are taken in. Details and no group: as in
+    `consume_keys`.
 
     Calls `consume([key, value], owner, partials)` for the shards of all ranks as they arrive, which
     writes this rank's part of their gradients to `partials`, of the shapes of keys and values.
     """
     partials = spec.grad_shapes(key)
-    total = new_result(key, partials[group.rank], wide(key.dtype))
+    rank = 0 if group is None else group.rank
+    total = new_result(key, partials[rank], wide(key.dtype))
+    shard = [dense_features(key), dense_features(value)]
+    if group is None:
+        consume(shard, 0, _grads_in(total, shard))
+        return _grads_in(total, shard)
 
     def write(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
         consume(shards, owner, _grads_in(partial, shards))
 
     runtime.of(key, group).consume_and_reduce_scatter(
         group,
-        [dense_features(key), dense_features(value)],
+        shard,
         write,
         total,
         spec.call_name(op, key, *details),
@@ -81,8 +90,7 @@ def reduce_gradients(
         partials=partials,
         ring=spec.method == "alltoall",
     )
-    grad_key, grad_value = (as_dtype(t, key.dtype) for t in _grads_in(total, (key, value)))
-    return grad_key, grad_value
+    return _grads_in(total, shard)
 
 
 def _grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:

@@ -9,7 +9,7 @@ import torch
 from symm_cp.memory import Group
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.options import Options
-from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.layout import SequenceLayout, sequential
 
 
 def spread_of(
@@ -34,6 +34,26 @@ def spread_of(
             f"sequences: {' and '.join(options.of_documents)} require equal lengths"
         )
     return keys, queries
+
+
+def spread_of_queries(
+    op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
+) -> tuple[SequenceLayout, SequenceLayout]:
+    """Returns how queries and keys are spread, also where the positions of queries do not matter.
+
+    Then queries whose layout is not given are spread as the keys are, or else equally.
+    """
+    keys, queries = spread_of(op, group, query, key, options)
+    rows, ranks = query.shape[2], group.world_size
+    if queries is None and not options.by_position:
+        queries = _of_queries(op, group, (rows, key.shape[2]), options)
+        if options.layouts is not None:
+            known = decoded(op, options.layouts, ranks)
+            held = [layout for layout in known if layout.lengths[group.rank] == rows]
+            queries = held[0] if held else None
+    if queries is None:
+        queries = keys if keys.lengths[group.rank] == rows else sequential(rows * ranks, ranks)
+    return queries, keys
 
 
 def _of_tensor(

@@ -20,6 +20,7 @@ from symm_cp.schedule.patterns.pattern import (
     peers,
 )
 from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
+from symm_cp.schedule.patterns.produce_and_exchange import PRODUCE_AND_EXCHANGE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
 from symm_cp.schedule.patterns.relay import RELAY
@@ -35,6 +36,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
     PRODUCE_AND_ALL_REDUCE,
+    PRODUCE_AND_EXCHANGE,
     CONSUME_AND_REDUCE_SCATTER,
     RELAY,
     ALL_GATHER,
@@ -76,6 +78,7 @@ __all__ = [
     "CONSUME_AND_REDUCE_SCATTER",
     "PATTERNS",
     "PRODUCE_AND_ALL_REDUCE",
+    "PRODUCE_AND_EXCHANGE",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "RELAY",

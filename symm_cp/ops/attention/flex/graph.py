@@ -5,7 +5,7 @@ The op is given `mask_mod` and `score_mod` as a key (see modifiers.py) and what 
     flex_all_gather_attention(query, key, value, blocks, sizes, score_tensors, score_numbers,
                               mask_tensors, mask_numbers, modifiers, group_name, layouts, scale,
                               enable_gqa, by_position, *, softcap, sinks, bias, dropout_p,
-                              dropout_seed, head_offset)
+                              dropout_seed, head_offset, method, method_groups, method_columns)
 
 `blocks` are kv_num_blocks, kv_indices and, if there are any, those of full blocks of a `BlockMask`,
 `sizes` its sequence lengths and block sizes; both are empty without one, if there is no mask or
@@ -26,7 +26,7 @@ from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex, flex_spec
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
@@ -52,7 +52,7 @@ _REST = (
 )
 _OPTIONS = (
     "float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float dropout_p=0.0, "
-    "Tensor? dropout_seed=None, SymInt head_offset=0"
+    f"Tensor? dropout_seed=None, SymInt head_offset=0, {METHOD_OPTIONS}"
 )
 _TENSORS = ("sinks", "bias", "dropout_seed")
 lib.define(

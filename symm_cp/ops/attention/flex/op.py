@@ -106,8 +106,6 @@ def flex_all_gather_attention(
     replicated parameter. Masks take memory for one tile at a time. Raises `ValueError`, `TypeError`
     and `NotImplementedError` before any communication.
     """
-    if method.name != "allgather":
-        raise NotImplementedError(f"{_OP}: {method=} is not supported yet")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
@@ -134,6 +132,7 @@ def flex_all_gather_attention(
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
             head_offset=head_offset,
+            **method.as_options(),
         ),
     )
     attention = FlexAttention(group, spec, masks, score_mod, captures)
@@ -200,6 +199,8 @@ def flex_spec(
     options: Options,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
+    if options.method != "allgather":
+        raise NotImplementedError(f"{_OP}: {options.method=} is not supported yet")
     check_scores(_OP, query, options)
     queries, keys = layouts
     if options.bias is not None:
@@ -316,7 +317,10 @@ class FlexAttention:
                 total.finish()
 
         name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
-        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        of_keys = tuple(
+            as_dtype(grad, key.dtype)
+            for grad in reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        )
         of_sinks = None
         if sinks is not None:
             of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)

@@ -1,0 +1,87 @@
+"""`enable_parallelism` of diffusers' models: on machines without an accelerator, too."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
+from diffusers.models.attention import AttentionModuleMixin
+from diffusers.models.attention_processor import Attention, MochiAttention
+from diffusers.models.modeling_utils import ModelMixin
+from torch.distributed.device_mesh import init_device_mesh
+
+from symm_cp.integrations.diffusers.configs import spread_of
+
+_OP = "enable_parallelism"
+_CPU = torch.device("cpu")
+
+
+def _context_parallel(config: Any) -> ContextParallelConfig | None:
+    if isinstance(config, ContextParallelConfig):
+        return config
+    return getattr(config, "context_parallel_config", None)
+
+
+def checking(enable_parallelism: Callable[..., None]) -> Callable[..., None]:
+    """Returns `enable_parallelism`, which refuses models whose attention knows of no ranks."""
+
+    @functools.wraps(enable_parallelism)
+    def enabled(self: ModelMixin, *, config: Any, cp_plan: Any = None) -> None:
+        if _context_parallel(config) is not None:
+            _check_processors(self)
+        return enable_parallelism(self, config=config, cp_plan=cp_plan)
+
+    return enabled
+
+
+def _check_processors(model: ModelMixin) -> None:
+    """Raises if a layer would attend to this rank's part of the sequence only."""
+    for name, module in model.named_modules():
+        if isinstance(module, AttentionModuleMixin | Attention | MochiAttention):
+            processor = module.processor
+            if not hasattr(processor, "_parallel_config"):
+                raise NotImplementedError(
+                    f"{_OP}: {type(model).__name__}.{name} attends by "
+                    f"{type(processor).__name__}, which knows of no other ranks: it would see only "
+                    "this rank's part of the sequence"
+                )
+
+
+def resolving(resolve: Callable[..., ParallelConfig]) -> Callable[..., ParallelConfig]:
+    """Returns `_resolve_parallel_config`, for ranks without an accelerator, too."""
+
+    @functools.wraps(resolve)
+    def resolved(self: ModelMixin, config: Any) -> ParallelConfig:
+        given = _context_parallel(config)
+        if given is None:
+            return resolve(self, config)
+        config = _resolve_on_cpu(self, given) if _on_cpu() else resolve(self, config)
+        spread_of(given)
+        return config
+
+    return resolved
+
+
+def _on_cpu() -> bool:
+    """Whether the default group has no accelerator, or there is none."""
+    if not dist.is_available() or not dist.is_initialized():
+        return False  # diffusers says what is missing
+    accelerator = torch.accelerator.current_accelerator()
+    return accelerator is None or all(
+        device.type != accelerator.type for device in dist.group.WORLD._device_types
+    )
+
+
+def _resolve_on_cpu(model: ModelMixin, given: ContextParallelConfig) -> ParallelConfig:
+    """As diffusers does with an accelerator: makes the mesh, and records the config."""
+    config = ParallelConfig(context_parallel_config=given)
+    mesh = given.mesh or init_device_mesh(
+        "cpu", given.mesh_shape, mesh_dim_names=given.mesh_dim_names
+    )
+    config.setup(dist.get_rank(), dist.get_world_size(), _CPU, mesh=mesh)
+    model._parallel_config = config
+    return config

@@ -1,0 +1,121 @@
+"""Attention of one rank's queries to the keys of a group, and its gradients, given the spec.
+
+Shapes: query (B, H, S_q, E), key (B, G, S_k, E) and value (B, G, S_k, V), this rank's shards; H, G
+and the lengths are those of the ranks that gather keys, which may have exchanged heads before.
+Without a group this rank's keys are all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from symm_cp.memory import Group
+from symm_cp.ops.attention.kernels import factor_of
+from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_gradients
+from symm_cp.ops.attention.scored import ScoredTiles
+from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
+from symm_cp.ops.attention.tiles import Backward, Forward, as_dtype, dense_features
+
+
+class Added(NamedTuple):
+    """Learnt tensors that a call adds to scores: sinks (H,) and a bias by distance (H, D)."""
+
+    sinks: Grad = None
+    bias: Grad = None
+
+
+class Given(NamedTuple):
+    """What a backward pass is given: inputs, results, and what flows back to these."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor
+    lse: torch.Tensor
+    grad_out: torch.Tensor
+    grad_lse: Grad
+
+
+def attend(
+    op: str, spec: AttentionSpec, group: Group | None, tensors: Tensors, added: Added
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the output and its log-sum-exp. `tensors` are query, key and value. Collective."""
+    query, key, value = tensors
+    rank, ranks = place_of(group)
+    tiles = [spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks)]
+    query, parts = dense_features(query), sum(map(len, tiles))
+    scored = ScoredTiles.of(query, spec, rank, added.bias)
+    forward = Forward(query, spec, parts, sinks=added.sinks, scored=scored)
+
+    def consume(shards: list[torch.Tensor], owner: int) -> None:
+        for tile in tiles[owner]:
+            forward.add(tile, shards[0], shards[1], owner)
+
+    consume_keys(op, spec, group, key, value, consume)
+    return forward.result()
+
+
+def attend_backward(
+    op: str,
+    spec: AttentionSpec,
+    group: Group | None,
+    given: Given,
+    added: Added,
+    *,
+    wide_keys: bool = False,
+) -> tuple[Tensors, Grad]:
+    """Returns the gradients of query, key and value, and that of the bias. Collective.
+
+    With `wide_keys` those of keys and values are not rounded to their dtype.
+    """
+    E, V = given.query.shape[3], given.value.shape[3]
+    key_dtype = given.key.dtype
+    rank, _ = place_of(group)
+    given = given._replace(query=dense_features(given.query))
+    scored = ScoredTiles.of(given.query, spec, rank, added.bias)
+    if given.grad_lse is not None and scored is None:
+        spec, given = _with_grad_lse(spec, given)
+    query, key, value, out, lse, grad_out, grad_lse = given
+    rows = query.shape[2]
+    backward = Backward(grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse)
+
+    def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
+        tiles = spec.tiles(rank, owner, rows)
+        backward.add_tiles(tiles, shards[0], shards[1], partials, owner)
+
+    of_keys = reduce_gradients(op, spec, group, key, value, consume)
+    if not wide_keys:
+        of_keys = tuple(as_dtype(grad, key_dtype) for grad in of_keys)
+    grads = zip((backward.grad_query(), *of_keys), (E, E, V), strict=True)
+    of_bias = None if added.bias is None else backward.grad_bias(added.bias)
+    return tuple(grad[..., :features] for grad, features in grads), of_bias
+
+
+def place_of(group: Group | None) -> tuple[int, int]:
+    """Returns this rank and the number of ranks that gather keys."""
+    return (0, 1) if group is None else (group.rank, group.world_size)
+
+
+def _with_grad_lse(spec: AttentionSpec, given: Given) -> tuple[AttentionSpec, Given]:
+    """Returns a backward pass for torch's kernels that adds what flows back to the log-sum-exp.
+
+    They take weight * (grad_out . v - grad_out . out) for the gradient of a score. One more
+    feature, 0 in v, 1 in grad_out and -grad_lse in out, adds weight * grad_lse.
+    """
+    query, key, value, out, lse, grad_out, grad_lse = given
+    assert grad_lse is not None
+    # CUDA kernels need a multiple of 8 features.
+    padding = 1 if query.device.type == "cpu" else -value.shape[3] % 8 or 8
+    scale = factor_of(query, spec.scale)
+    if query.shape[3] == value.shape[3]:  # as most kernels require
+        query, key = F.pad(query, (0, padding)), F.pad(key, (0, padding))
+    value = F.pad(value, (0, padding))
+    spec = replace(spec, scale=scale, value_features=value_features_of(query, value))
+    grad_out = F.pad(F.pad(grad_out, (0, 1), value=1.0), (0, padding - 1))
+    extra = -grad_lse.unsqueeze(-1).to(out.dtype)
+    out = F.pad(torch.cat((out, extra), -1), (0, padding - 1))
+    return spec, Given(query, key, value, out, lse, grad_out, None)

@@ -1,0 +1,46 @@
+"""Which method a call of attention takes where it is left to this module: method "auto"."""
+
+from __future__ import annotations
+
+import torch
+
+from symm_cp import tuning
+from symm_cp.memory import Group
+from symm_cp.ops.attention.methods import MethodName
+from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.schedule.attention_work import AttentionWork
+from symm_cp.schedule.tiles import Mask
+
+
+def chosen(
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    backward: bool = False,
+) -> MethodName:
+    """Returns the method of a call, from what all ranks know: the same on each, in every run.
+
+    As many queries as keys are taken for those of one sequence. Collective at the first call for a
+    group.
+    """
+    rows = spec.queries or spec.layout
+    if query.shape[2] != rows.lengths[group.rank]:
+        # Queries of another sequence, of which nobody knows how other ranks hold it.
+        return "allgather"
+    masks = (spec.mask,) if isinstance(spec.mask, Mask) else spec.mask
+    work = AttentionWork(
+        batch=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        features=query.shape[3],
+        value_features=spec.features(key),
+        dtype=str(query.dtype)[6:],
+        item=query.dtype.itemsize,
+        queries=rows,
+        keys=spec.layout,
+        masks=masks,
+        backward=backward,
+    )
+    return tuning.choose_method(group, query.device, work)

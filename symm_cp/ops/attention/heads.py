@@ -1,0 +1,54 @@
+"""Which heads each rank attends with once heads have been exchanged for parts of the sequence.
+
+H query heads share G key/value heads, N = H / G of them each. Rank r of W has consecutive query
+heads, as many as the others or one more, and the key heads that these look at: ranks share a key
+head where there are fewer of them than ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from functools import lru_cache
+
+from symm_cp.shards import Split
+
+
+@dataclass(frozen=True)
+class HeadShares:
+    """The query heads of each rank, and as (begin, end) its key heads."""
+
+    queries: tuple[tuple[int, int], ...]
+    keys: tuple[tuple[int, int], ...]
+    group_size: int  # query heads that share a key head
+
+    @property
+    def keys_overlap(self) -> bool:
+        """Whether ranks share key heads: then the gradients of these are sums over ranks."""
+        return any(end > begin for (_, end), (begin, _) in itertools.pairwise(self.keys))
+
+    def key_of_each(self, rank: int) -> tuple[int, ...] | None:
+        """Returns for each query head of a rank which of the rank's key heads it looks at.
+
+        None where the rank's key heads are shared by equally many of its query heads each, as
+        kernels expect.
+        """
+        (first, end), (first_key, end_key) = self.queries[rank], self.keys[rank]
+        looked_at = tuple(head // self.group_size - first_key for head in range(first, end))
+        each, rest = divmod(end - first, max(1, end_key - first_key))
+        even = tuple(head // max(1, each) for head in range(end - first))
+        return None if rest == 0 and looked_at == even else looked_at
+
+
+@lru_cache(maxsize=64)
+def shares_of(op: str, heads: int, kv_heads: int, ranks: int) -> HeadShares:
+    """Divides heads among ranks; raises `ValueError` if a rank would have none."""
+    if heads < ranks:
+        raise ValueError(
+            f"{op}: query has {heads} heads for {ranks} ranks: method 'ulysses' requires at least "
+            "one for each rank; choose 'allgather', or a mix of both over a mesh of two dimensions"
+        )
+    split, size = Split.nearly_equal(heads, ranks), heads // kv_heads
+    queries = tuple((split.start(rank), split.start(rank + 1)) for rank in range(ranks))
+    keys = tuple((begin // size, -(-end // size)) for begin, end in queries)
+    return HeadShares(queries, keys, size)

@@ -1,0 +1,44 @@
+"""Transformers of diffusers over ranks, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.exhaustive import exhaustive
+from tests.pool import Ranks
+
+NAMES = ("flux", "wan", "wan by position", "wan from image", "qwen", "qwen with padding", "ltx")
+
+
+def checks(
+    group: dist.ProcessGroup, names: tuple[str, ...], degrees: dict[str, Any], **how: Any
+) -> None:
+    # Imported by the ranks: diffusers takes seconds.
+    from tests.integrations.diffusers.common import CLIENTS, check_client, mesh_of_pairs
+
+    mesh = None if _ranks(degrees) == group.size() else mesh_of_pairs(degrees)
+    for name in names:
+        check_client(CLIENTS[name], degrees, mesh=mesh, **how)
+
+
+def _ranks(degrees: dict[str, Any]) -> int:
+    return degrees.get("ring_degree", 1) * degrees.get("ulysses_degree", 1)
+
+
+@exhaustive
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ring(ranks: Ranks, name: str, world_size: int) -> None:
+    ranks.run(4, checks, (name,), {"ring_degree": world_size})
+
+
+# 9 positions of text and 15 of image, of which no rank holds a whole share.
+@exhaustive
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ring_of_any_length(ranks: Ranks, name: str, world_size: int) -> None:
+    degrees = {"ring_degree": world_size, "ring_anything": True}
+    ranks.run(4, checks, (name,), degrees, lengths=(9, 15))

@@ -60,7 +60,7 @@ def _attention_kernel(
     tensors = query, key, value
     spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
     added = Added(options.get("sinks"), options.get("bias"))
-    exchange = ulysses.exchange_of(_FORWARD, group, query, key, Options(**options))
+    exchange = ulysses.exchange_of(_FORWARD, group, query, key, spec, Options(**options))
     if exchange is not None:
         return exchange.attend(_FORWARD, spec, tensors, added)
     if arrival.takes(group, query, key, spec):
@@ -85,7 +85,9 @@ def _attention_backward_kernel(
     group = group_of(group_name)
     spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
     sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
-    exchange = ulysses.exchange_of(_BACKWARD, group, query, key, Options(**options))
+    exchange = ulysses.exchange_of(
+        _BACKWARD, group, query, key, spec, Options(**options), backward=True
+    )
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if exchange is not None:
         grads, of_bias = exchange.attend_backward(_BACKWARD, spec, given, added)

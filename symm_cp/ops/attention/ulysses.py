@@ -25,6 +25,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.hosts import on_this_host
 from symm_cp.memory import Group
+from symm_cp.ops.attention import choice
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.heads import HeadShares, shares_of
 from symm_cp.ops.attention.methods import Method
@@ -252,7 +253,14 @@ class UlyssesCall:
 
 
 def exchange_of(
-    op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
+    op: str,
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spec: AttentionSpec,
+    options: Options,
+    *,
+    backward: bool = False,
 ) -> UlyssesCall | None:
     """Returns the exchanges of a call; None if its method has none.
 
@@ -260,7 +268,10 @@ def exchange_of(
     than ranks.
     """
     method = Method.of(op, options)
-    if method.name == "allgather":
+    name = method.name
+    if name == "auto":
+        name = choice.chosen(group, query, key, spec, backward=backward)
+    if name == "allgather":
         return None
     queries, keys = spread_of_queries(op, group, query, key, options)
     grid = method.grid

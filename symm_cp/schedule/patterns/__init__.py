@@ -23,6 +23,7 @@ from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_RED
 from symm_cp.schedule.patterns.produce_and_exchange import PRODUCE_AND_EXCHANGE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
+from symm_cp.schedule.patterns.relay import RELAY
 from symm_cp.schedule.patterns.two_shot_all_reduce import (
     BACKGROUND_TWO_SHOT_ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
@@ -37,6 +38,7 @@ PATTERNS: tuple[Pattern, ...] = (
     PRODUCE_AND_ALL_REDUCE,
     PRODUCE_AND_EXCHANGE,
     CONSUME_AND_REDUCE_SCATTER,
+    RELAY,
     ALL_GATHER,
     ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
@@ -79,6 +81,7 @@ __all__ = [
     "PRODUCE_AND_EXCHANGE",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
+    "RELAY",
     "TWO_SHOT_ALL_REDUCE",
     "Channel",
     "FormName",

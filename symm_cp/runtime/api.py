@@ -31,6 +31,9 @@ ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor],
 #: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
 #: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
 Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
+#: Takes a piece, what the rank before passes on of it (None: this rank is the first of the chain),
+#: and the memory for what this rank passes on (None: it is the last).
+RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
 #: Works on what is here already.
 ConsumeHere: TypeAlias = Callable[[], None]
@@ -241,6 +244,24 @@ class Runtime(Protocol):
         the contiguous `partial` of shape `partials[r]` and the dtype of `out`. Its own shard it
         gets as given. Contributions are added in rank order; with `ring` in the order rank,
         rank-1, ..., and then there is room for two of them at a time instead of one for each rank.
+        """
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """Calls `step(piece, received, passed)` for each piece; ranks form a chain.
+
+        `received` is what the rank before has written to its `passed` for this piece: it begins
+        with the next piece while this rank works on this one. `shapes` are those of the pieces, of
+        the dtype and device of `like`; memory is contiguous. With `reverse` the chain goes from the
+        last rank to the first.
         """
 
 

@@ -26,6 +26,7 @@ from symm_cp.runtime.api import (
     Pass,
     Poll,
     Produce,
+    RelayStep,
     Sizes,
 )
 from symm_cp.runtime.binding import Binding
@@ -123,6 +124,12 @@ def _exchange_program(
         python_copies=_PYTHON_COPIES,
     )
     return program, offsets
+
+
+@lru_cache(maxsize=512)
+def _relay_program(rank: int, world_size: int, pieces: int, reverse: bool) -> Program:
+    variant = patterns.RELAY.direct(reverse=reverse)
+    return lower(variant, rank, world_size, Binding(), pieces=pieces)
 
 
 @lru_cache(maxsize=512)
@@ -369,6 +376,32 @@ class CpuRuntime:
 
             kernels: dict[str, Kernel] = {"consume": run_consume, "input->slot": publish}
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """See `Runtime`. What is passed on is read where it was written."""
+        rank, ranks = group.rank, group.world_size
+        offsets = part_offsets([math.prod(shape) * like.element_size() for shape in shapes])
+        program = _relay_program(rank, ranks, len(shapes), reverse)
+        before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
+        with group.call(offsets[-1], call_name) as (workspace, epoch):
+
+            def run_step(piece: int) -> None:
+                def view(base: int) -> torch.Tensor:
+                    return workspace.view(base + offsets[piece], shapes[piece], like.dtype)
+
+                received = view(workspace.shard(before)) if 0 <= before < ranks else None
+                step(piece, received, view(workspace.slot()) if 0 <= after < ranks else None)
+
+            program.run(workspace, epoch, [], call_name, {"step": run_step})
 
 
 def _readable(shards: Shards, group: Group) -> bool:

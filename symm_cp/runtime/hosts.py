@@ -38,11 +38,13 @@ from symm_cp.runtime.api import (
     Pass,
     Poll,
     Produce,
+    RelayStep,
     Runtime,
     Sizes,
 )
 from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.sums import wide
+from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
@@ -413,6 +415,19 @@ class HostsRuntime:
             around.finish(sums)
             assert received is not None
             out.copy_(received)
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """See `Runtime`. The ranks take turns, whatever host they are on."""
+        relay_in_turns(self, group, step, like, shapes, call_name, reverse=reverse)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

@@ -45,6 +45,7 @@ from symm_cp.runtime.api import (
     Pass,
     Poll,
     Produce,
+    RelayStep,
     Sizes,
 )
 from symm_cp.runtime.parcels import exchange_parcels
@@ -62,6 +63,7 @@ from symm_cp.runtime.stream_launches import (
 )
 from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows, real
+from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
@@ -427,6 +429,19 @@ class StreamRuntime:
             }
             used = [*shards.own, staging, sums]
             call.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """See `Runtime`. The ranks take turns: flags of streams have no pieces."""
+        relay_in_turns(self, group, step, like, shapes, call_name, reverse=reverse)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

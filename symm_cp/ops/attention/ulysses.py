@@ -15,7 +15,7 @@ Source: DeepSpeed Ulysses (Jacobs et al., 2023); the mix is that of USP (Fang an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -33,9 +33,9 @@ from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features, empty_output, rows_first, wide
 from symm_cp.ops.common import group_of
-from symm_cp.ops.head_exchange import HeadRanges, head_exchange
+from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
+from symm_cp.ops.head_exchange import rows_first as rows_of_heads
 from symm_cp.schedule.layout import SequenceLayout, sequential
-from symm_cp.shards import Shape
 
 #: Computes attention of some heads, given query, key and value; its gradients, given whether those
 #: of keys and values are wanted in the dtype that sums are taken in.
@@ -51,19 +51,13 @@ class Part(NamedTuple):
     heads: HeadRanges
 
 
-def to_heads(name: bytes, group: Group, parts: Sequence[Part]) -> Tensors:
+def to_heads(name: bytes, group: Group, parts: Sequence[Part]) -> list[torch.Tensor]:
     """Returns (B, N_r, S, E) of each part, of which this rank gives (B, N, S_r, E). Collective."""
-    results = list(parts)
-    for together in _together(parts):
-        shapes = [
-            (B, N, parts[i].layout.length, E)
-            for i in together
-            for B, N, _, E in [parts[i].tensor.shape]
-        ]
-        found = _exchange(name, group, [parts[i] for i in together], shapes, to_heads=True)
-        for i, tensor in zip(together, found, strict=True):
-            results[i] = results[i]._replace(tensor=tensor)
-    return tuple(part.tensor for part in results)
+    exchange = _exchange_of(group, parts, [part.tensor.shape for part in parts], to_heads=True)
+    tensors = [dense_features(part.tensor) for part in parts]
+    outputs = exchange.new_outputs(tensors)
+    runtime.of(tensors[0], group).exchange(group, exchange, tensors, outputs, name)
+    return outputs
 
 
 def to_sequence(
@@ -73,63 +67,29 @@ def to_sequence(
 
     Heads that several ranks give are added in rank order, in float32 for 16-bit types.
     """
-    for together in _together(parts):
-        given, outputs = [parts[i] for i in together], [results[i] for i in together]
-        shapes = [
-            (B, N, part.layout.length, E)
-            for part, out in zip(given, outputs, strict=True)
-            for B, N, _, E in [out.shape]
-        ]
-        _exchange(name, group, given, shapes, outputs, to_heads=False)
-
-
-def _together(parts: Sequence[Part]) -> Iterable[list[int]]:
-    """The indices of parts that travel together: those of one layout and dtype."""
-    found: dict[tuple[SequenceLayout, torch.dtype], list[int]] = {}
-    for index, part in enumerate(parts):
-        found.setdefault((part.layout, part.tensor.dtype), []).append(index)
-    return found.values()
-
-
-def _exchange(
-    name: bytes,
-    group: Group,
-    parts: Sequence[Part],
-    shapes: Sequence[Shape],
-    results: Sequence[torch.Tensor] | None = None,
-    *,
-    to_heads: bool,
-) -> Sequence[torch.Tensor]:
-    """Returns what arrives of parts of one layout and dtype, in `results` if they are given.
-
-    `shapes` are those of the whole tensors.
-    """
-    ranges = tuple(part.heads for part in parts)
-    layout = parts[0].layout
-    exchange = head_exchange(group.rank, to_heads, layout, tuple(shapes), ranges)
+    exchange = _exchange_of(group, parts, [result.shape for result in results], to_heads=False)
     tensors = [dense_features(part.tensor) for part in parts]
-    outputs = exchange.new_outputs(tensors) if results is None else list(results)
-    if results is not None and not all(exchange.disjoint):
-        fresh = exchange.new_outputs(tensors)
-        for index, disjoint in enumerate(exchange.disjoint):
-            outputs[index] = outputs[index] if disjoint else fresh[index]
+    outputs = [
+        result
+        if part.disjoint
+        else rows_of_heads(tensor, part.arriving_shape(group.rank, to_heads=False))
+        for result, part, tensor in zip(results, exchange.parts, tensors, strict=True)
+    ]
     runtime.of(tensors[0], group).exchange(group, exchange, tensors, outputs, name)
-    found = exchange.summed(outputs)
-    if results is not None:
-        for result, tensor in zip(results, found, strict=True):
-            if result is not tensor:
-                result.copy_(tensor)
-    return found
+    for result, found in zip(results, exchange.summed(outputs), strict=True):
+        if found is not result:
+            result.copy_(found)
 
 
-def _rows_as(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns (B, N, S) of a wider dtype as (B, N, S, numbers) of another, to travel with it."""
-    return rows.contiguous().unsqueeze(-1).view(dtype)
-
-
-def _rows_of(moved: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The reverse of `_rows_as`."""
-    return moved.view(dtype).squeeze(-1)
+def _exchange_of(
+    group: Group, parts: Sequence[Part], shapes: Sequence[torch.Size], *, to_heads: bool
+) -> HeadExchange:
+    """Returns the exchange of parts; `shapes` are those of the tensors that have all heads."""
+    of_parts = tuple(
+        HeadPart((B, N, part.layout.length, E), part.tensor.dtype, part.layout, part.heads)
+        for part, (B, N, _, E) in zip(parts, shapes, strict=True)
+    )
+    return head_exchange(group.rank, to_heads, of_parts)
 
 
 @contextlib.contextmanager
@@ -183,8 +143,8 @@ class UlyssesCall:
             empty_output(dense_features(query), value.shape[3]),
             query.new_empty(query.shape[:3], dtype=wide(query.dtype)),
         )
-        parts = [self._of_queries(out), self._of_queries(_rows_as(lse, out.dtype))]
-        to_sequence(name, self.group, parts, (results[0], _rows_as(results[1], out.dtype)))
+        parts = [self._of_queries(out), self._of_queries(lse.unsqueeze(-1))]
+        to_sequence(name, self.group, parts, (results[0], results[1].unsqueeze(-1)))
         return results
 
     def attend_backward(
@@ -193,14 +153,14 @@ class UlyssesCall:
         """Returns the gradients of query, key and value, and that of the bias. Collective."""
         query, key, value, out, lse, grad_out, grad_lse = given
         name = self._name(op, query, key, grad_lse is None)
-        rows = [out, grad_out, _rows_as(lse, out.dtype)]
+        rows = [out, grad_out, lse.unsqueeze(-1)]
         if grad_lse is not None:
-            rows.append(_rows_as(grad_lse, out.dtype))
+            rows.append(grad_lse.unsqueeze(-1))
         with telling(*self._names_of_keys):
             parts = [*self._inputs(query, key, value), *map(self._of_queries, rows)]
             q, k, v, *others = to_heads(name, self.group, parts)
         out, grad_out, *of_rows = others
-        lse, *of_lse = (_rows_of(moved, lse.dtype) for moved in of_rows)
+        lse, *of_lse = (rows.squeeze(-1) for rows in of_rows)
         q, k, v = self._repeated(q, k, v)
         with telling(self.group.name):
             inner = Given(q, k, v, out, lse, grad_out, of_lse[0] if of_lse else None)

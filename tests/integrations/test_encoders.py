@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import symm_cp
@@ -113,7 +115,12 @@ def test_encoders_with_decoders(
     ranks.run(world_size, translates, name, [layout], [lengths])
 
 
-def transcribes(group: dist.ProcessGroup, layout: str, padding: bool) -> None:
+def transcribes(
+    group: dist.ProcessGroup,
+    layout: str,
+    padding: bool,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> None:
     """Whisper: its encoder runs whole, its outputs are cut, and all gradients flow."""
     mesh, W, client = mesh_of(group), group.size(), WHISPER
     features = torch.randn(2, 6, 80, dtype=torch.float64)
@@ -129,6 +136,7 @@ def transcribes(group: dist.ProcessGroup, layout: str, padding: bool) -> None:
     local, reduce_loss = symm_cp.shard_batch(mesh, batch, model=model, load_balancer=by)
     labels = local.pop("labels")
     with symm_cp.context_parallel(mesh, model=model, load_balancer=by):
+        prepare(model)
         logits = model(**local, **client.call).logits
         loss = reduce_loss(target_loss(logits, labels))
     loss.backward()  # no activation is recomputed: outside, as the encoder ran

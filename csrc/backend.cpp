@@ -63,7 +63,7 @@ Backend::Backend(c10::intrusive_ptr<c10d::Store> store, std::string name, int ra
 
 void Backend::find_peers() {
   const WithoutGil without_gil;
-  StoreBootstrap store(store_);
+  StoreBootstrap store(store_, timeout_.load());
   WaitBudget budget(timeout_.load());
   const std::string call_name = "making group '" + name_ + "'";
   peers_ = std::make_shared<Peers>(name_, rank_, size_, timeout_.load());
@@ -146,7 +146,7 @@ Messages& Backend::messages(const char* op) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (messages_ == nullptr)
     messages_ = std::make_shared<Messages>(
-        std::make_shared<StoreBootstrap>(copy_of(store_),
+        std::make_shared<StoreBootstrap>(copy_of(store_), wait_limit(),
                                          [peers = peers_](int rank) { return peers->dead(rank); }),
         name_, rank_, size_, wait_limit());
   return *messages_;

@@ -5,9 +5,11 @@
 #include <string>
 
 #include "blocks.h"
+#include "boxes.h"
 #include "channel.h"
 #include "copy.h"
 #include "error.h"
+#include "exchange.h"
 #include "group.h"
 #include "groups.h"
 #include "mapping.h"
@@ -203,6 +205,25 @@ int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const
       const Started started = start(of(group), std::move(exchange), false);
       of(group).lane().wait(started.number);
     }
+    return 0;
+  });
+}
+
+// An all-to-all of boxes in the calling thread; `operands` are the addresses of the tensors.
+int64_t symm_cp_exchange_boxes(void* group, const char* call_name, const Box* given, int64_t gives,
+                               const Box* taken, int64_t takes, void* const* operands, int count) {
+  return guarded([&]() -> int64_t {
+    std::vector<char*> addresses;
+    for (int i = 0; i < count; ++i) addresses.push_back(static_cast<char*>(operands[i]));
+    Exchange exchange{ExchangeKind::kAllToAll, call_name};
+    exchange.boxes = std::make_shared<const Boxes>(std::vector<Box>(given, given + gives),
+                                                   std::vector<Box>(taken, taken + takes),
+                                                   std::move(addresses), of(group).world_size());
+    for (const int64_t bytes : exchange.boxes->given_bytes())
+      exchange.input.push_back({nullptr, bytes});
+    for (const int64_t bytes : exchange.boxes->taken_bytes())
+      exchange.output.push_back({nullptr, bytes});
+    run(of(group), std::move(exchange));
     return 0;
   });
 }

@@ -37,7 +37,56 @@ int64_t stream_pages(char* to, const char* from, int64_t bytes) {
   return at;
 }
 
+// From this on a row is worth a call.
+constexpr int64_t kLongRow = 4096;
+
+// Of a multiple of a vector.
+template <bool kStreaming>
+inline __attribute__((always_inline)) void copy_row(char* to, const char* from, int64_t bytes) {
+  int64_t at = 0;
+  for (; at + kBlock <= bytes; at += kBlock) copy_block<kStreaming>(to + at, from + at);
+  for (; at < bytes; at += kVectorBytes) {
+    if constexpr (kStreaming)
+      stream_bytes(to + at, load_bytes(from + at));
+    else
+      store_bytes(to + at, load_bytes(from + at));
+  }
+}
+
+// Row by row: where planes are side by side on one of the sides, its memory is passed in order.
+template <class CopyRow>
+void copy_by_rows(Planes to, Planes from, int64_t planes, int64_t rows, CopyRow copy) {
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t p = 0; p < planes; ++p)
+      copy(to.data + p * to.plane + r * to.pitch, from.data + p * from.plane + r * from.pitch);
+}
+
 }  // namespace
+
+void copy_planes(Planes to, Planes from, int64_t planes, int64_t rows, int64_t row,
+                 bool streaming) {
+  if (row == 0) return;
+  if (to.pitch == row && from.pitch == row) {
+    for (int64_t p = 0; p < planes; ++p)
+      copy_bytes(to.data + p * to.plane, from.data + p * from.plane, rows * row, streaming);
+    return;
+  }
+  if (row >= kLongRow)
+    return copy_by_rows(to, from, planes, rows,
+                        [&](char* out, const char* in) { copy_bytes(out, in, row, streaming); });
+  if (row % kVectorBytes != 0)
+    return copy_by_rows(to, from, planes, rows, [&](char* out, const char* in) {
+      std::memcpy(out, in, static_cast<size_t>(row));
+    });
+  const bool aligned =
+      (reinterpret_cast<intptr_t>(to.data) | to.plane | to.pitch) % kVectorBytes == 0;
+  if (!streaming || !aligned)
+    return copy_by_rows(to, from, planes, rows,
+                        [&](char* out, const char* in) { copy_row<false>(out, in, row); });
+  copy_by_rows(to, from, planes, rows,
+               [&](char* out, const char* in) { copy_row<true>(out, in, row); });
+  finish_streams();
+}
 
 // Not memcpy: it uses string instructions for large blocks, which page faults slow down, and page
 // by page it takes longer.

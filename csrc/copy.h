@@ -9,4 +9,14 @@ namespace symm_cp {
 // told, as without.
 void copy_bytes(void* to, const void* from, int64_t bytes, bool streaming);
 
+// Planes of rows of bytes: where the first begins, and how far apart planes and rows are.
+struct Planes {
+  char* data;
+  int64_t plane;
+  int64_t pitch;
+};
+
+// Copies `planes` times `rows` rows of `row` bytes, which do not overlap.
+void copy_planes(Planes to, Planes from, int64_t planes, int64_t rows, int64_t row, bool streaming);
+
 }  // namespace symm_cp

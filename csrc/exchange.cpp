@@ -5,6 +5,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "boxes.h"
 #include "copy.h"
 #include "error.h"
 #include "exchange_run.h"
@@ -109,6 +110,10 @@ ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
   for (const Extent& extent : exchange_.input) most = std::max(most, extent.bytes);
   for (const Extent& extent : exchange_.output) most = std::max(most, extent.bytes);
   pieces_ = most <= room_ ? 1 : (most + room_ - 1) / room_;
+  if (exchange_.boxes != nullptr) {
+    exchange_.boxes->check_room(exchange_.call_name, room_);
+    pieces_ = exchange_.boxes->pieces();
+  }
   const bool one_piece = exchange_.piece_bytes != kPieceBytes || exchange_.produce != nullptr;
   if (pieces_ > kMaxPieces || (pieces_ > 1 && one_piece))
     throw std::invalid_argument(exchange_.call_name + ": " + std::to_string(most) +
@@ -144,7 +149,20 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
   }
 }
 
+int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, const LoopStep& step,
+                                int64_t piece) {
+  const Boxes& boxes = *exchange_.boxes;
+  int64_t unused = 0;
+  if (step.source.buffer == Buffer::kPeerSlot)
+    return boxes.take(step.to.chunk, piece, address(channel, call, step.source, piece, &unused),
+                      streamed_);
+  if (step.to.buffer == Buffer::kPeerSlot)
+    return boxes.give(step.to.chunk, piece, address(channel, call, step.to, piece, &unused));
+  return boxes.keep(rank_, piece, streamed_);
+}
+
 int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
+  if (exchange_.boxes != nullptr) return copy_boxes(channel, call, step, piece);
   int64_t bytes = room_;
   char* to = address(channel, call, step.to, piece, &bytes);
   int64_t given = bytes;

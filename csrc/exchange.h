@@ -17,6 +17,7 @@
 
 namespace symm_cp {
 
+class Boxes;
 class Group;
 
 // Stands for the time-out of the group.
@@ -70,6 +71,8 @@ struct Exchange {
   // Of what is produced: added to the sum, again and again, as a row to the rows of a matrix. Not
   // of averages.
   Extent addend;
+  // Of kAllToAll: what travels with strides. Inputs and outputs have sizes only.
+  std::shared_ptr<const Boxes> boxes;
   // Of all parts together; the same on all ranks. With another size than the usual one there is one
   // piece: a caller that wants all its data to have left its input when `start` returns gives what
   // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.
@@ -78,14 +81,14 @@ struct Exchange {
   std::chrono::milliseconds timeout = kGroupTimeout;
 };
 
-// Parts of a piece begin at multiples of this.
-inline constexpr int64_t kPartAlignment = 64;
-
 // Whether an all-reduce is a kTwoShotAllReduce: then a rank reads less, the less the more ranks
 // there are, but waits twice. Where they meet was measured with 3 and 4 ranks on 2 cores.
 constexpr bool two_shot(int ranks, int64_t bytes) {
   return ranks > 2 && bytes * (ranks - 1) >= (int64_t{192} << 10);
 }
+
+// Parts of a piece begin at multiples of this.
+inline constexpr int64_t kPartAlignment = 64;
 
 // Carries an exchange out in the calling thread. Calls of several threads take turns. Throws
 // PeerError and ResourceError, after the peers were told.

@@ -34,6 +34,7 @@ class ExchangeRun {
   // Returns the bytes that were moved.
   int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
   int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  int64_t copy_boxes(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
   void reduce_rows(char* to, int64_t offset, int64_t bytes);

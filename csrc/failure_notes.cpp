@@ -1,19 +1,14 @@
 #include "failure_notes.h"
 
-#include <chrono>
-#include <future>
 #include <mutex>
-#include <thread>
 #include <utility>
 
-#include "python.h"
+#include "elsewhere.h"
 #include "store_bootstrap.h"
 
 namespace symm_cp {
 
 namespace {
-
-constexpr std::chrono::seconds kPatience{1};
 
 std::string key_of(int rank) { return "symm_cp/failure/" + std::to_string(rank); }
 
@@ -35,42 +30,38 @@ struct FailureNotes::Shared {
 
 FailureNotes::FailureNotes(c10::intrusive_ptr<c10d::Store> store, int rank)
     : shared_(std::make_shared<Shared>()), rank_(rank) {
-  const WithoutGil without_gil;
+  StoreBootstrap(store, store->getTimeout()).set(key_of(rank), "");
   shared_->store = std::move(store);
-  StoreBootstrap(shared_->store).set(key_of(rank), "");
 }
 
-// The thread may wait for the store for good; nobody waits for the thread.
 std::optional<std::string> FailureNotes::ask(Ask what) {
   if (!answers_) return std::nullopt;
-  auto answer = std::make_shared<std::promise<std::optional<std::string>>>();
-  auto answered = answer->get_future();
-  std::thread([shared = shared_, answer, what = std::move(what)] {
-    std::optional<std::string> said;
+  using Value = std::optional<std::string>;
+  const auto said = run_for<Value>(kNotePatience, [shared = shared_, what = std::move(what)] {
     try {
       std::lock_guard<std::mutex> lock(shared->mutex);
       if (!shared->copy) shared->copy = copy_of(shared->store);
-      StoreBootstrap store(shared->copy);
-      said = what(store);
+      return what(*shared->copy);
     } catch (const std::exception&) {  // whoever keeps the store may be what was lost
+      return Value();
     }
-    answer->set_value(std::move(said));
-  }).detach();
-  answers_ = answered.wait_for(kPatience) == std::future_status::ready;
-  return answers_ ? answered.get() : std::nullopt;
+  });
+  answers_ = said.has_value();
+  return said.value_or(std::nullopt);
 }
 
 void FailureNotes::write(const std::string& failure) {
   if (failure.empty() && !written_) return;
   written_ = !failure.empty();
-  ask([key = key_of(rank_), failure](Bootstrap& store) {
-    store.set(key, failure);
-    return store.get(key);  // a store may return from `set` before it has the value
+  ask([key = key_of(rank_), failure](c10d::Store& store) {
+    write_text(store, key, failure);
+    return read_text(store, key);  // a store may return from `set` before it has the value
   });
 }
 
 std::string FailureNotes::read(int rank) {
-  return ask([key = key_of(rank)](Bootstrap& store) { return store.get(key); }).value_or("");
+  return ask([key = key_of(rank)](c10d::Store& store) { return read_text(store, key); })
+      .value_or("");
 }
 
 }  // namespace symm_cp

@@ -7,20 +7,22 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
-
-#include "peers.h"
 
 namespace symm_cp {
 
 // For another thread; stores in Python may have no such copies.
 c10::intrusive_ptr<c10d::Store> copy_of(const c10::intrusive_ptr<c10d::Store>& store);
 
-// Does nothing any more once the store has not answered within a second: it may be behind a link
-// that is down. For one thread.
+// How long to wait for a store when the note would only spare peers a wait.
+inline constexpr std::chrono::seconds kNotePatience{1};
+
+// Does nothing any more once the store has not answered within `kNotePatience`: it may be behind a
+// link that is down. For one thread.
 class FailureNotes {
  public:
   // Removes what an earlier group of that name has left.
@@ -33,7 +35,7 @@ class FailureNotes {
 
  private:
   struct Shared;  // with threads that still wait for the store
-  using Ask = std::function<std::optional<std::string>(Bootstrap& store)>;
+  using Ask = std::function<std::optional<std::string>(c10d::Store& store)>;
 
   std::optional<std::string> ask(Ask what);
 

@@ -12,6 +12,7 @@
 #include <thread>
 
 #include "error.h"
+#include "failure_notes.h"
 #include "link_probe.h"
 #include "mapping.h"
 #include "python.h"
@@ -105,10 +106,11 @@ bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGrou
 }
 
 StoreBootstrap bootstrap_of(const std::string& name,
-                            const c10::intrusive_ptr<c10d::ProcessGroup>& process_group) {
-  if (!process_group) return StoreBootstrap(symm::get_group_info(name).store);
+                            const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
+                            milliseconds limit) {
+  if (!process_group) return StoreBootstrap(symm::get_group_info(name).store, limit);
   const std::shared_ptr<LinkProbe> probe = LinkProbe::of(cpu_backend(*process_group), name);
-  return StoreBootstrap(process_group->getStore(),
+  return StoreBootstrap(process_group->getStore(), limit,
                         [probe](int rank) { return probe != nullptr && probe->lost(rank); });
 }
 
@@ -161,7 +163,7 @@ std::shared_ptr<GroupPeers> unmet_peers_of(
 std::shared_ptr<GroupPeers> make_group_peers(
     const std::string& name, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
     const Rendezvous& rendezvous) {
-  StoreBootstrap bootstrap = bootstrap_of(name, process_group);
+  StoreBootstrap bootstrap = bootstrap_of(name, process_group, rendezvous.budget.limit);
   if (auto known = process_group ? peers_of_its_backend(*process_group, name) : nullptr) {
     auto group_peers = std::make_shared<GroupPeers>();
     group_peers->process_group = c10::weak_intrusive_ptr<c10d::ProcessGroup>(process_group);
@@ -398,15 +400,18 @@ void refuse_peers(const std::string& name, const std::string& key, const std::st
                   const CallSite* other) {
   const auto process_group = try_resolve(name);
   const int rank = process_group ? process_group->getRank() : symm::get_group_info(name).rank;
-  StoreBootstrap bootstrap = bootstrap_of(name, process_group);
-  Peers::refuse_before(bootstrap, rank, key, reason);
+  StoreBootstrap bootstrap = bootstrap_of(name, process_group, kNotePatience);
+  try {
+    Peers::refuse_before(bootstrap, rank, key, reason);
+  } catch (const std::exception&) {  // the store is what failed; the caller raises the reason
+  }
   // Those that are connected may have met, and no longer look in the store.
   const auto known = connected_peers_of(name, process_group);
   if (known != nullptr && known->owned()) known->refuse(key, reason, other);
 }
 
 void check_refused_peers(const std::string& name, const Rendezvous& rendezvous, int peer) {
-  StoreBootstrap bootstrap = bootstrap_of(name, try_resolve(name));
+  StoreBootstrap bootstrap = bootstrap_of(name, try_resolve(name), kNotePatience);
   Peers::check_refusal(bootstrap, rendezvous, peer);
 }
 

@@ -2,6 +2,8 @@
 
 #include <type_traits>
 
+#include "exchange.h"
+
 namespace symm_cp {
 
 namespace {
@@ -47,6 +49,7 @@ std::string enumerations() {
 }
 
 std::string structs() {
+  using B = Box;
   using R = Reference;
   using C = Command;
   using L = LoopStep;
@@ -54,13 +57,17 @@ std::string structs() {
   using T = TraceEvent;
   using W = WorkspaceLayout;
   return line<R>("Reference", {FIELD(R, space), FIELD(R, index), FIELD(R, offset)}) +
-         line<C>("Command", {FIELD(C, kind), FIELD(C, peer), FIELD(C, flag), FIELD(C, lag),
-                             FIELD(C, to), FIELD(C, source), FIELD(C, bytes), FIELD(C, rows),
-                             FIELD(C, to_pitch), FIELD(C, from_pitch), FIELD(C, dtype),
-                             FIELD(C, mean), FIELD(C, first_source), FIELD(C, sources)}) +
+         line<C>("Command",
+                 {FIELD(C, kind), FIELD(C, peer), FIELD(C, flag), FIELD(C, lag), FIELD(C, to),
+                  FIELD(C, source), FIELD(C, bytes), FIELD(C, rows), FIELD(C, to_pitch),
+                  FIELD(C, from_pitch), FIELD(C, dtype), FIELD(C, mean), FIELD(C, first_source),
+                  FIELD(C, sources), FIELD(C, piece)}) +
          line<Area>("Area", {FIELD(Area, buffer), FIELD(Area, rank), FIELD(Area, chunk)}) +
          line<L>("LoopStep", {FIELD(L, kind), FIELD(L, peer), FIELD(L, flag), FIELD(L, to),
                               FIELD(L, source), FIELD(L, first_source), FIELD(L, source_count)}) +
+         line<B>("Box", {FIELD(B, peer), FIELD(B, piece), FIELD(B, operand), FIELD(B, offset),
+                         FIELD(B, in_slot), FIELD(B, planes), FIELD(B, plane_pitch), FIELD(B, rows),
+                         FIELD(B, pitch), FIELD(B, row)}) +
          line<S>(
              "StreamCommand",
              {FIELD(S, kind), FIELD(S, lane), FIELD(S, peer), FIELD(S, flag), FIELD(S, lag),
@@ -81,7 +88,8 @@ std::string structs() {
 std::string limits() {
   return line("FLAG_BYTES", kFlagBytes) + line("FLAG_OF_WRITER", flag_offset(1, 2, 3)) +
          line("SENT_ONE", sent_offset(kConstantOne, 2, 3)) + line("LAST_EPOCH", kLastEpoch) +
-         line("PIECE_BITS", int64_t{kPieceBits}) + line("LAST_CPU_EPOCH", kLastCpuEpoch) +
+         line("PIECE_BITS", int64_t{kPieceBits}) + line("EXCHANGE_PIECE", kPieceBytes) +
+         line("EXCHANGE_PART", kPartAlignment) + line("LAST_CPU_EPOCH", kLastCpuEpoch) +
          line("SIZES_BYTES", sizes_bytes(9)) + line("RECORD_BYTES", kRecordBytes) +
          line("MAX_CALL_NAME", static_cast<int64_t>(kMaxCallName)) + line("FAILURES", kFailures) +
          line("PAGE_BYTES", kPageBytes) + line("SLOTS", kSlots);

@@ -51,6 +51,7 @@ struct Command {
   int32_t mean;          // reduce: 1 to average; publish: 1 when the shard is in place
   int32_t first_source;  // reduce: its sources are references[first_source ...]
   int32_t sources;
+  int32_t piece;  // signal, wait: of the call, from 0
 };
 
 // The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the
@@ -120,6 +121,21 @@ struct LoopStep {
   Area source;           // copy
   int32_t first_source;  // reduce: its sources are sources[first_source ...]
   int32_t source_count;
+};
+
+// Elements of a tensor that travel in one piece of an exchange with strides: `planes` times `rows`
+// runs of `row` bytes. They lie in the slot without gaps.
+struct Box {
+  int32_t peer;     // gives or takes them
+  int32_t piece;    // in which they travel
+  int64_t operand;  // number of the tensor
+  int64_t offset;   // where they begin there, in bytes
+  int64_t in_slot;  // and in the peers' part of the slot
+  int64_t planes;
+  int64_t plane_pitch;
+  int64_t rows;
+  int64_t pitch;
+  int64_t row;
 };
 
 // The channels of a group.

@@ -29,6 +29,7 @@ import torch.distributed as dist
 from symm_cp import native
 from symm_cp.hosts import Place, local_group, spread
 from symm_cp.liveness import host_identity
+from symm_cp.stores import StoreLostError, TimedStore
 
 NAME = "symm_cp"
 
@@ -123,13 +124,16 @@ def hosts_of_ranks(
     Raises `torch.distributed.DistBackendError` naming the ranks that do not come in time.
     """
     keys = [f"symm_cp/host/{peer}" for peer in range(size)]
-    store.set(keys[rank], host_identity())
+    timed = TimedStore(store, timeout)
     try:
-        store.wait(keys, timeout)
+        timed.set(keys[rank], host_identity())
+        timed.wait(keys, timeout)
+    except StoreLostError as error:
+        raise dist.DistBackendError(f"making group {name!r}: {error}") from error
     except RuntimeError as error:
-        late = [str(peer) for peer, key in enumerate(keys) if not store.check([key])]
+        late = [str(peer) for peer, key in enumerate(keys) if not timed.check([key])]
         raise dist.DistBackendError(
             f"making group {name!r}: rank {', '.join(late)} did not come within "
             f"{timeout.total_seconds():g} s (rank {rank} waited)"
         ) from error
-    return [store.get(key).decode() for key in keys]
+    return [timed.get(key).decode() for key in keys]

@@ -24,8 +24,9 @@ from torch._C._distributed_c10d import _register_process_group, _unregister_proc
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import accelerators, env
-from symm_cp.liveness import host_identity, read, share, timeout_of
+from symm_cp.liveness import host_identity, read, share, wait_limit
 from symm_cp.memory import Group, StateKey, on_first_use, resolve
+from symm_cp.stores import TimedStore, timeout_of
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,7 @@ def _place_of_text(text: str) -> Place:
     return Place(host, gpu, tuple(unreachable))
 
 
-def _keys(group: Group) -> tuple[dist.Store, list[str]]:
+def _keys(group: Group) -> tuple[TimedStore, list[str]]:
     """The store and the keys under which a group's ranks publish where their CPU tensors are.
 
     Those of the group itself when its ranks are not in the world, or when the user names the hosts:
@@ -179,7 +180,7 @@ def _keys(group: Group) -> tuple[dist.Store, list[str]]:
     if env.host() is not None or process_group not in world.pg_group_ranks:
         return group.store(), [f"symm_cp/host/cpu/{rank}" for rank in range(group.world_size)]
     members = dist.get_process_group_ranks(process_group)
-    store = dist.distributed_c10d._get_default_store()
+    store = TimedStore(dist.distributed_c10d._get_default_store(), wait_limit(group))
     return store, [f"symm_cp/host/{rank}" for rank in members]
 
 
@@ -236,7 +237,7 @@ def _part_of(
     place = ranks[host].index(group.rank)
     # A fresh prefix: an earlier group of that name may have left keys in the store.
     tokens = share(group, f"local/{device.type}", secrets.token_hex(8))
-    store = dist.PrefixStore(f"symm_cp/local/{tokens[ranks[host][0]]}", group.store())
+    store = group.store().under(f"symm_cp/local/{tokens[ranks[host][0]]}").untimed
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     name = f"{group.name}, {device.type}, host {host}"
     local = local_group(store, name, place, len(ranks[host]), timeout_of(process_group))

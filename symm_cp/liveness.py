@@ -22,11 +22,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import env, native
 from symm_cp.memory import Group, StateKey
+from symm_cp.stores import TimedStore, wait_limit_of
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02
@@ -36,20 +36,9 @@ class PeerLostError(RuntimeError):
     """A rank exited, or wrote nothing to the store in time, before the group shared memory."""
 
 
-def timeout_of(process_group: dist.ProcessGroup) -> datetime.timedelta:
-    """Returns the time-out of a process group's collectives."""
-    for device in process_group._device_types:
-        options = getattr(process_group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout
-    return dist.default_pg_timeout
-
-
 def wait_limit(group: Group) -> datetime.timedelta:
-    """Returns how long ops wait for a peer: `SYMM_CP_TIMEOUT_MS`, or the group's time-out."""
-    if env.timeout_ms():
-        return datetime.timedelta(milliseconds=env.timeout_ms())
-    return timeout_of(_resolve_process_group(group.name))  # type: ignore[arg-type]
+    """Returns how long ops of a group wait for a peer."""
+    return wait_limit_of(_resolve_process_group(group.name))  # type: ignore[arg-type]
 
 
 @dataclass
@@ -149,7 +138,7 @@ def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
 
 
 def read(
-    group: Group, store: dist.Store, keys: Sequence[str], *, seconds: float | None = None
+    group: Group, store: TimedStore, keys: Sequence[str], *, seconds: float | None = None
 ) -> list[str]:
     """Returns what a store has under the key of each rank, when all have written theirs.
 
@@ -160,7 +149,7 @@ def read(
 
 
 def wait_for_keys(
-    group: Group, store: dist.Store, keys: Sequence[str], *, seconds: float | None = None
+    group: Group, store: TimedStore, keys: Sequence[str], *, seconds: float | None = None
 ) -> None:
     """Returns when a store has the key of each rank; raises like `read`."""
     with _patience(group, seconds) as wait_for:

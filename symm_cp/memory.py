@@ -37,6 +37,7 @@ from torch.distributed.distributed_c10d import _get_process_group_store, _resolv
 from . import env, native, wire
 from .alignment import debug_offset
 from .modes import ordinary_tensors
+from .stores import TimedStore, wait_limit_of
 
 _MAX_VIEWS = 1024
 
@@ -278,9 +279,10 @@ class Group:
             )
         return self.lock
 
-    def store(self) -> dist.Store:
+    def store(self) -> TimedStore:
         """Returns the group's key-value store."""
-        return _get_process_group_store(_resolve_process_group(self.name))  # type: ignore[arg-type]
+        process_group = _resolve_process_group(self.name)  # type: ignore[arg-type]
+        return TimedStore(_get_process_group_store(process_group), wait_limit_of(process_group))
 
     def workspace(self, channel: str) -> Workspace:
         """Returns the workspace of a channel."""

@@ -377,6 +377,10 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_skip": (None, [_VOID, _INT, _LONG]),
     "symm_cp_move": (None, [_VOID, _INT, _LONG]),
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID]),
+    "symm_cp_exchange_boxes": (
+        _LONG,
+        [_VOID, _TEXT, _VOID, _LONG, _VOID, _LONG, _VOID, _INT],
+    ),
     "symm_cp_set_loop": (
         None,
         [_VOID, _INT, _INT, _INT, _VOID, _INT, _VOID, _INT, _INT, _INT, _INT],

@@ -119,6 +119,7 @@ class Command(ctypes.Structure):
         ("mean", _INT32),
         ("first_source", _INT32),
         ("sources", _INT32),
+        ("piece", _INT32),
     ]
 
 
@@ -139,6 +140,23 @@ class LoopStep(ctypes.Structure):
         ("source", Area),
         ("first_source", _INT32),
         ("source_count", _INT32),
+    ]
+
+
+class Box(ctypes.Structure):
+    """Elements of a tensor that travel in one piece of an exchange with strides."""
+
+    _fields_ = [
+        ("peer", _INT32),
+        ("piece", _INT32),
+        ("operand", _INT64),
+        ("offset", _INT64),
+        ("in_slot", _INT64),
+        ("planes", _INT64),
+        ("plane_pitch", _INT64),
+        ("rows", _INT64),
+        ("pitch", _INT64),
+        ("row", _INT64),
     ]
 
 
@@ -235,6 +253,9 @@ FLAG_BYTES = 64
 #: The last call that a workspace takes: a wait compares 32-bit numbers by their difference, so a
 #: flag that few ops raise would, 2^31 calls later, look as if it had been raised.
 LAST_EPOCH = (1 << 31) - 2
+#: The bytes of a piece of an exchange on CPU, for all ranks together, and where parts of it begin.
+EXCHANGE_PIECE = 512 << 10
+EXCHANGE_PART = 64
 #: On CPU a flag is raised to a call and a piece of it, of which it takes so many bits.
 PIECE_BITS = 14
 LAST_CPU_EPOCH = (1 << (31 - PIECE_BITS)) - 2
@@ -283,6 +304,7 @@ STRUCTS: tuple[type[ctypes.Structure], ...] = (
     Command,
     Area,
     LoopStep,
+    Box,
     StreamCommand,
     TraceEvent,
     Record,
@@ -320,6 +342,8 @@ def description() -> str:
         "SENT_ONE": sent_offset(CONSTANT_ONE, 2, 3),
         "LAST_EPOCH": LAST_EPOCH,
         "PIECE_BITS": PIECE_BITS,
+        "EXCHANGE_PIECE": EXCHANGE_PIECE,
+        "EXCHANGE_PART": EXCHANGE_PART,
         "LAST_CPU_EPOCH": LAST_CPU_EPOCH,
         "SIZES_BYTES": sizes_bytes(9),
         "RECORD_BYTES": RECORD_BYTES,

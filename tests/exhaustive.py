@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,3 +25,24 @@ def some(*plain: Any, of: Iterable[Any]) -> list[Any]:
         )
         for value in everything
     ]
+
+
+def pairs(*axes: Iterable[Any], also: Iterable[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
+    """Few combinations of a value of each axis, in which any two values of two axes meet.
+
+    What goes wrong with a model, a world size and a layout alone, or with two of them, shows in
+    these; the whole product repeats each pair. Combinations that are to be there are named `also`.
+    """
+    left = list(itertools.product(*map(list, axes)))
+    chosen = [tuple(combination) for combination in also]
+    assert all(combination in left for combination in chosen), (chosen, axes)
+
+    def meetings(combination: tuple[Any, ...]) -> set[Any]:
+        return set(itertools.combinations(enumerate(combination), 2))
+
+    unmet = set().union(*map(meetings, left)).difference(*map(meetings, chosen))
+    while unmet:
+        left = [combination for combination in left if meetings(combination) & unmet]
+        chosen.append(max(left, key=lambda combination: len(meetings(combination) & unmet)))
+        unmet -= meetings(chosen[-1])
+    return chosen

@@ -134,12 +134,13 @@ class Team:
         pooled: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
-        # The pool's is hosted here and not by rank 0, so that it listens before the first rank
-        # looks for it. Ranks in namespaces of their own have no address in common with us.
+        # Hosted here and not by rank 0, so that it listens before the first rank looks for it, and
+        # answers when a rank is stopped (a FileStore's lock may be what that one holds). Ranks in
+        # namespaces of their own have no address in common with us.
         self._store = (
-            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            if pooled
-            else None
+            None
+            if any(place.namespace for place in places)
+            else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         )
         self._processes: list[_Process] = []
         simulated.build()  # once, instead of by each rank
@@ -211,7 +212,7 @@ class Team:
     def error(self, what: str, replies: _Replies, timeout: float, seed: int) -> RankError:
         """What to raise when not all ranks have sent a result."""
         pending = replies.pending()
-        stuck = self._where(pending)
+        stuck = self.where(pending)
         reports = {rank: f"was still here:\n{stuck[rank]}" for rank in pending}
         for rank, report in replies.failures.items():
             output = self.output(rank).strip()
@@ -224,7 +225,7 @@ class Team:
         """Returns what a rank wrote since the function began."""
         return self._processes[rank].new_output()
 
-    def _where(self, pending: Sequence[int]) -> dict[int, str]:
+    def where(self, pending: Sequence[int]) -> dict[int, str]:
         """Has the ranks dump the stacks of all their threads, and returns their output."""
         for rank in pending:
             with contextlib.suppress(ProcessLookupError):
@@ -300,8 +301,8 @@ class Running:
         """
         everyone = range(self._world_size)
         replies = self._team.collect(set(everyone) - set(apart_from), timeout, grace=None)
-        for rank in replies.pending():
-            replies.failures[rank] = f"rank {rank} did not end within {timeout} s"
+        for rank, stacks in self._team.where(replies.pending()).items():
+            replies.failures[rank] = f"rank {rank} did not end within {timeout} s:\n{stacks}"
             self._team.kill(rank)
         self._team.kill(*apart_from)
         return [

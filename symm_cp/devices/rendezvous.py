@@ -29,6 +29,7 @@ from torch._C._distributed_c10d import (
 
 from symm_cp.liveness import generation, share_made, wait_for_keys, wait_limit
 from symm_cp.memory import Group, StateKey
+from symm_cp.stores import TimedStore
 
 # torch's keys: "CUDASymmetricMemory/<number>/<rank>", "CUDASymmetricMemory/<number>" of a barrier.
 _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
@@ -41,7 +42,7 @@ _BY_STORE = ("CUDA",)
 class ExchangeStore(dist.Store):
     """A store for one rendezvous of torch's: exchanges are numbered in the order of their keys."""
 
-    def __init__(self, group: Group, inner: dist.Store) -> None:
+    def __init__(self, group: Group, inner: TimedStore) -> None:
         super().__init__()
         self._group, self._inner = group, inner
         self._limit = wait_limit(group)
@@ -91,7 +92,7 @@ class PrivateGroup:
     def __init__(self, group: Group) -> None:
         made = group.state(_MADE, Counter)
         number = made["all"] = made["all"] + 1
-        inner = dist.PrefixStore(f"symm_cp/{generation(group)}/meet/{number}", group.store())
+        inner = group.store().under(f"symm_cp/{generation(group)}/meet/{number}")
         # The native process group holds these, but not their Python halves.
         self._store = ExchangeStore(group, inner)
         self._process_group = dist.ProcessGroup(self._store, group.rank, group.world_size)

@@ -15,6 +15,7 @@ from symm_cp.ops import (
     matmul_grad,
     scaled_all_reduce,
     scaled_matmul,
+    scan,
     transforms,
 )
 
@@ -32,6 +33,7 @@ def register() -> None:
     low_contention.register()
     attention.register()
     halo.register()
+    scan.register()
     transforms.register()
 
 

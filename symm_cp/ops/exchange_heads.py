@@ -8,12 +8,14 @@ result back. Each direction is the gradient of the other. Source: DeepSpeed-Ulys
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives as funcol
 
+from symm_cp import runtime, wire
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
     check_reduce_op,
@@ -24,6 +26,7 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.head_exchange import HeadExchange, HeadRanges, head_exchange
 from symm_cp.ops.transforms import register_gradient
+from symm_cp.results import contiguous
 from symm_cp.schedule.layout import SequenceLayout
 
 OP = "exchange_heads"
@@ -182,38 +185,22 @@ def run_exchange(
     group: Group, exchange: HeadExchange, tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
     """Carries an exchange out, for kernels. Collective; the tensors are not checked again."""
-    outputs = exchange.new_outputs(tensors)
-    _through_process_group(group, exchange, tensors, outputs)
+    dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
+    outputs = exchange.new_outputs(dense)
+    on = runtime.of(dense[0], group)
+    on.exchange(group, exchange, dense, outputs, _call_name(exchange, dense[0].dtype))
     return exchange.summed(outputs)
 
 
-def _through_process_group(
-    group: Group,
-    exchange: HeadExchange,
-    tensors: Sequence[torch.Tensor],
-    outputs: list[torch.Tensor],
-) -> None:
-    like, rank = tensors[0], group.rank
-
-    def empty(source: int, to: int) -> list[torch.Tensor]:
-        return [like.new_empty(shape) for shape in exchange.message(source, to)]
-
-    sent = [empty(rank, peer) for peer in range(group.world_size)]
-    for peer, message in enumerate(sent):
-        exchange.give(tensors, peer, message)
-    counts = [sum(part.numel() for part in message) for message in sent]
-    received = [empty(peer, rank) for peer in range(group.world_size)]
-    arriving = [sum(part.numel() for part in message) for message in received]
-    flat = torch.cat([part.flatten() for message in sent for part in message])
-    arrived = funcol.wait_tensor(
-        torch.ops._c10d_functional.all_to_all_single(flat, arriving, counts, group.name)
-    )
-    for peer, (message, memory) in enumerate(
-        zip(received, arrived.split_with_sizes(arriving), strict=True)
-    ):
-        parts = memory.split_with_sizes([part.numel() for part in message])
-        shaped = [part.view(as_.shape) for part, as_ in zip(parts, message, strict=True)]
-        exchange.take(outputs, peer, shaped)
+@lru_cache(maxsize=512)
+def _call_name(exchange: HeadExchange, dtype: torch.dtype) -> bytes:
+    """The same on all ranks; of what is long a checksum."""
+    numbers = exchange.layout.chunk_order, exchange.layout.chunk_lengths, exchange.ranges
+    checksum = zlib.crc32(repr((numbers, exchange.shapes)).encode())
+    shapes = " ".join(str(list(shape)) for shape in exchange.shapes)
+    way = "to heads" if exchange.to_heads else "to sequence"
+    name = f"{OP} {str(dtype)[6:]} {way} #{checksum:08x} {shapes}"
+    return name.encode()[: wire.MAX_CALL_NAME]
 
 
 def _fake(

@@ -185,6 +185,7 @@ def register() -> None:
         "_all_gather_kv_backward",
         "exchange_halo",
         "_add_halo",
+        "scan_states",
         "exchange_heads",
         "_fused_matmuls_reduce_scatter",
         "_fused_matmuls_all_reduce",

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import TypeAlias
 
 import torch
 
+from symm_cp import native, wire
 from symm_cp.alignment import part_offsets
-from symm_cp.memory import Group, is_symmetric
+from symm_cp.memory import Group, is_symmetric, reported
 from symm_cp.results import contiguous
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
@@ -18,8 +21,12 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
+    Keep,
+    Parcels,
     Poll,
     Produce,
+    RelayStep,
+    Take,
 )
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
@@ -116,6 +123,35 @@ def _exchange_program(
         python_copies=_PYTHON_COPIES,
     )
     return program, offsets
+
+
+@lru_cache(maxsize=512)
+def _relay_program(rank: int, world_size: int, pieces: int, reverse: bool) -> Program:
+    variant = patterns.RELAY.direct(reverse=reverse)
+    return lower(variant, rank, world_size, Binding(), pieces=pieces)
+
+
+@lru_cache(maxsize=512)
+def _produced_exchange_program(
+    rank: int, sizes: tuple[tuple[int, ...], ...]
+) -> tuple[Program, tuple[tuple[int, ...], ...], int]:
+    """The program, where parts begin in each rank's slot, and the bytes of the largest slot."""
+    offsets = tuple(part_offsets(to_each) for to_each in sizes)
+    program = lower(patterns.PRODUCE_AND_EXCHANGE.direct(), rank, len(sizes), Binding())
+    return program, offsets, max(each[-1] for each in offsets)
+
+
+_Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
+
+
+@lru_cache(maxsize=128)
+def _boxes(
+    parcels: Parcels, strides: tuple[tuple[int, ...], ...], item: int, world_size: int
+) -> _Boxes:
+    room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
+    given, taken = parcels.boxes(strides, item, room)
+    given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
+    return (wire.Box * len(given))(*given_boxes), (wire.Box * len(taken))(*taken_boxes)
 
 
 class CpuRuntime:
@@ -260,6 +296,56 @@ class CpuRuntime:
             kernels: dict[str, Kernel] = {"produce": run_produce}
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
 
+    def produce_and_exchange(
+        self,
+        group: Group,
+        produce: Produce,
+        keep: Keep,
+        take: Take,
+        like: torch.Tensor,
+        call_name: bytes,
+        *,
+        counts: Sequence[Sequence[int]],
+    ) -> None:
+        """See `Runtime`. What the peers give is taken where they have written it."""
+        rank, item = group.rank, like.element_size()
+        sizes = tuple(tuple(count * item for count in to_each) for to_each in counts)
+        program, offsets, slot_bytes = _produced_exchange_program(rank, sizes)
+        with group.call(slot_bytes, call_name) as (workspace, epoch):
+
+            def run_produce(to: int) -> None:
+                at = workspace.slot() + offsets[rank][to]
+                produce(to, workspace.view(at, (counts[rank][to],), like.dtype))
+
+            def run_take(source: int) -> None:
+                at = workspace.shard(source) + offsets[source][rank]
+                take(source, workspace.view(at, (counts[source][rank],), like.dtype))
+
+            kernels: dict[str, Kernel] = {
+                "produce": run_produce,
+                "keep": lambda _: keep(),
+                "consume": run_take,
+            }
+            program.run(workspace, epoch, [], call_name, kernels)
+
+    def exchange(
+        self,
+        group: Group,
+        parcels: Parcels,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        call_name: bytes,
+    ) -> None:
+        """See `Runtime`. One copy into the slot and one out of it, in pieces (csrc/boxes.h)."""
+        used = (*tensors, *outputs)
+        strides = tuple([t.stride() for t in used])
+        given, taken = _boxes(parcels, strides, used[0].element_size(), group.world_size)
+        addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
+        run = native.load().symm_cp_exchange_boxes
+        lists = given, len(given), taken, len(taken)
+        if run(group.handle, call_name, *lists, addresses, len(used)) < 0:
+            raise reported(RuntimeError(native.error()))
+
     def consume_and_reduce_scatter(
         self,
         group: Group,
@@ -294,6 +380,32 @@ class CpuRuntime:
 
             kernels: dict[str, Kernel] = {"consume": run_consume, "input->slot": publish}
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """See `Runtime`. What is passed on is read where it was written."""
+        rank, ranks = group.rank, group.world_size
+        offsets = part_offsets([math.prod(shape) * like.element_size() for shape in shapes])
+        program = _relay_program(rank, ranks, len(shapes), reverse)
+        before, after = (rank + 1, rank - 1) if reverse else (rank - 1, rank + 1)
+        with group.call(offsets[-1], call_name) as (workspace, epoch):
+
+            def run_step(piece: int) -> None:
+                def view(base: int) -> torch.Tensor:
+                    return workspace.view(base + offsets[piece], shapes[piece], like.dtype)
+
+                received = view(workspace.shard(before)) if 0 <= before < ranks else None
+                step(piece, received, view(workspace.slot()) if 0 <= after < ranks else None)
+
+            program.run(workspace, epoch, [], call_name, {"step": run_step})
 
 
 def _readable(shards: Shards, group: Group) -> bool:

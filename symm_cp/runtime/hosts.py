@@ -32,11 +32,17 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
+    Keep,
+    Parcels,
     Poll,
     Produce,
+    RelayStep,
     Runtime,
+    Take,
 )
+from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.sums import wide
+from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
@@ -86,6 +92,26 @@ class _Ring:
                 work.wait()
             except RuntimeError as error:
                 raise self._lost(error) from error
+
+    def all_to_all(
+        self, sent: torch.Tensor, sizes: list[int], arriving: list[int]
+    ) -> Callable[[], torch.Tensor]:
+        """Starts an all-to-all of numbers; returns what waits for those that arrive."""
+        numbers = sent.view(torch.uint8)
+        item = sent.element_size()
+        arrived = torch.ops._c10d_functional.all_to_all_single(
+            numbers, [n * item for n in arriving], [n * item for n in sizes], self.group.name
+        )
+
+        def wait() -> torch.Tensor:
+            try:
+                return funcol.wait_tensor(arrived).view(sent.dtype)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{self.call_name}: rank {self.group.rank} lost a peer on another host: {error}"
+                ) from error
+
+        return wait
 
     def _lost(self, error: Exception) -> RuntimeError:
         return RuntimeError(
@@ -296,6 +322,44 @@ class HostsRuntime:
             split=divided,
         )
 
+    def produce_and_exchange(
+        self,
+        group: Group,
+        produce: Produce,
+        keep: Keep,
+        take: Take,
+        like: torch.Tensor,
+        call_name: bytes,
+        *,
+        counts: Sequence[Sequence[int]],
+    ) -> None:
+        """See `Runtime`. By the process group's all-to-all, after all has been produced."""
+        ranks = range(group.world_size)
+        with _Ring(group, like.device, call_name).call() as ring:
+            # What stays takes no part.
+            sizes = [0 if to == group.rank else counts[group.rank][to] for to in ranks]
+            arriving = [0 if r == group.rank else counts[r][group.rank] for r in ranks]
+            sent = like.new_empty(sum(sizes))
+            for to, memory in zip(ranks, sent.split_with_sizes(sizes), strict=True):
+                if to != group.rank:
+                    produce(to, memory)
+            arrived = ring.all_to_all(sent, sizes, arriving)
+            keep()
+            for source, memory in zip(ranks, arrived().split_with_sizes(arriving), strict=True):
+                if source != group.rank:
+                    take(source, memory)
+
+    def exchange(
+        self,
+        group: Group,
+        parcels: Parcels,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        call_name: bytes,
+    ) -> None:
+        """See `Runtime`."""
+        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
+
     def consume_and_reduce_scatter(
         self,
         group: Group,
@@ -353,6 +417,19 @@ class HostsRuntime:
             around.finish(sums)
             assert received is not None
             out.copy_(received)
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """See `Runtime`. The ranks take turns, whatever host they are on."""
+        relay_in_turns(self, group, step, like, shapes, call_name, reverse=reverse)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

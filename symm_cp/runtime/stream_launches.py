@@ -112,6 +112,25 @@ def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Laun
 
 
 @lru_cache(maxsize=512)
+def produced_exchange_launch(
+    rank: int, sizes: tuple[tuple[int, ...], ...], mode: CallMode
+) -> tuple[Launch, tuple[int, ...]]:
+    """Produce and exchange; `sizes[source][to]` are bytes. Operand: memory for what arrives.
+
+    Returns also where each rank's part begins there; the last number is what all of them take.
+    """
+    arriving = [0 if source == rank else to_each[rank] for source, to_each in enumerate(sizes)]
+    binding = Binding(
+        {"gathered": (Extent.aligned(0, arriving),)},
+        {"slot": {r: (Extent.aligned(None, to_each),) for r, to_each in enumerate(sizes)}},
+    )
+    variant = patterns.PRODUCE_AND_EXCHANGE.staged()
+    ranks = len(sizes)
+    launch = lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    return launch, part_offsets(arriving)
+
+
+@lru_cache(maxsize=512)
 def all_reduce_launch(
     rank: int, chunks: tuple[int, ...], way: AllReduceWay, mode: CallMode
 ) -> Launch:

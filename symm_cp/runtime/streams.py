@@ -40,9 +40,14 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
+    Keep,
+    Parcels,
     Poll,
     Produce,
+    RelayStep,
+    Take,
 )
+from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.stream_launches import (
     CallMode,
     Exchange,
@@ -53,9 +58,11 @@ from symm_cp.runtime.stream_launches import (
     gather_launch,
     poll_launch,
     produce_launch,
+    produced_exchange_launch,
 )
 from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows, real
+from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
@@ -329,6 +336,52 @@ class StreamRuntime:
             operands = [sums.data_ptr(), out.data_ptr()]
             call.run(launch, space, epoch, operands, kernels, sums, out)
 
+    def produce_and_exchange(
+        self,
+        group: Group,
+        produce: Produce,
+        keep: Keep,
+        take: Take,
+        like: torch.Tensor,
+        call_name: bytes,
+        *,
+        counts: Sequence[Sequence[int]],
+    ) -> None:
+        """See `Runtime`. What the peers give is pulled while this rank still produces."""
+        agree(group, call_name)
+        rank, item = group.rank, like.element_size()
+        call = _Call(group, like.device, call_name)
+        sizes = tuple(tuple(count * item for count in to_each) for to_each in counts)
+        launch, places = produced_exchange_launch(rank, sizes, call.mode)
+        offsets = part_offsets(sizes[rank])
+        staging = scratch(like, max(1, places[-1]))
+        with call.workspace(max(part_offsets(each)[-1] for each in sizes)) as (space, epoch):
+            in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
+
+            def run_produce(to: int) -> None:
+                produce(to, in_slot(offsets[to], (counts[rank][to],), like.dtype))
+
+            def run_take(source: int) -> None:
+                take(source, view_at(places[source], (counts[source][rank],), like.dtype))
+
+            kernels: dict[str, Kernel] = {
+                "produce": run_produce,
+                "keep": lambda _: keep(),
+                "consume": run_take,
+            }
+            call.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
+
+    def exchange(
+        self,
+        group: Group,
+        parcels: Parcels,
+        tensors: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        call_name: bytes,
+    ) -> None:
+        """See `Runtime`. Kernels copy to the slot and from the memory that copy engines fill."""
+        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
+
     def consume_and_reduce_scatter(
         self,
         group: Group,
@@ -375,6 +428,19 @@ class StreamRuntime:
             }
             used = [*shards.own, staging, sums]
             call.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
+
+    def relay(
+        self,
+        group: Group,
+        step: RelayStep,
+        like: torch.Tensor,
+        shapes: Sequence[Shape],
+        call_name: bytes,
+        *,
+        reverse: bool = False,
+    ) -> None:
+        """See `Runtime`. The ranks take turns: flags of streams have no pieces."""
+        relay_in_turns(self, group, step, like, shapes, call_name, reverse=reverse)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.exhaustive import some
+from tests.exhaustive import pairs, some
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -69,12 +69,12 @@ print("as it should be")
     ("size", "backend", "debug"),
     some(
         (2, "cpu:symm_cp", "DETAIL"),
-        of=[
-            (size, backend, debug)
-            for size in (1, 2, 3)
-            for backend in ("symm_cp", "cpu:symm_cp")
-            for debug in ("OFF", "DETAIL")
-        ],
+        of=pairs(
+            (1, 2, 3),
+            ("symm_cp", "cpu:symm_cp"),
+            ("OFF", "DETAIL"),
+            also=[(2, "cpu:symm_cp", "DETAIL")],
+        ),
     ),
 )
 def test_a_program(tmp_path: Path, size: int, backend: str, debug: str) -> None:

@@ -20,6 +20,8 @@ BACKEND = "symm_cp"
 #: Of sums in 16 bits, which gloo rounds after each rank: three steps at a learning rate of 0.1.
 ROUNDED = {"ddp_hooks": 1e-2}
 Program = Callable[..., Any]
+#: Programs in which some groups have two of the four ranks. On two hosts all run on four ranks.
+ON_FOUR = ("tensor_parallel", "hsdp", "redistribute_2d", "pipeline_1f1b")
 
 
 def assert_same(expected: Any, actual: Any, rounding: float = 0.0) -> None:
@@ -50,7 +52,12 @@ def compare(group: dist.ProcessGroup, program: Program, *args: Any) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    some(("ddp", 2), ("objects", 4), ("messages", 4), of=product(programs.SMALL, (2, 4))),
+    some(
+        ("ddp", 2),
+        ("objects", 4),
+        ("messages", 4),
+        of=[*product(programs.SMALL, [2]), ("objects", 4), ("messages", 4), ("subgroups", 4)],
+    ),
 )
 def test_small_programs(ranks: Ranks, name: str, world_size: int) -> None:
     ranks.run(world_size, compare, programs.SMALL[name])
@@ -58,7 +65,9 @@ def test_small_programs(ranks: Ranks, name: str, world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    some(("fsdp", 2), ("tensor_parallel", 4), of=product(sharded.ALL, (2, 4))),
+    some(
+        ("fsdp", 2), ("tensor_parallel", 4), of=[*product(sharded.ALL, [2]), *product(ON_FOUR, [4])]
+    ),
 )
 def test_sharded_programs(ranks: Ranks, name: str, world_size: int) -> None:
     ranks.run(world_size, compare, sharded.ALL[name])
@@ -70,8 +79,17 @@ def checkpoint(group: dist.ProcessGroup, folder: str, backend: str, *, saves: bo
 
 
 @exhaustive
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3), (1, 4), (4, 4)])
-@pytest.mark.parametrize("backends", [(BACKEND, BACKEND), (BACKEND, "gloo"), ("gloo", BACKEND)])
+@pytest.mark.parametrize(
+    ("before", "after", "backends"),
+    [
+        (4, 2, (BACKEND, BACKEND)),
+        (4, 4, (BACKEND, BACKEND)),
+        (1, 4, (BACKEND, "gloo")),
+        (2, 3, (BACKEND, "gloo")),
+        (2, 3, ("gloo", BACKEND)),
+        (4, 2, ("gloo", BACKEND)),
+    ],
+)
 def test_checkpoints(
     ranks: Ranks, before: int, after: int, backends: tuple[str, str], tmp_path: Path
 ) -> None:

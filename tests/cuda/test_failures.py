@@ -20,7 +20,7 @@ from symm_cp import devices, memory
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import SimulatedDevice, simulation
-from tests.exhaustive import some
+from tests.exhaustive import pairs, some
 from tests.pool import Ranks
 
 wait = torch.ops._c10d_functional.wait_tensor
@@ -124,11 +124,13 @@ def fails_everywhere(group: dist.ProcessGroup, op: Op, mode: dict[str, Any], apa
 
 
 BY_NAME = {op.__name__: op for op in OPS}
+FEW = ((3, "scatter", "stream"), (3, "background", "stream"))
 
 
-@pytest.mark.parametrize("op", some("scatter", "background", of=list(BY_NAME)))
-@pytest.mark.parametrize("signals", some("stream", of=["stream", "kernel"]))
-@pytest.mark.parametrize("world_size", some(3, of=[2, 3]))
+@pytest.mark.parametrize(
+    ("world_size", "op", "signals"),
+    some(*FEW, of=pairs((2, 3), BY_NAME, ("stream", "kernel"), also=FEW)),
+)
 def test_all_ranks_fail_at_any_step(ranks: Ranks, world_size: int, op: str, signals: str) -> None:
     steps = ranks.run(world_size, fails_everywhere, BY_NAME[op], {"signals": signals}, False)
     assert len(set(steps)) == 1

@@ -34,15 +34,23 @@ NAMES = {
 }
 #: Seconds from a death to the last survivor's error. Sleepers look around every 50 ms.
 LIMIT = 2.0
-#: Schedules of all kinds; with --all every op on 2, 3 and 4 ranks, which are 451 kills.
-OPS = some(
+#: Schedules of all kinds.
+PLAIN = (
     (2, "gather_in_place"),
     (2, "matmul_scatter"),
     (2, "matmuls_all_reduce"),
     (2, "low_contention"),
     (2, "two_shot_in_place"),
     (2, "attention_ring"),
-    of=itertools.product((2, 3, 4), ALL),
+)
+#: With --all every op on 3 ranks, where those that go on are several, and one of each kind on 4.
+OPS = some(
+    *PLAIN,
+    of=[
+        *PLAIN,
+        *itertools.product([3], ALL),
+        *itertools.product([4], ("attention_ring", "two_shot", "low_contention", "backend_async")),
+    ],
 )
 
 

@@ -21,7 +21,7 @@ LIMIT = 2.0
 
 
 @pytest.mark.parametrize("event", moments.EVENTS)
-@pytest.mark.parametrize("count", some(4, of=(4, 20)))
+@pytest.mark.parametrize("count", some(4, of=(4, 12)))
 def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
     """The others hear within two seconds who it was, in which op, and go on without it."""
     for _ in range(count):
@@ -55,7 +55,7 @@ def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("count", [150])
+@pytest.mark.parametrize("count", [100])
 def test_different_calls(ranks: Ranks, count: int) -> None:
     """Both ranks hear of it within two seconds, and the next call is as good as ever."""
     for _ in range(count):

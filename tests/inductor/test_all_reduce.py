@@ -121,7 +121,7 @@ def generates_code(group: dist.ProcessGroup, dtype: torch.dtype, seed: int) -> N
 @exhaustive
 @pytest.mark.parametrize(
     ("world_size", "dtype"),
-    [*((W, torch.float32) for W in (1, 2, 3, 4)), (2, torch.bfloat16), (2, torch.float64)],
+    [(1, torch.float32), (2, torch.bfloat16), (3, torch.float64), (4, torch.float32)],
 )
 def test_inductor(ranks: Ranks, world_size: int, dtype: torch.dtype) -> None:
     ranks.run(world_size, generates_code, dtype, draw_seed(), timeout=300)

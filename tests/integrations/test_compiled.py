@@ -82,10 +82,11 @@ LAYERED = [name for name in CLIENTS if name != "gpt2"]  # its layers are "blocks
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("layout", ["HeadTail", "Sequential"])
 @pytest.mark.parametrize("name", LAYERED)
-def test_layers_of_clients(ranks: Ranks, name: str, layout: str) -> None:
-    kind = {"HeadTail": {"documents": DOCUMENTS}, "Sequential": {"padding": "right"}}[layout]
+def test_layers_of_clients(ranks: Ranks, name: str) -> None:
+    packed = "HeadTail", {"documents": DOCUMENTS}
+    padded = "Sequential", {"padding": "right"}
+    layout, kind = (packed, padded)[LAYERED.index(name) % 2]
     ranks.run(2, layers_of_client, name, layout, kind, timeout=600)
 
 
@@ -103,9 +104,14 @@ def whole_model(group: dist.ProcessGroup, name: str, kind: dict[str, Any]) -> No
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "kind", [{"masked": False}, {"padding": "left"}, {"documents": DOCUMENTS}], ids=str
+    ("name", "kind"),
+    [
+        ("llama", {"documents": DOCUMENTS}),
+        ("gemma3", {"padding": "left"}),
+        ("llama4", {"masked": False}),
+    ],
+    ids=str,
 )
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llama4"])
 def test_whole_models_are_one_graph(ranks: Ranks, name: str, kind: dict[str, Any]) -> None:
     ranks.run(2, whole_model, name, kind, timeout=600)
 

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, pairs, some
 from tests.integrations.common import (
     BALANCERS,
     Batch,
@@ -59,47 +59,37 @@ def checks(
     check_client(group, client, batch_of(batch), layout=layout, **how)
 
 
-EVERYWHERE = list(itertools.product(CLIENTS, (2, 4), BALANCERS))
+PLAIN = (("gpt-oss", "mask of ones", 2, "HeadTail"), ("llama", "packed", 2, "HeadTail"))
 
 
 @pytest.mark.parametrize(
-    ("name", "world_size", "layout"), some(("gpt-oss", 2, "HeadTail"), of=EVERYWHERE)
+    ("name", "kind", "world_size", "layout"),
+    some(*PLAIN, of=pairs(CLIENTS, BATCHES, (2, 4), BALANCERS, also=PLAIN)),
 )
-def test_clients(ranks: Ranks, name: str, world_size: int, layout: str) -> None:
-    ranks.run(world_size, checks, CLIENTS[name], layout)
-
-
-PACKED_OR_PADDED = [
-    (name, kind, world_size)
-    for name in CLIENTS
-    for kind in BATCHES
-    for world_size in (2, 4)
-    if kind != "mask of ones"
-]
-
-
-@pytest.mark.parametrize(
-    ("name", "kind", "world_size"), some(("llama", "packed", 2), of=PACKED_OR_PADDED)
-)
-def test_packing_and_padding(ranks: Ranks, name: str, kind: str, world_size: int) -> None:
-    ranks.run(world_size, checks, CLIENTS[name], batch=kind)
+def test_clients(ranks: Ranks, name: str, kind: str, world_size: int, layout: str) -> None:
+    ranks.run(world_size, checks, CLIENTS[name], layout, kind)
 
 
 # Of 27 positions on 4 ranks one holds 6 or 7, in chunks of 3 or 4.
 @exhaustive
 @pytest.mark.parametrize("window", [1, 2, 5, 7, 13, 26, 27, 40])
-@pytest.mark.parametrize("name", ["mistral", "gemma2", "gpt-oss", "gemma3"])
-def test_windows_of_any_length(ranks: Ranks, name: str, window: int) -> None:
+def test_windows_of_any_length(ranks: Ranks, window: int) -> None:
     for layout in BALANCERS:
-        ranks.run(4, checks, CLIENTS[name].having(sliding_window=window), layout)
+        ranks.run(4, checks, CLIENTS["mistral"].having(sliding_window=window), layout)
 
 
 @exhaustive
-@pytest.mark.parametrize("size", [1, 5, 7, 27, 40])
-def test_chunks_of_any_length(ranks: Ranks, size: int) -> None:
-    for kind in BATCHES:
-        client = CLIENTS["llama4"].having(attention_chunk_size=size)
-        ranks.run(4, checks, client, batch=kind)
+@pytest.mark.parametrize(
+    ("name", "window", "layout"), pairs(["gemma2", "gpt-oss", "gemma3"], [2, 7, 26], BALANCERS)
+)
+def test_windows_of_some_layers(ranks: Ranks, name: str, window: int, layout: str) -> None:
+    ranks.run(4, checks, CLIENTS[name].having(sliding_window=window), layout)
+
+
+@exhaustive
+@pytest.mark.parametrize(("size", "kind"), list(zip([1, 5, 7, 27, 40], BATCHES, strict=True)))
+def test_chunks_of_any_length(ranks: Ranks, size: int, kind: str) -> None:
+    ranks.run(4, checks, CLIENTS["llama4"].having(attention_chunk_size=size), batch=kind)
 
 
 def refuses_empty_shards(group: dist.ProcessGroup, client: Client) -> None:
@@ -125,12 +115,13 @@ def recomputing(model: nn.Module, *, reentrant: bool = False) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2", "gpt-oss"])
-@pytest.mark.parametrize("kind", ["packed", "padded left"])
-def test_recomputed_activations(ranks: Ranks, name: str, kind: str) -> None:
-    for reentrant in (False, True):
-        prepare = functools.partial(recomputing, reentrant=reentrant)
-        ranks.run(2, checks, CLIENTS[name], batch=kind, prepare=prepare)
+@pytest.mark.parametrize(
+    ("name", "kind", "reentrant"),
+    pairs(["llama", "mistral", "gemma2", "gpt-oss"], ["packed", "padded left"], [False, True]),
+)
+def test_recomputed_activations(ranks: Ranks, name: str, kind: str, reentrant: bool) -> None:
+    prepare = functools.partial(recomputing, reentrant=reentrant)
+    ranks.run(2, checks, CLIENTS[name], batch=kind, prepare=prepare)
 
 
 # --- modes -------------------------------------------------------------------------------------
@@ -233,11 +224,16 @@ def test_dropout_of_attention(ranks: Ranks, layout: str, recompute: bool) -> Non
 # --- models that were not thought of -----------------------------------------------------------
 
 
+OTHERS = [name for name in STRANGERS if name not in REFUSED]
+
+
 @exhaustive
-@pytest.mark.parametrize("name", [name for name in STRANGERS if name not in REFUSED])
+@pytest.mark.parametrize("name", OTHERS)
 def test_other_models(ranks: Ranks, name: str) -> None:
-    for world_size, layout in ((2, "HeadTail"), (4, "Sequential")):
-        ranks.run(world_size, checks, STRANGERS[name], layout)
+    """One place each: what depends on it is the clients' part."""
+    places = itertools.product((4, 2), BALANCERS)
+    world_size, layout = list(places)[OTHERS.index(name) % 4]
+    ranks.run(world_size, checks, STRANGERS[name], layout)
 
 
 def refuses(group: dist.ProcessGroup, client: Client, match: str) -> None:
@@ -313,11 +309,14 @@ def test_losses_that_balance_experts(ranks: Ranks) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("name", ["llama-dynamic", "llama-longrope", "llama4-temperature"])
-@pytest.mark.parametrize("kind", BATCHES)
-def test_what_depends_on_the_length(ranks: Ranks, name: str, kind: str) -> None:
-    for world_size, layout in itertools.product((2, 4), BALANCERS):
-        ranks.run(world_size, checks, STRANGERS[name], layout, kind)
+@pytest.mark.parametrize(
+    ("name", "kind", "world_size", "layout"),
+    pairs(["llama-dynamic", "llama-longrope", "llama4-temperature"], BATCHES, (2, 4), BALANCERS),
+)
+def test_what_depends_on_the_length(
+    ranks: Ranks, name: str, kind: str, world_size: int, layout: str
+) -> None:
+    ranks.run(world_size, checks, STRANGERS[name], layout, kind)
 
 
 def refuses_without_model(group: dist.ProcessGroup, client: Client, match: str) -> None:

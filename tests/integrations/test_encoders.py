@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
-from tests.exhaustive import exhaustive
+from tests.exhaustive import exhaustive, pairs
 from tests.integrations.common import (
     BALANCERS,
     Client,
@@ -53,10 +53,12 @@ def test_bert(ranks: Ranks) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ENCODERS)
-def test_encoders(ranks: Ranks, world_size: int, name: str) -> None:
-    ranks.run(world_size, encodes, name, LAYOUTS, 24)
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout"),
+    [*pairs(ENCODERS, (2, 4), LAYOUTS), ("bert", 1, "HeadTail"), ("modernbert", 1, "HeadTail")],
+)
+def test_encoders(ranks: Ranks, name: str, world_size: int, layout: str) -> None:
+    ranks.run(world_size, encodes, name, [layout], 24)
 
 
 @exhaustive
@@ -91,12 +93,24 @@ def test_caches_do_no_harm(ranks: Ranks) -> None:
     ranks.run(2, translates_with_a_cache)
 
 
+LENGTHS = [(24, 16), (16, 24), (16, 16), (27, 13)]  # of what is read and what is written
+
+
 @exhaustive
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("name", SEQ2SEQ)
-def test_encoders_with_decoders(ranks: Ranks, world_size: int, name: str) -> None:
-    lengths = [(24, 16), (16, 24), (16, 16), (27, 13)]
-    ranks.run(world_size, translates, name, LAYOUTS, lengths[: 4 if name == "t5" else 2])
+@pytest.mark.parametrize(
+    ("name", "world_size", "layout", "lengths"),
+    [
+        *pairs(["t5", "bart"], (2, 4), LAYOUTS, LENGTHS),
+        *pairs(
+            [name for name in SEQ2SEQ if name not in ("t5", "bart")], (2, 4), LAYOUTS, LENGTHS[:2]
+        ),
+        ("t5", 1, "HeadTail", LENGTHS[0]),
+    ],
+)
+def test_encoders_with_decoders(
+    ranks: Ranks, name: str, world_size: int, layout: str, lengths: tuple[int, int]
+) -> None:
+    ranks.run(world_size, translates, name, [layout], [lengths])
 
 
 def transcribes(group: dist.ProcessGroup, layout: str, padding: bool) -> None:
@@ -136,11 +150,12 @@ def transcribes(group: dist.ProcessGroup, layout: str, padding: bool) -> None:
 
 
 @exhaustive
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_whisper(ranks: Ranks, world_size: int) -> None:
-    for layout in LAYOUTS:
-        for padding in (False, True):
-            ranks.run(world_size, transcribes, layout, padding)
+@pytest.mark.parametrize(
+    ("world_size", "layout", "padding"),
+    [*pairs((2, 4), LAYOUTS, (False, True)), (1, "HeadTail", True)],
+)
+def test_whisper(ranks: Ranks, world_size: int, layout: str, padding: bool) -> None:
+    ranks.run(world_size, transcribes, layout, padding)
 
 
 # Names, options, what is passed, and what the message says.

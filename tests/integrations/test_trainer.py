@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
@@ -98,7 +99,11 @@ def trained(
     trainer.train()
     losses = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     evaluated = float(trainer.evaluate()["eval_loss"])
-    plain = {key.removeprefix("module."): value for key, value in model.state_dict().items()}
+    whole = {
+        key: value.full_tensor() if isinstance(value, DTensor) else value
+        for key, value in model.state_dict().items()
+    }
+    plain = {key.removeprefix("module."): value for key, value in whole.items()}
     return losses, evaluated, plain
 
 
@@ -142,13 +147,10 @@ CHECKPOINTED = {"gradient_checkpointing": True}
 CASES: list[tuple[Any, ...]] = [
     ("LlamaForCausalLM", 2, 1, False, {}),
     ("LlamaForCausalLM", 2, 1, True, CHECKPOINTED),
-    ("LlamaForCausalLM", 4, 2, False, {}),
     ("LlamaForCausalLM", 4, 2, False, {"average_tokens_across_devices": False}),
-    ("LlamaForCausalLM", 2, 1, False, {"gradient_accumulation_steps": 2}),
     ("LlamaForCausalLM", 4, 2, False, {"gradient_accumulation_steps": 2, **CHECKPOINTED}),
     ("BertForMaskedLM", 2, 1, False, {}),
-    ("T5ForConditionalGeneration", 2, 1, False, {}),
-    ("T5ForConditionalGeneration", 4, 1, True, CHECKPOINTED),
+    ("T5ForConditionalGeneration", 2, 1, False, CHECKPOINTED),
 ]
 
 

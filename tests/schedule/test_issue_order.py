@@ -14,6 +14,7 @@ from symm_cp.schedule.check import Deadlock
 from symm_cp.schedule.patterns import (
     CONSUME_AND_REDUCE_SCATTER,
     PRODUCE_AND_ALL_REDUCE,
+    PRODUCE_AND_EXCHANGE,
     PRODUCE_AND_REDUCE_SCATTER,
     IssueOrder,
 )
@@ -24,6 +25,7 @@ EXCHANGING = (
     CONSUME_AND_REDUCE_SCATTER.name,
     PRODUCE_AND_REDUCE_SCATTER.name,
     PRODUCE_AND_ALL_REDUCE.name,
+    PRODUCE_AND_EXCHANGE.name,
 )
 
 

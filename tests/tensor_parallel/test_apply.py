@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply
 from symm_cp.tensor_parallel.features import chunks
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, pairs, some
 from tests.pool import Ranks
 from tests.tensor_parallel.common import Recorder, mesh_of
 from tests.tensor_parallel.models import FAMILIES, model_of, tokens_of
@@ -62,14 +62,12 @@ def as_in_one_process(
     same_gradients(model, dense, **limits)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+PLAIN = [(family, 2, sequential) for family in ("llama", "qwen3") for sequential in (False, True)]
+
+
 @pytest.mark.parametrize(
-    ("family", "world_size"),
-    some(
-        ("llama", 2),
-        ("qwen3", 2),
-        of=[(family, size) for family in FAMILIES for size in (1, 2, 4)],
-    ),
+    ("family", "world_size", "sequence_parallel"),
+    some(*PLAIN, of=pairs(FAMILIES, (1, 2, 4), (False, True), also=PLAIN)),
 )
 def test_models(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
     ranks.run(world_size, as_in_one_process, family, sequence_parallel)
@@ -85,13 +83,13 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+PLAIN_UNEVEN = [("qwen3", 3, False), ("qwen3", 3, True)]
+UNEVEN_FAMILIES = ("llama", "tied llama", "qwen3", "gemma3", "phi3")
+
+
 @pytest.mark.parametrize(
-    ("family", "world_size"),
-    some(
-        ("qwen3", 3),
-        of=[(f, w) for f in ("llama", "tied llama", "qwen3", "gemma3", "phi3") for w in (2, 3, 4)],
-    ),
+    ("family", "world_size", "sequence_parallel"),
+    some(*PLAIN_UNEVEN, of=pairs(UNEVEN_FAMILIES, (2, 3, 4), (False, True), also=PLAIN_UNEVEN)),
 )
 def test_uneven(ranks: Ranks, family: str, world_size: int, sequence_parallel: bool) -> None:
     ranks.run(world_size, as_in_one_process, family, sequence_parallel, **UNEVEN)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
 
 from symm_cp.tensor_parallel import FusedColwiseParallel, FusedRowwiseParallel
-from tests.exhaustive import some
+from tests.exhaustive import pairs, some
 from tests.pool import Ranks
 from tests.tensor_parallel.common import Recorder, local, mesh_of, part, same
 
@@ -87,20 +87,17 @@ def trains(
         _check_grads(model, dense)
 
 
-CASES = [
-    (world_size, vocabulary, layout, tied, compiled)
-    for world_size in (1, 2, 3, 4)
-    for vocabulary in (7, 12, 5)  # of 5 tokens, the last of 4 ranks has none
-    for layout in LAYOUTS
-    for tied in (False, True)
-    for compiled in (False, True)
-]
 PLAIN = [
     (3, 7, "sequence", True, False),
     (2, 12, "replicated", False, False),
     (4, 5, "replicated", True, False),
     (4, 5, "sequence", False, False),
 ]
+# World sizes, vocabularies (of 5 tokens, the last of 4 ranks has none), layouts, tied, compiled.
+CASES = pairs(
+    (1, 2, 3, 4), (7, 12, 5), LAYOUTS, (False, True), (False, True),
+    also=[*PLAIN, (4, 5, "sequence", True, True)],
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(

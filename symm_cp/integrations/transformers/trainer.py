@@ -27,6 +27,57 @@ from symm_cp.ops.attention.methods import MethodLike, split_by
 _OP = "ContextParallelTrainer"
 
 
+def check_loss(op: str, trainer: Any) -> None:
+    """Raises `NotImplementedError` for losses that would get labels that are shifted already."""
+    if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
+        raise NotImplementedError(
+            f"{op}: label_smoothing_factor and compute_loss_func would get labels that are "
+            "shifted already: override compute_loss instead"
+        )
+
+
+def check_prediction(op: str, prediction_loss_only: bool) -> None:
+    """Raises `NotImplementedError` unless only the loss of a prediction is asked for."""
+    if not prediction_loss_only:
+        raise NotImplementedError(
+            f"{op}: predictions would be those of this rank's part: predict with a Trainer"
+        )
+
+
+def cut_inputs(
+    trainer: Any,
+    group: dist.ProcessGroup,
+    load_balancer: Callable[[int, int], LoadBalancer],
+    model: nn.Module,
+    inputs: dict[str, Any],
+) -> tuple[dict[str, Any], LossReduction]:
+    """Cuts a batch of a `Trainer` whose gradients will be averaged over the group."""
+    whole = trainer._prepare_inputs(inputs)
+    tensors = [value for value in whole.values() if isinstance(value, torch.Tensor)]
+    lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
+    balancers = {length: load_balancer(length, group.size()) for length in lengths}
+    return shard_batch(group, whole, model=model, load_balancer=balancers, average_gradients=True)
+
+
+def loss_of_step(
+    trainer: Any, reduce_loss: LossReduction, loss: torch.Tensor, items: torch.Tensor | int | None
+) -> torch.Tensor:
+    """Returns the share of a batch in the loss of a step, from the mean over this rank's labels.
+
+    `items` is what `Trainer` counted: the labels of all batches of the step, of all replicas or of
+    this one, divided by the number of ranks that get the same batches.
+    """
+    loss = reduce_loss(loss)
+    if items is None:
+        return loss
+    loss = loss * reduce_loss.num_items / items
+    ranks = trainer.get_cp_size() * trainer.get_tp_size()
+    if trainer.args.average_tokens_across_devices:
+        return loss * (trainer.accelerator.num_processes // ranks)
+    # transformers divides by the number of ranks also where it counted only one's labels.
+    return loss / ranks if torch.is_tensor(items) else loss
+
+
 @dataclass(frozen=True)
 class _Sizes:
     """What accelerate's data loaders read of a device mesh: which processes get one batch."""
@@ -51,9 +102,8 @@ class ContextParallelMixin:
     Further arguments, by keyword:
 
     cp_mesh: a 1-D DeviceMesh, a ProcessGroup or a group name (a 2-D DeviceMesh for two methods):
-        the ranks that share a sequence.
-        They must be consecutive, and started so that accelerate knows them (torchrun). Further
-        ranks are replicas with other batches.
+        the ranks that share a sequence. They must be consecutive, and started so that accelerate
+        knows them (torchrun). Further ranks are replicas with other batches.
     cp_load_balancer: a function of the length of a whole sequence and the number of ranks, such as
         the class `symm_cp.Sequential`; `symm_cp.HeadTail` by default.
     cp_method: how attention is split over the ranks, as in `context_parallel`.
@@ -79,11 +129,7 @@ class ContextParallelMixin:
         self._cp_reduce_loss: LossReduction | None = None
         super().__init__(*args, **kwargs)
         trainer: Any = self
-        if trainer.label_smoother is not None or trainer.compute_loss_func is not None:
-            raise NotImplementedError(
-                f"{_OP}: label_smoothing_factor and compute_loss_func would get labels that are "
-                "shifted already: override compute_loss instead"
-            )
+        check_loss(_OP, trainer)
         if trainer.compute_metrics is not None:
             raise NotImplementedError(
                 f"{_OP}: compute_metrics would get the logits of this rank's part: compute metrics "
@@ -113,30 +159,12 @@ class ContextParallelMixin:
         """The number of ranks that share a sequence."""
         return self._cp_group.size()
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """How many labels a step counts: of all replicas, or of this one."""
-        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
-        trainer: Any = self
-        if torch.is_tensor(items) and not trainer.args.average_tokens_across_devices:
-            # transformers divides by the number of ranks also where it counted only one's labels.
-            items = items * self.get_cp_size()
-        return items
-
     def _prepare_context_parallel_inputs(
         self, model: nn.Module, inputs: dict[str, Any]
     ) -> tuple[Callable[[], Any], dict[str, Any]]:
         """Cuts a batch; `Trainer` calls it before each step, and enters the context it returns."""
-        trainer: Any = self
-        whole = trainer._prepare_inputs(inputs)
-        tensors = [value for value in whole.values() if isinstance(value, torch.Tensor)]
-        lengths = {tensor.shape[1] for tensor in tensors if tensor.dim() > 1}
-        size = self._cp_group.size()
-        local, self._cp_reduce_loss = shard_batch(
-            self._cp_group,
-            whole,
-            model=model,
-            load_balancer={n: self._cp_load_balancer(n, size) for n in lengths},
-            average_gradients=True,
+        local, self._cp_reduce_loss = cut_inputs(
+            self, self._cp_group, self._cp_load_balancer, model, inputs
         )
         balancer = self._cp_reduce_loss.load_balancer
         context = partial(
@@ -156,17 +184,11 @@ class ContextParallelMixin:
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """The loss of the whole batch, from the mean over this rank's labels."""
-        trainer: Any = self
         reduce_loss, self._cp_reduce_loss = self._cp_reduce_loss, None
         if reduce_loss is None:
             raise RuntimeError(f"{_OP}: compute_loss was called with a batch that was not cut")
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)  # type: ignore[misc]
-        loss = reduce_loss(loss)
-        if num_items_in_batch is not None:
-            # A mean over all labels of the step: of several batches, and perhaps of all replicas.
-            loss = loss * reduce_loss.num_items / num_items_in_batch
-            if trainer.args.average_tokens_across_devices:
-                loss = loss * (trainer.accelerator.num_processes // self._cp_group.size())
+        loss = loss_of_step(self, reduce_loss, loss, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
@@ -177,10 +199,7 @@ class ContextParallelMixin:
         ignore_keys: list[str] | None = None,
     ) -> Any:
         """The loss of a batch; predictions are refused."""
-        if not prediction_loss_only:
-            raise NotImplementedError(
-                f"{_OP}: predictions would be those of this rank's part: predict with a Trainer"
-            )
+        check_prediction(_OP, prediction_loss_only)
         return super().prediction_step(model, inputs, True, ignore_keys)  # type: ignore[misc]
 
 

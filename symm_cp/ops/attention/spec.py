@@ -24,7 +24,7 @@ from symm_cp.ops.attention.checks import (
     seed_of,
 )
 from symm_cp.ops.attention.masks import HiddenKeys, check_readable, masks_of
-from symm_cp.ops.attention.methods import ROTATE_METHODS, Method, rotate_method
+from symm_cp.ops.attention.methods import ROTATE_METHODS, rotate_method
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spread import spread_of
 from symm_cp.ops.common import what_is
@@ -81,8 +81,6 @@ class AttentionSpec:
         """
         given = Options(**options)
         check_tensors(op, query, key, value, given.enable_gqa)
-        if Method.of(op, given).name == "auto":
-            raise NotImplementedError(f"{op}: method={given.method!r} is not supported yet")
         check_windows(op, given)
         check_scores(op, query, given)
         layout, queries = spread_of(op, group, query, key, given)

@@ -16,26 +16,29 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from symm_cp import runtime
 from symm_cp.hosts import on_this_host
 from symm_cp.memory import Group
-from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
+from symm_cp.ops.attention.attend import Added, Given
 from symm_cp.ops.attention.heads import HeadShares, shares_of
 from symm_cp.ops.attention.methods import Method
-from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import dense_features, empty_output, rows_first, wide
 from symm_cp.ops.common import group_of
 from symm_cp.results import new_result
 from symm_cp.schedule.layout import SequenceLayout, sequential
+
+#: Computes attention of some heads, given query, key and value; its gradients, given whether those
+#: of keys and values are wanted in the dtype that sums are taken in.
+Attend: TypeAlias = Callable[[Tensors, Added], tuple[torch.Tensor, torch.Tensor]]
+AttendBackward: TypeAlias = Callable[[Given, Added, bool], tuple[Tensors, Grad]]
 
 
 class Part(NamedTuple):
@@ -127,47 +130,52 @@ def _telling(*groups: Group | None) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class UlyssesCall:
-    """The exchanges of one call on this rank.
+    """One call on this rank, around an attention of this rank's heads, `spec`.
 
-    `group` exchanges heads, `of_keys` (if any) gathers keys. `queries` and `keys` are how `group`
-    spreads what it holds of them, `gathered_queries` and `gathered_keys` how `of_keys` spreads what
-    there is after the exchange.
+    `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads.
+    `queries` and `keys` are how `group` spreads what it holds of them, `gathered_queries` and
+    `gathered_keys` how `of_keys` spreads what there is after the exchange.
     """
 
     group: Group
     of_keys: Group | None
     shares: HeadShares
+    whole: AttentionSpec
+    spec: AttentionSpec
     queries: SequenceLayout
     keys: SequenceLayout
     gathered_queries: SequenceLayout
     gathered_keys: SequenceLayout
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """This rank's query heads."""
+        return self.shares.queries[self.group.rank]
+
     def attend(
-        self, op: str, spec: AttentionSpec, tensors: Tensors, added: Added
+        self, op: str, tensors: Tensors, added: Added, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output and its log-sum-exp, as `attend` does. Collective."""
+        """Returns the output and its log-sum-exp of all heads. Collective."""
         query, key, value = tensors
-        name = self._name(op, spec, query, key)
+        name = self._name(op, query, key)
         with _telling(self.of_keys):
-            inner = to_heads(name, self.group, self._inputs(query, key, value))
+            of_heads = to_heads(name, self.group, self._inputs(query, key, value))
         with _telling(self.group):
-            of_heads = self._repeated(*inner)
-            out, lse = attend(op, self.spec(spec), self.of_keys, of_heads, self.slice(added))
-        shape = query.shape[:3]
+            out, lse = attend(self._repeated(*of_heads), self._slice(added))
         results = (
             empty_output(dense_features(query), value.shape[3]),
-            query.new_empty(shape, dtype=wide(query.dtype)),
+            query.new_empty(query.shape[:3], dtype=wide(query.dtype)),
         )
         parts = [self._of_queries(out), self._of_queries(lse.unsqueeze(-1))]
         to_sequence(name, self.group, parts, (results[0], results[1].unsqueeze(-1)))
         return results
 
     def attend_backward(
-        self, op: str, spec: AttentionSpec, given: Given, added: Added
+        self, op: str, given: Given, added: Added, attend_backward: AttendBackward
     ) -> tuple[Tensors, Grad]:
         """Returns the gradients of query, key and value, and that of the bias. Collective."""
         query, key, value, out, lse, grad_out, grad_lse = given
-        name = self._name(op, spec, query, key, grad_lse is None)
+        name = self._name(op, query, key, grad_lse is None)
         rows = [out, lse.unsqueeze(-1), grad_out]
         if grad_lse is not None:
             rows.append(grad_lse.unsqueeze(-1))
@@ -175,50 +183,27 @@ class UlyssesCall:
             parts = [*self._inputs(query, key, value), *map(self._of_queries, rows)]
             q, k, v, *others = to_heads(name, self.group, parts)
         out, lse, grad_out = others[0], others[1].squeeze(-1), others[2]
-        q, k, v = self._repeated(q, k, v)
         of_lse = None if grad_lse is None else others[3].squeeze(-1)
-        inner = Given(q, k, v, out, lse, grad_out, of_lse)
+        q, k, v = self._repeated(q, k, v)
         with _telling(self.group):
-            grads, of_bias = attend_backward(
-                op,
-                self.spec(spec),
-                self.of_keys,
-                inner,
-                self.slice(added),
-                wide_keys=self.shares.keys_overlap,
-            )
-        grad_query, *of_keys = grads
-        of_keys = [self._summed(grad) for grad in of_keys]
-        parts = [self._of_queries(grad_query), *map(self._of_keys, of_keys)]
+            inner = Given(q, k, v, out, lse, grad_out, of_lse)
+            grads, of_bias = attend_backward(inner, self._slice(added), self.shares.keys_overlap)
+            of_keys = [self._summed(grad) for grad in grads[1:]]
+        parts = [self._of_queries(grads[0]), *map(self._of_keys, of_keys)]
         results = tuple(rows_first(t, t.shape, t.dtype) for t in (query, key, value))
         to_sequence(name, self.group, parts, results)
         if of_bias is not None and added.bias is not None:
             of_heads, of_bias = of_bias, torch.zeros_like(added.bias)
-            of_bias[slice(*self.shares.queries[self.group.rank])] = of_heads
+            of_bias[slice(*self.heads)] = of_heads
         return results, of_bias
 
-    def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns what is computed with this rank's heads, of a call with all."""
-        queries = None
-        if spec.queries is not None and self.gathered_queries != self.gathered_keys:
-            queries = self.gathered_queries
-        first = self.shares.queries[self.group.rank][0]
-        return replace(
-            spec,
-            layout=self.gathered_keys,
-            queries=queries,
-            head_offset=spec.head_offset + first if spec.dropout_p > 0 else 0,
-        )
-
-    def slice(self, added: Added) -> Added:
+    def _slice(self, added: Added) -> Added:
         """Returns what belongs to this rank's heads."""
-        heads = slice(*self.shares.queries[self.group.rank])
+        heads = slice(*self.heads)
         return Added(*(None if tensor is None else tensor[heads] for tensor in added))
 
-    def _name(
-        self, op: str, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, *details: object
-    ) -> bytes:
-        return spec.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
+    def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
+        return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
 
     def _inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
         return [self._of_queries(query), self._of_keys(key), self._of_keys(value)]
@@ -251,30 +236,39 @@ class UlyssesCall:
         return total
 
 
-def exchange_of(
-    op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
-) -> UlyssesCall | None:
-    """Returns the exchanges of a call; None if its method has none.
+def call_of(
+    op: str,
+    method: Method,
+    group: Group,
+    spec: AttentionSpec,
+    heads: tuple[int, int],
+    layouts: tuple[SequenceLayout, SequenceLayout],
+) -> UlyssesCall:
+    """Returns the call of all heads on this rank.
 
-    `group` are all ranks over which the sequence is spread. Raises `ValueError` for fewer heads
-    than ranks.
+    `group` are all ranks over which the sequence is spread, `heads` the numbers of query and key
+    heads, `layouts` how queries and keys are spread. Raises `ValueError` for fewer heads than
+    ranks.
     """
-    method = Method.of(op, options)
-    if method.name == "allgather":
-        return None
-    queries, keys = spread_of_queries(op, group, query, key, options)
-    grid = method.grid
+    queries, keys = layouts
+    of_heads, of_keys, grid = group, None, method.grid
     if grid is None:
-        of_heads, of_keys = group, None
-        layouts = queries, keys, sequential(queries.length, 1), sequential(keys.length, 1)
+        spread = queries, keys, sequential(queries.length, 1), sequential(keys.length, 1)
     else:
         of_heads, of_keys = group_of(grid.heads), group_of(grid.keys)
-        rank = group.rank
-        layouts = (
-            grid.of_heads(queries, rank),
-            grid.of_heads(keys, rank),
+        spread = (
+            grid.of_heads(queries, group.rank),
+            grid.of_heads(keys, group.rank),
             grid.of_keys(queries),
             grid.of_keys(keys),
         )
-    shares = shares_of(op, query.shape[1], key.shape[1], of_heads.world_size)
-    return UlyssesCall(of_heads, of_keys, shares, *layouts)
+    shares = shares_of(op, *heads, of_heads.world_size)
+    _, _, gathered_queries, gathered_keys = spread
+    first = shares.queries[of_heads.rank][0]
+    of_rank = replace(
+        spec,
+        layout=gathered_keys,
+        queries=None if spec.queries is None else gathered_queries,
+        head_offset=spec.head_offset + first if spec.dropout_p > 0 else 0,
+    )
+    return UlyssesCall(of_heads, of_keys, shares, spec, of_rank, *spread)

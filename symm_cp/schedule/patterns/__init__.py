@@ -20,8 +20,10 @@ from symm_cp.schedule.patterns.pattern import (
     peers,
 )
 from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
+from symm_cp.schedule.patterns.produce_and_exchange import PRODUCE_AND_EXCHANGE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
+from symm_cp.schedule.patterns.relay import RELAY
 from symm_cp.schedule.patterns.two_shot_all_reduce import (
     BACKGROUND_TWO_SHOT_ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
@@ -34,7 +36,9 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
     PRODUCE_AND_ALL_REDUCE,
+    PRODUCE_AND_EXCHANGE,
     CONSUME_AND_REDUCE_SCATTER,
+    RELAY,
     ALL_GATHER,
     ALL_REDUCE,
     TWO_SHOT_ALL_REDUCE,
@@ -74,8 +78,10 @@ __all__ = [
     "CONSUME_AND_REDUCE_SCATTER",
     "PATTERNS",
     "PRODUCE_AND_ALL_REDUCE",
+    "PRODUCE_AND_EXCHANGE",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
+    "RELAY",
     "TWO_SHOT_ALL_REDUCE",
     "Channel",
     "FormName",

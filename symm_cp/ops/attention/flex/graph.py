@@ -22,9 +22,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
-from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
+from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
-from symm_cp.ops.attention.flex.op import FlexAttention, check_flex, flex_spec
+from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
@@ -132,18 +132,20 @@ class _Arguments(NamedTuple):
         if mask is not None and not self.blocks:
             mask_mod = mask.bound(*self._mask_captures)
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
-        heads = (query.shape[0], query.shape[1])
-        first = options.get("head_offset", 0)
-        masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank, first)
-        score_mod = None
+        score_mod = captures = None
         if score is not None:
             score_mod = score.bound(self.score_tensors, self.score_numbers)
-        given = Options(scale=self.scale, **options)
-        spec = flex_spec(query, value, (queries, keys), score_mod, given)
-        if score is None:
-            return FlexAttention(group, spec, masks)
-        captures = None if wanted is None else _WantedCaptures(score, self, wanted)
-        return FlexAttention(group, spec, masks, score_mod, captures)
+            captures = None if wanted is None else _WantedCaptures(score, self, wanted)
+        return FlexAttention.of(
+            group,
+            (query, key, value),
+            (queries, keys),
+            mask_mod=mask_mod,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            captures=captures,
+            options=Options(scale=self.scale, **options),
+        )
 
 
 class _WantedCaptures:

@@ -1,0 +1,94 @@
+#include "boxes.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "copy.h"
+
+namespace symm_cp {
+
+namespace {
+
+Planes in_tensor(const Box& box, const std::vector<char*>& operands) {
+  return {operands[box.operand] + box.offset, box.plane_pitch, box.pitch};
+}
+
+Planes in_slot(const Box& box, const char* slot) {
+  return {const_cast<char*>(slot) + box.in_slot, box.rows * box.row, box.row};
+}
+
+int64_t bytes_of(const Box& box) { return box.planes * box.rows * box.row; }
+
+}  // namespace
+
+Boxes::Side::Side(std::vector<Box> all, int world_size)
+    : boxes(std::move(all)), bytes(world_size, 0) {
+  for (const Box& box : boxes) bytes[box.peer] += bytes_of(box);
+}
+
+const Box* Boxes::Side::first(int peer, int64_t piece, int64_t* count) const {
+  const auto before = [](const Box& box, const std::pair<int, int64_t>& place) {
+    return std::pair<int, int64_t>(box.peer, box.piece) < place;
+  };
+  const auto begin =
+      std::lower_bound(boxes.begin(), boxes.end(), std::pair<int, int64_t>(peer, piece), before);
+  const auto end =
+      std::lower_bound(begin, boxes.end(), std::pair<int, int64_t>(peer, piece + 1), before);
+  *count = end - begin;
+  return boxes.data() + (begin - boxes.begin());
+}
+
+Boxes::Boxes(std::vector<Box> given, std::vector<Box> taken, std::vector<char*> operands,
+             int world_size)
+    : given_(std::move(given), world_size),
+      taken_(std::move(taken), world_size),
+      operands_(std::move(operands)) {
+  for (const Side* side : {&given_, &taken_})
+    for (const Box& box : side->boxes) pieces_ = std::max<int64_t>(pieces_, box.piece + 1);
+}
+
+void Boxes::check_room(const std::string& call_name, int64_t room) const {
+  for (const Side* side : {&given_, &taken_})
+    for (const Box& box : side->boxes)
+      if (box.in_slot + bytes_of(box) > room)
+        throw std::invalid_argument(call_name + ": a box ends at byte " +
+                                    std::to_string(box.in_slot + bytes_of(box)) +
+                                    " of a part of the slot of " + std::to_string(room));
+}
+
+int64_t Boxes::give(int peer, int64_t piece, char* slot) const {
+  int64_t count = 0, bytes = 0;
+  const Box* box = given_.first(peer, piece, &count);
+  for (; count > 0; --count, ++box) {
+    copy_planes(in_slot(*box, slot), in_tensor(*box, operands_), box->planes, box->rows, box->row,
+                false);
+    bytes += bytes_of(*box);
+  }
+  return bytes;
+}
+
+int64_t Boxes::take(int peer, int64_t piece, const char* slot, bool streaming) const {
+  int64_t count = 0, bytes = 0;
+  const Box* box = taken_.first(peer, piece, &count);
+  for (; count > 0; --count, ++box) {
+    copy_planes(in_tensor(*box, operands_), in_slot(*box, slot), box->planes, box->rows, box->row,
+                streaming);
+    bytes += bytes_of(*box);
+  }
+  return bytes;
+}
+
+int64_t Boxes::keep(int rank, int64_t piece, bool streaming) const {
+  int64_t count = 0, also = 0, bytes = 0;
+  const Box* source = given_.first(rank, piece, &count);
+  const Box* to = taken_.first(rank, piece, &also);
+  for (; count > 0; --count, ++source, ++to) {
+    copy_planes(in_tensor(*to, operands_), in_tensor(*source, operands_), source->planes,
+                source->rows, source->row, streaming);
+    bytes += bytes_of(*source);
+  }
+  return bytes;
+}
+
+}  // namespace symm_cp

@@ -1,0 +1,46 @@
+// What travels in an exchange with strides: boxes of tensors, straight to where they belong.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "wire.h"
+
+namespace symm_cp {
+
+class Boxes {
+ public:
+  // `given` and `taken` are in order of peers and pieces. What a rank keeps is given and taken by
+  // boxes of equal sizes in one order. `operands` are the addresses of the tensors.
+  Boxes(std::vector<Box> given, std::vector<Box> taken, std::vector<char*> operands,
+        int world_size);
+
+  int64_t pieces() const { return pieces_; }
+  // The bytes for or from each rank.
+  std::vector<int64_t> given_bytes() const { return given_.bytes; }
+  std::vector<int64_t> taken_bytes() const { return taken_.bytes; }
+  // Throws std::invalid_argument unless each piece fits into a part of the slot of `room` bytes.
+  void check_room(const std::string& call_name, int64_t room) const;
+
+  // These copy the boxes of a piece, and return their bytes.
+  int64_t give(int peer, int64_t piece, char* slot) const;
+  int64_t take(int peer, int64_t piece, const char* slot, bool streaming) const;
+  int64_t keep(int rank, int64_t piece, bool streaming) const;
+
+ private:
+  struct Side {
+    Side(std::vector<Box> all, int world_size);
+    // Sets `count`; the boxes of one piece follow one another.
+    const Box* first(int peer, int64_t piece, int64_t* count) const;
+
+    std::vector<Box> boxes;
+    std::vector<int64_t> bytes;
+  };
+
+  Side given_, taken_;
+  std::vector<char*> operands_;
+  int64_t pieces_ = 1;
+};
+
+}  // namespace symm_cp

@@ -1,0 +1,361 @@
+"""accelerate's context parallelism on symm_cp: `enable()`, before a model is prepared.
+
+accelerate offers no hook for this, so `enable` replaces methods of its classes, and of `Trainer` of
+transformers if that is imported; `disable` restores them. The import itself replaces nothing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial, wraps
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import torch
+from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from symm_cp.context_parallel import HeadTail, LoadBalancer, context_parallel
+from symm_cp.context_parallel.model_batch import plain
+from symm_cp.ops.attention.methods import (
+    METHODS,
+    MethodName,
+    default_method,
+    rotate_method,
+    set_rotate_method,
+)
+
+__all__ = ["disable", "enable"]
+
+_OP = "symm_cp.integrations.accelerate"
+#: The releases whose classes this module knows, as (major, minor).
+_KNOWN = ((1, 15),)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What `enable` was given."""
+
+    load_balancer: Callable[[int, int], LoadBalancer]
+    method: MethodName | None
+
+
+_options: _Options | None = None
+#: What was replaced: class, name, and the original.
+_replaced: list[tuple[type, str, Any]] = []
+
+
+def enable(
+    *,
+    load_balancer: Callable[[int, int], LoadBalancer] = HeadTail,
+    method: MethodName | None = None,
+) -> None:
+    """Runs accelerate's context parallelism on symm_cp, for models that are prepared afterwards.
+
+    Same program, with one line more::
+
+        symm_cp.integrations.accelerate.enable()
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2), fsdp_plugin=...)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            buffers = [batch["input_ids"], batch["shift_labels"], batch["position_ids"]]
+            with accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1, 1, 1]):
+                ...
+
+    Models of transformers keep their masks: windows, chunks, sinks, and padding or packed documents
+    (cut `attention_mask` and `position_ids`, too). `Trainer` with a `parallelism_config` cuts whole
+    batches by `shard_batch`. It also works on CPU, with FSDP2 if there is an `fsdp_plugin`, and
+    with DDP otherwise.
+
+    Args:
+        load_balancer: how sequences are spread: a function of the length of a whole sequence and
+            the number of ranks, such as the class `symm_cp.Sequential`.
+        method: how attention is split over the ranks: "allgather", "ulysses" or "auto", as in
+            `context_parallel`. `sp_size` is DeepSpeed's Ulysses, for which this does nothing.
+
+    A second call changes the options. `disable` undoes it. Raises `RuntimeError` for a release of
+    accelerate that this module does not know, `TypeError` and `ValueError` for invalid options.
+    Source: accelerate's `ParallelismConfig`.
+    """
+    global _options
+    _check_release()
+    if not callable(load_balancer):
+        raise TypeError(
+            f"{_OP}.enable: load_balancer is a {type(load_balancer).__name__}, must be a function "
+            "of the length of a sequence and the number of ranks"
+        )
+    if method is not None and method not in METHODS:
+        raise ValueError(f"{_OP}.enable: unknown {method=}; choose one of {METHODS}")
+    _options = _Options(load_balancer, method)
+    if not _replaced:
+        _replace(Accelerator, "_prepare_cp", _prepare_cp)
+        _replace(AcceleratorState, "__init__", _with_fsdp_on_cpu)
+        _replace(ParallelismConfig, "_validate_accelerator", _validate_accelerator)
+    _serve_trainer()
+
+
+def disable() -> None:
+    """Restores accelerate's own context parallelism, for models that are prepared afterwards."""
+    global _options
+    _options = None
+    while _replaced:
+        owner, name, original = _replaced.pop()
+        setattr(owner, name, original)
+
+
+def _check_release() -> None:
+    release = tuple(int(part) for part in accelerate.__version__.split(".")[:2])
+    if release not in _KNOWN:
+        known = ", ".join(".".join(map(str, each)) for each in _KNOWN)
+        raise RuntimeError(
+            f"{_OP}.enable: accelerate {accelerate.__version__} is installed, must be {known}: "
+            "enable replaces methods whose code other releases may have changed"
+        )
+
+
+def _replace(owner: type, name: str, make: Callable[[Any], Any]) -> None:
+    """Puts `make(original)` in place of a method."""
+    original = vars(owner)[name]
+    _replaced.append((owner, name, original))
+    setattr(owner, name, wraps(original)(make(original)))
+
+
+# --- a model under context parallelism ---
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What an accelerator enters for each step, instead of torch's context manager."""
+
+    accelerator: Accelerator
+    options: _Options
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.accelerator.torch_device_mesh["cp"]
+
+    def __call__(
+        self,
+        *,
+        buffers: Sequence[torch.Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Any:
+        """Returns the context in which attention is that of the whole sequence."""
+        pairs = zip(buffers or (), buffer_seq_dims or (), strict=False)  # checked when it is cut
+        lengths = {
+            buffer.shape[dim] for buffer, dim in pairs if -buffer.dim() <= dim < buffer.dim()
+        }
+        return self.over(
+            self._balancers(lengths),
+            self.accelerator._models,
+            buffers=buffers,
+            buffer_seq_dims=buffer_seq_dims,
+            no_restore_buffers=no_restore_buffers,
+        )
+
+    def _balancers(self, lengths: set[int]) -> Any:
+        size, make = self.mesh.size(), self.options.load_balancer
+        if lengths:
+            return {length: make(length, size) for length in lengths}
+        # What the caller has cut. Without any load balancer its layout is checked.
+        return None if make is HeadTail else lambda held: make(held * size, size)
+
+    @contextmanager
+    def over(
+        self, load_balancer: Any, models: Sequence[nn.Module], **buffers: Any
+    ) -> Iterator[None]:
+        """Attention of these models is that of sequences that are spread so."""
+        strategy = self.accelerator.parallelism_config.cp_handler.cp_comm_strategy
+        ours = [plain(model) for model in models]
+        ours = [model for model in ours if _attends_by_interface(model)]
+        with (
+            _rotating(strategy),
+            context_parallel(
+                self.mesh,
+                model=ours or None,
+                load_balancer=load_balancer,
+                method=self.options.method,
+                **buffers,
+            ),
+        ):
+            yield
+
+
+def _attends_by_interface(model: nn.Module) -> bool:
+    """Tells whether models of transformers in it attend through transformers' extension point."""
+    kinds = {type(part) for part in model.modules()}
+    kinds = {kind for kind in kinds if hasattr(kind, "_can_set_attn_implementation")}
+    return bool(kinds) and all(_can_attend_by_interface(kind) for kind in kinds)  # type: ignore[arg-type]
+
+
+@cache
+def _can_attend_by_interface(kind: Any) -> bool:
+    return bool(kind._can_set_attn_implementation())  # reads the source of the class
+
+
+@contextmanager
+def _rotating(strategy: str) -> Iterator[None]:
+    """Gradients of keys and values travel as accelerate was told, unless by another method."""
+    if strategy == rotate_method() or default_method() != "allgather":
+        yield
+        return
+    before = rotate_method()
+    set_rotate_method(strategy)
+    try:
+        yield
+    finally:
+        set_rotate_method(before)
+
+
+def _prepare_cp(original: Any) -> Any:
+    def prepare(self: Accelerator, *args: Any) -> Any:
+        # Without accelerate's hooks, which would drop masks.
+        assert _options is not None
+        self._cp_context = _Context(self, _options)
+        return args
+
+    return prepare
+
+
+# --- on CPU ---
+
+
+def _with_fsdp_on_cpu(original: Any) -> Any:
+    def init(self: AcceleratorState, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        config, plugin = kwargs.get("parallelism_config"), kwargs.get("fsdp_plugin")
+        on_cpu = self.distributed_type == DistributedType.MULTI_CPU
+        if not on_cpu or config is None or not config.cp_enabled or plugin is None:
+            return
+        if plugin.fsdp_version != 2:
+            raise ValueError(
+                f"{_OP}: fsdp_plugin has fsdp_version={plugin.fsdp_version}, must be 2 with cp_size"
+            )
+        # As accelerate does where it runs on accelerators.
+        self.distributed_type = DistributedType.FSDP
+        self.fsdp_plugin = plugin
+        if self._mixed_precision != "no":
+            plugin.set_mixed_precision(self._mixed_precision)
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+    return init
+
+
+def _validate_accelerator(original: Any) -> Any:
+    def validate(self: ParallelismConfig, accelerator: Accelerator) -> None:
+        _serve_trainer()  # it makes its accelerator here
+        kind = accelerator.distributed_type
+        if self.sp_enabled and kind != DistributedType.DEEPSPEED:
+            raise ValueError(
+                f"{_OP}: sp_size={self.sp_size} is DeepSpeed's sequence parallelism, and there is "
+                "no deepspeed_plugin; for that of symm_cp pass cp_size"
+            )
+        if not self.cp_enabled or kind != DistributedType.MULTI_CPU:
+            original(self, accelerator)
+            return
+        others = {name: getattr(self, name) for name in ("dp_shard_size", "tp_size")}
+        if any(size > 1 for size in others.values()):
+            raise ValueError(f"{_OP}: {others} on CPU requires an fsdp_plugin with fsdp_version=2")
+        as_on_accelerators = SimpleNamespace(
+            multi_device=True,
+            is_fsdp2=False,
+            distributed_type=kind,
+            num_processes=accelerator.num_processes,
+            is_main_process=accelerator.is_main_process,
+        )
+        original(self, as_on_accelerators)
+
+    return validate
+
+
+# --- transformers' Trainer ---
+
+
+def _serve_trainer() -> None:
+    """Has `Trainer` cut batches as `shard_batch` does, as soon as somebody has imported it."""
+    if "transformers.trainer" not in sys.modules:
+        return
+    from transformers import Trainer
+
+    if _options is None or any(owner is Trainer for owner, _, _ in _replaced):
+        return
+    _replace(Trainer, "_prepare_context_parallel_inputs", _prepare_inputs)
+    _replace(Trainer, "compute_loss", _compute_loss)
+    _replace(Trainer, "prediction_step", _prediction_step)
+
+
+_REDUCTION = "_symm_cp_reduce_loss"
+
+
+def _context_of(trainer: Any) -> _Context | None:
+    """Returns what the steps of a trainer run in; None without context parallelism by symm_cp."""
+    accelerator = trainer.accelerator
+    config = accelerator.parallelism_config
+    if config is None or not config.cp_enabled:
+        return None
+    # A trainer that only evaluates prepares no context.
+    context = getattr(accelerator, "_cp_context", None) or _Context(accelerator, _options)  # type: ignore[arg-type]
+    return context if isinstance(context, _Context) else None
+
+
+def _prepare_inputs(original: Any) -> Any:
+    def prepare(self: Any, model: nn.Module, inputs: dict[str, Any]) -> Any:
+        context = _context_of(self)
+        if context is None:
+            return original(self, model, inputs)
+        from symm_cp.integrations.transformers import trainer
+
+        trainer.check_loss(_OP, self)
+        local, reduce_loss = trainer.cut_inputs(
+            self, context.mesh.get_group(), context.options.load_balancer, model, inputs
+        )
+        setattr(self, _REDUCTION, reduce_loss)
+        return partial(context.over, reduce_loss.load_balancer, [model]), local
+
+    return prepare
+
+
+def _compute_loss(original: Any) -> Any:
+    def compute(
+        self: Any,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> Any:
+        reduce_loss = vars(self).pop(_REDUCTION, None)
+        if reduce_loss is None:
+            return original(self, model, inputs, return_outputs, num_items_in_batch)
+        from symm_cp.integrations.transformers import trainer
+
+        loss, outputs = original(self, model, inputs, return_outputs=True)
+        loss = trainer.loss_of_step(self, reduce_loss, loss, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    return compute
+
+
+def _prediction_step(original: Any) -> Any:
+    def predict(
+        self: Any,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> Any:
+        if _context_of(self) is not None:
+            from symm_cp.integrations.transformers import trainer
+
+            trainer.check_prediction(_OP, prediction_loss_only)
+        return original(self, model, inputs, prediction_loss_only, ignore_keys)
+
+    return predict

@@ -1,0 +1,331 @@
+"""Methods of `context_parallel`, `ContextParallel` and `shard_batch`, and meshes that mix them."""
+
+from __future__ import annotations
+
+import unittest.mock
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import symm_cp
+from symm_cp import tuning
+from symm_cp.ops.attention.methods import default_method
+from symm_cp.ops.attention.ulysses import UlyssesCall
+from tests.context_parallel.common import CLOSE, assert_all_close, dense, mesh_of, whole
+from tests.exhaustive import exhaustive, some
+from tests.pool import Ranks
+
+MIXED = ("ulysses", "allgather")
+MIXES = (MIXED, MIXED[::-1])
+
+
+@contextmanager
+def exchanges() -> Iterator[list[str]]:
+    """Yields the calls that exchange heads: "forward" and "backward"."""
+    made: list[str] = []
+    attend, backward = UlyssesCall.attend, UlyssesCall.attend_backward
+
+    def counted(self: UlyssesCall, *args: Any) -> Any:
+        made.append("forward")
+        return attend(self, *args)
+
+    def counted_backward(self: UlyssesCall, *args: Any) -> Any:
+        made.append("backward")
+        return backward(self, *args)
+
+    with (
+        unittest.mock.patch.object(UlyssesCall, "attend", counted),
+        unittest.mock.patch.object(UlyssesCall, "attend_backward", counted_backward),
+    ):
+        yield made
+
+
+def mesh_2d(shape: tuple[int, int], ranks: list[int] | None = None) -> DeviceMesh:
+    numbers = torch.arange(4) if ranks is None else torch.tensor(ranks)
+    return DeviceMesh("cpu", numbers.view(shape), mesh_dim_names=("one", "other"))
+
+
+def trains(
+    mesh: DeviceMesh, method: Any, balancer: symm_cp.LoadBalancer | None, *, is_causal: bool
+) -> None:
+    """Raises unless attention in a context gives what it gives in one process."""
+    W = mesh.size()
+    length = 8 * W if balancer is None else balancer.seq_length
+    given = whole(3, length, kv_heads=2)
+    cut = symm_cp.context_parallel_shard(mesh, given, [2] * 4, balancer, method=method)
+    *shards, grad = (t for t in cut if isinstance(t, torch.Tensor))
+    leaves = [t.requires_grad_() for t in shards]
+    with symm_cp.context_parallel(mesh, load_balancer=balancer, method=method), exchanges() as made:
+        out = F.scaled_dot_product_attention(*leaves, is_causal=is_causal, enable_gqa=True)
+        grads = torch.autograd.grad(out, leaves, grad)
+    assert made == ["forward", "backward"]
+    used = balancer or symm_cp.HeadTail(length, W)
+    found = symm_cp.context_parallel_unshard(
+        mesh, [out.detach(), *grads], [2] * 4, used, method=method
+    )
+    assert_all_close(found, dense(given, is_causal=is_causal))
+
+
+def trains_by_heads(group: dist.ProcessGroup, length: int) -> None:
+    W = group.size()
+    for balancer in (None, symm_cp.HeadTail(length, W), symm_cp.Sequential(length, W)):
+        for is_causal in (True, False):
+            trains(mesh_of(group), "ulysses", balancer, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
+def test_attention_by_heads(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, trains_by_heads, 27)
+
+
+def trains_on_a_mesh(
+    group: dist.ProcessGroup, shape: tuple[int, int], method: tuple[str, str]
+) -> None:
+    mesh = mesh_2d(shape)
+    balancers = [None, symm_cp.Sequential(30, 4), symm_cp.PerDocumentHeadTail([7, 18], 4)]
+    for balancer in balancers:
+        trains(mesh, method, balancer, is_causal=balancer is not None)
+
+
+@pytest.mark.parametrize(
+    ("shape", "method"),
+    some(
+        ((2, 2), MIXED),
+        of=[(shape, mix) for shape in ((2, 2), (4, 1), (1, 4)) for mix in MIXES],
+    ),
+)
+def test_methods_of_two_dimensions(
+    ranks: Ranks, shape: tuple[int, int], method: tuple[str, str]
+) -> None:
+    ranks.run(4, trains_on_a_mesh, shape, method)
+
+
+def holds_what_the_balancer_says(group: dist.ProcessGroup) -> None:
+    for ranks in (None, [0, 2, 1, 3]):
+        mesh = mesh_2d((2, 2), ranks)
+        positions = torch.arange(24)
+        for method in MIXES:
+            cut = symm_cp.context_parallel_shard(mesh, [positions], [0], method=method)[0]
+            assert isinstance(cut, torch.Tensor)
+            balancer = symm_cp.HeadTail(24, 4)
+            assert torch.equal(cut, balancer.positions(dist.get_rank()))
+            whole = symm_cp.context_parallel_unshard(mesh, [cut], [0], balancer, method=method)
+            assert torch.equal(whole[0], positions)
+            trains(mesh, method, None, is_causal=True)
+
+
+def test_which_positions_the_ranks_of_a_mesh_hold(ranks: Ranks) -> None:
+    ranks.run(4, holds_what_the_balancer_says)
+
+
+def batches_over_a_mesh(group: dist.ProcessGroup) -> None:
+    mesh = mesh_2d((2, 2))
+    ids = torch.randint(50, (2, 22))
+    batch = {"input_ids": ids, "labels": ids}
+    local, reduce_loss = symm_cp.shard_batch(mesh, batch, method=MIXED)
+    flat, other = symm_cp.shard_batch(group, batch)
+    assert all(torch.equal(local[name], flat[name]) for name in flat)
+    loss = torch.tensor(float(dist.get_rank()))
+    assert torch.equal(reduce_loss(loss), other(loss))
+    with pytest.raises(ValueError, match=r"shard_batch: mesh has 2 dimensions, method='allgather'"):
+        symm_cp.shard_batch(mesh, batch)
+
+
+def test_batches_over_a_mesh_of_two_dimensions(ranks: Ranks) -> None:
+    ranks.run(4, batches_over_a_mesh)
+
+
+class Attention(nn.Module):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def styled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None) -> None:
+    W = group.size()
+    mesh = mesh_of(group) if shape is None else mesh_2d(shape)
+    given = whole(11, 10 * W)
+    rows = symm_cp.HeadTail(10 * W, W).positions(group.rank())
+    style = symm_cp.ContextParallel(method=method)
+    attention = parallelize_module(Attention(), mesh, style)
+    shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+    with exchanges() as made:
+        # Computed again in the backward pass, out of any context.
+        out = checkpoint(attention, *shards, use_reentrant=False)
+        grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+    assert made == ["forward", "forward", "backward"]
+    assert_all_close([out.detach(), *grads], [t[:, :, rows] for t in dense(given)])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"),
+    some(
+        (2, "ulysses", None),
+        of=[(2, "ulysses", None), (4, "ulysses", None), (4, MIXED, (2, 2))],
+    ),
+)
+def test_styles_take_a_method(
+    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
+    ranks.run(world_size, styled, method, shape)
+
+
+def set_by_torchs_name(group: dist.ProcessGroup) -> None:
+    mesh, given = mesh_of(group), whole(5, 8 * group.size())
+    rows = symm_cp.HeadTail(8 * group.size(), group.size()).positions(group.rank())
+    shards = [t[:, :, rows] for t in given[:3]]
+    symm_cp.set_rotate_method("ulysses")
+    try:
+        assert default_method() == "ulysses"
+        with exchanges() as made:
+            with symm_cp.context_parallel(mesh):
+                F.scaled_dot_product_attention(*shards)
+            symm_cp.all_gather_attention(*shards, group=group)
+            with symm_cp.context_parallel(mesh, method="allgather"):
+                F.scaled_dot_product_attention(*shards)
+        assert made == ["forward"] * 2
+    finally:
+        symm_cp.set_rotate_method("allgather")
+    with symm_cp.context_parallel(mesh), exchanges() as made:
+        F.scaled_dot_product_attention(*shards)
+    assert not made
+
+
+def test_the_method_by_torchs_name(ranks: Ranks) -> None:
+    ranks.run(2, set_by_torchs_name)
+
+
+def chooses(group: dist.ProcessGroup) -> list[str]:
+    W, chosen = group.size(), []
+    # The last rank has most of the work; more heads on one rank than on others; fewer than ranks.
+    for heads, balancer in (
+        (2 * W, symm_cp.Sequential(256 * W, W)),
+        (W + 1, symm_cp.HeadTail(256 * W, W)),
+        (W - 1, symm_cp.HeadTail(256 * W, W)),
+    ):
+        given = whole(7, 256 * W, heads=heads, kv_heads=heads)
+        rows = balancer.positions(group.rank())
+        shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+        with (
+            symm_cp.context_parallel(mesh_of(group), load_balancer=balancer, method="auto"),
+            tuning.listening() as choices,
+        ):
+            out = F.scaled_dot_product_attention(*shards, is_causal=True)
+            grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+        assert_all_close([out.detach(), *grads], [t[:, :, rows] for t in dense(given)])
+        chosen += [f"{key}: {choice.way}" for key, choice in choices.items()]
+    return chosen
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+def test_auto_chooses_what_is_faster_on_all_ranks_alike(ranks: Ranks, world_size: int) -> None:
+    found = ranks.run(world_size, chooses)
+    assert all(chosen == found[0] for chosen in found)
+    ways = [line.rpartition(": ")[2] for line in found[0]]
+    assert ways == ["ulysses"] * 2 + ["allgather"] * 4, found[0]
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    mesh, square = mesh_of(group), mesh_2d((2, 2))
+    nameless = DeviceMesh("cpu", torch.arange(4).view(2, 2))
+    descending = mesh_2d((2, 2), [3, 2, 1, 0])
+    q = torch.zeros(1, 3, 8, 4)
+    pairs = r"must be \('ulysses', 'allgather'\) or \('allgather', 'ulysses'\)"
+    cases: list[tuple[Any, Any, str]] = [
+        (mesh, "ring", "unknown method='ring'; choose one of"),
+        (mesh, MIXED, "requires mesh to be a DeviceMesh of 2 dimensions, .* is one of 1 dim"),
+        (group, MIXED, "is one of ProcessGroup"),
+        (
+            square,
+            "ulysses",
+            r"mesh has 2 dimensions, method='ulysses' requires one: .*mesh\['other'\]",
+        ),
+        (square, ("ulysses", "ulysses"), pairs),
+        (square, ("ulysses", "auto"), pairs),
+        (square, ("ulysses",), pairs),
+        (nameless, MIXED, "mesh has no names of its"),
+        (descending, MIXED, "must ascend along both dimensions"),
+    ]
+    for given, method, message in cases:
+        with pytest.raises(ValueError, match=f"context_parallel: .*{message}"):
+            symm_cp.context_parallel(given, method=method).__enter__()
+        with pytest.raises(ValueError, match=f"ContextParallel: .*{message}"):
+            parallelize_module(Attention(), given, symm_cp.ContextParallel(method=method))
+        as_group = message.replace("mesh", "group", 1)
+        with pytest.raises(ValueError, match=f"all_gather_attention: .*{as_group}"):
+            symm_cp.all_gather_attention(q, q, q, group=given, method=method)
+    heads = "query has 3 heads for 4 ranks: method 'ulysses' requires"
+    with symm_cp.context_parallel(mesh, method="ulysses"), pytest.raises(ValueError, match=heads):
+        F.scaled_dot_product_attention(q, q, q)
+    # What was refused leaves the group as it was.
+    trains(mesh, "ulysses", None, is_causal=True)
+
+
+def test_methods_that_do_not_fit_are_refused_by_name(ranks: Ranks) -> None:
+    ranks.run(4, refuses)
+
+
+def compiled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend  # loads Dynamo
+
+    torch._dynamo.reset()
+    W = group.size()
+    mesh = mesh_of(group) if shape is None else mesh_2d(shape)
+    norm = nn.Linear(16, 16, dtype=torch.float64)
+
+    def layer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return norm(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    run = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
+    for length in (8 * W, 12 * W, 20 * W, 32 * W):
+        given = whole(length, length)
+        rows = symm_cp.HeadTail(length, W).positions(group.rank())
+        shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+        with symm_cp.context_parallel(mesh, method=method), exchanges() as made:
+            out = run(*shards)
+            grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
+        assert method == "auto" or made == ["forward", "backward"]
+        leaves = [t.requires_grad_() for t in given[:3]]
+        expected = layer(*leaves)
+        wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, given[3])]
+        assert_all_close([out.detach(), *grads], [t[:, :, rows] for t in wanted])
+    assert counter.frame_count <= 2  # as with "allgather": the first call differs
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"),
+    [(2, "ulysses", None), (2, "auto", None), (4, "ulysses", None), (4, MIXED, (2, 2))],
+)
+def test_one_compiled_function_serves_other_lengths(
+    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
+    ranks.run(world_size, compiled, method, shape)
+
+
+def nested(group: dist.ProcessGroup) -> None:
+    mesh, given = mesh_of(group), whole(9, 8 * group.size())
+    rows = symm_cp.HeadTail(8 * group.size(), group.size()).positions(group.rank())
+    shards = [t[:, :, rows] for t in given[:3]]
+    expected = dense(given)[0][:, :, rows]
+    with symm_cp.context_parallel(mesh), exchanges() as made:
+        with symm_cp.context_parallel(mesh, method="ulysses"):
+            inner = F.scaled_dot_product_attention(*shards, is_causal=True)
+        assert made == ["forward"]
+        outer = F.scaled_dot_product_attention(*shards, is_causal=True)
+    assert made == ["forward"]
+    for out in (inner, outer):
+        torch.testing.assert_close(out, expected, **CLOSE)
+
+
+def test_the_innermost_method_counts(ranks: Ranks) -> None:
+    ranks.run(2, nested)

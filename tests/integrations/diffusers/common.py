@@ -158,6 +158,7 @@ _LTX = {
 
 CLIENTS = {
     "flux": Client("FluxTransformer2DModel", _FLUX),
+    "flux of 3 heads": Client("FluxTransformer2DModel", {**_FLUX, "num_attention_heads": 3}),
     "wan": Client("WanTransformer3DModel", _WAN, wan_inputs),
     "wan by position": Client("WanTransformer3DModel", _WAN, wan_inputs_by_position),
     "wan from image": Client(

@@ -64,3 +64,8 @@ def test_ulysses(ranks: Ranks, name: str, degrees: str) -> None:
 def test_ulysses_of_any_length(ranks: Ranks, name: str, world_size: int) -> None:
     degrees = {"ulysses_degree": world_size, "ulysses_anything": True}
     ranks.run(4, checks, (name,), degrees, lengths=(9, 15))
+
+
+@exhaustive
+def test_heads_that_ranks_do_not_divide(ranks: Ranks) -> None:
+    ranks.run(4, checks, ("flux of 3 heads",), DEGREES["ulysses 2"])

@@ -24,7 +24,7 @@ from symm_cp.ops.common import (
     register_kernel,
     world_size_of,
 )
-from symm_cp.ops.head_exchange import HeadExchange, HeadRanges, head_exchange
+from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
 from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import contiguous
 from symm_cp.schedule.layout import SequenceLayout
@@ -157,14 +157,13 @@ def _checked(
     ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
     _check_heads(tensors, to_heads, ranges, rank)
     layout = _layout_of(tensors[0], to_heads, chunk_order, chunk_lengths, rank, world_size)
-    shapes = tuple(
-        (tensor.shape[0], max(end for _, end in each), layout.length, tensor.shape[3])
-        for tensor, each in zip(tensors, ranges, strict=True)
-    )
-    exchange = head_exchange(rank, to_heads, layout, shapes, tuple(ranges))
-    if not to_heads and not all(exchange.disjoint):
-        check_reduce_op(OP, "tensors", tensors[0].dtype)
-    return exchange
+    parts = []
+    for tensor, each in zip(tensors, ranges, strict=True):
+        shape = (tensor.shape[0], max(end for _, end in each), layout.length, tensor.shape[3])
+        parts.append(HeadPart(shape, tensor.dtype, layout, each))
+        if not to_heads and not parts[-1].disjoint:
+            check_reduce_op(OP, "tensors", tensor.dtype)
+    return head_exchange(rank, to_heads, tuple(parts))
 
 
 def _kernel(
@@ -182,24 +181,30 @@ def _kernel(
 
 
 def run_exchange(
-    group: Group, exchange: HeadExchange, tensors: Sequence[torch.Tensor]
+    group: Group,
+    exchange: HeadExchange,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor] | None = None,
+    name: bytes | None = None,
 ) -> list[torch.Tensor]:
-    """Carries an exchange out, for kernels. Collective; the tensors are not checked again."""
+    """Carries an exchange out, for kernels. Collective; the tensors are not checked again.
+
+    `outputs`: where results go, of the shapes of `exchange.new_outputs`. Heads that several ranks
+    give are added, to new tensors. `name`: of the call, the same on all ranks.
+    """
     dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
-    outputs = exchange.new_outputs(dense)
-    on = runtime.of(dense[0], group)
-    on.exchange(group, exchange, dense, outputs, _call_name(exchange, dense[0].dtype))
+    outputs = exchange.new_outputs(dense) if outputs is None else outputs
+    name = name or _call_name(exchange.to_heads, exchange.parts)
+    runtime.of(dense[0], group).exchange(group, exchange, dense, outputs, name)
     return exchange.summed(outputs)
 
 
 @lru_cache(maxsize=512)
-def _call_name(exchange: HeadExchange, dtype: torch.dtype) -> bytes:
+def _call_name(to_heads: bool, parts: tuple[HeadPart, ...]) -> bytes:
     """The same on all ranks; of what is long a checksum."""
-    numbers = exchange.layout.chunk_order, exchange.layout.chunk_lengths, exchange.ranges
-    checksum = zlib.crc32(repr((numbers, exchange.shapes)).encode())
-    shapes = " ".join(str(list(shape)) for shape in exchange.shapes)
-    way = "to heads" if exchange.to_heads else "to sequence"
-    name = f"{OP} {str(dtype)[6:]} {way} #{checksum:08x} {shapes}"
+    checksum = zlib.crc32(repr(parts).encode())
+    shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in parts)
+    name = f"{OP} {'to heads' if to_heads else 'to sequence'} #{checksum:08x} {shapes}"
     return name.encode()[: wire.MAX_CALL_NAME]
 
 

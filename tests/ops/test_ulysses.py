@@ -106,11 +106,10 @@ def test_combinations(ranks: Ranks, world_size: int) -> None:
 
 
 @exhaustive
-@ON_DEVICES
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_many_rows(ranks: Ranks, world_size: int) -> None:
     """Rows and keys enough for several blocks of the kernels, and tiles with bands."""
-    layout = head_tail(300 * world_size + 1, world_size)
+    layout = head_tail(600, world_size)
     options = {"softcap": 2.0, "sinks": True, "bias": True, "dropout_p": 0.2, "with_lse": True}
     cases = [
         Case(layout, batch=1, heads=4, dtype=dtype, causal=True, features=16, **more)

@@ -80,9 +80,10 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
+    with ulysses.telling(*options.get("method_groups") or ()):
+        spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
+        call = _by_heads(_FORWARD, group, spec, query, key, options)
     added = Added(options.get("sinks"), options.get("bias"))
-    call = _by_heads(_FORWARD, group, spec, query, key, options)
     if call is not None:
         return call.attend(
             _FORWARD, tensors, added, partial(attend, _FORWARD, call.spec, call.of_keys)
@@ -107,9 +108,10 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
+    with ulysses.telling(*options.get("method_groups") or ()):
+        spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
+        call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
-    call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
         of_heads = partial(attend_backward, _BACKWARD, call.spec, call.of_keys)

@@ -29,6 +29,7 @@ from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.tiles import wide
+from symm_cp.ops.attention.ulysses import telling
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
@@ -180,7 +181,8 @@ def _kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1  # also when it is refused
     with _transforms():
-        attention = _Arguments(*rest).attention(query, key, value, options)
+        with telling(*options.get("method_groups") or ()):
+            attention = _Arguments(*rest).attention(query, key, value, options)
         added = options.get("sinks"), options.get("bias")
         out, lse = attention.forward(query, key, value, *added)
     return heads_in_rows(out), lse
@@ -205,7 +207,8 @@ def _backward_kernel(
     # Collective: every rank takes part, also without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
-        attention = arguments.attention(query, key, value, options, of_score)
+        with telling(*options.get("method_groups") or ()):
+            attention = arguments.attention(query, key, value, options, of_score)
         saved = (query, key, value, out, lse, *captured)
         grads, of_added, of_captured = attention.backward(saved, *added, grad_out, grad_lse)
     of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)

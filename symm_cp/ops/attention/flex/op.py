@@ -55,7 +55,7 @@ from symm_cp.ops.attention.tiles import (
     dense_features,
     grad_of_sinks,
 )
-from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
+from symm_cp.ops.attention.ulysses import UlyssesCall, call_of, telling
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
@@ -114,13 +114,6 @@ def flex_all_gather_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
     kv_layout = layout if kv_layout is None else kv_layout
-    check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
-    if mask_mod is None and block_mask is not None:
-        mask_mod = block_mask.mask_mod
-    score_mod = None if _is_identity(score_mod) else score_mod
-    captures: Captures | None = None
-    if score_mod is not None and torch.is_grad_enabled() and layout.length:
-        captures = Captures(score_mod)
     options = Options(
         scale=scale,
         softcap=softcap,
@@ -131,16 +124,24 @@ def flex_all_gather_attention(
         head_offset=head_offset,
         **method.as_options(),
     )
-    attention = FlexAttention.of(
-        group,
-        (query, key, value),
-        (layout, kv_layout),
-        mask_mod=mask_mod,
-        block_mask=block_mask,
-        score_mod=score_mod,
-        captures=captures,
-        options=options,
-    )
+    if mask_mod is None and block_mask is not None:
+        mask_mod = block_mask.mask_mod
+    score_mod = None if _is_identity(score_mod) else score_mod
+    captures: Captures | None = None
+    with telling(*options.method_groups or ()):
+        check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+        if score_mod is not None and torch.is_grad_enabled() and layout.length:
+            captures = Captures(score_mod)
+        attention = FlexAttention.of(
+            group,
+            (query, key, value),
+            (layout, kv_layout),
+            mask_mod=mask_mod,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            captures=captures,
+            options=options,
+        )
     tensors = captures.tensors if captures is not None else []
     check_transforms(_OP, query, key, value, sinks, bias, *tensors)
     with torch.autocast(device, enabled=False):

@@ -250,8 +250,8 @@ void Channel::run_one(const Command& c, const Reference* references, void* const
                       Call& call) {
   switch (c.kind) {
     case Kind::kCopy: copy_rows(c, operands, call); break;
-    case Kind::kSignal: signal(c.peer, c.flag, call); break;
-    case Kind::kWait: wait(c.peer, c.flag, c.lag, call); break;
+    case Kind::kSignal: signal(c.peer, c.flag, call, static_cast<uint32_t>(c.piece)); break;
+    case Kind::kWait: wait(c.peer, c.flag, c.lag, call, static_cast<uint32_t>(c.piece)); break;
     case Kind::kReduce: reduce_rows(c, references, operands, call); break;
     case Kind::kPublish:
       announce(call, c.mean != 0 ? resolve(c.source, operands, call) : nullptr);

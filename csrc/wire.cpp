@@ -57,10 +57,11 @@ std::string structs() {
   using T = TraceEvent;
   using W = WorkspaceLayout;
   return line<R>("Reference", {FIELD(R, space), FIELD(R, index), FIELD(R, offset)}) +
-         line<C>("Command", {FIELD(C, kind), FIELD(C, peer), FIELD(C, flag), FIELD(C, lag),
-                             FIELD(C, to), FIELD(C, source), FIELD(C, bytes), FIELD(C, rows),
-                             FIELD(C, to_pitch), FIELD(C, from_pitch), FIELD(C, dtype),
-                             FIELD(C, mean), FIELD(C, first_source), FIELD(C, sources)}) +
+         line<C>("Command",
+                 {FIELD(C, kind), FIELD(C, peer), FIELD(C, flag), FIELD(C, lag), FIELD(C, to),
+                  FIELD(C, source), FIELD(C, bytes), FIELD(C, rows), FIELD(C, to_pitch),
+                  FIELD(C, from_pitch), FIELD(C, dtype), FIELD(C, mean), FIELD(C, first_source),
+                  FIELD(C, sources), FIELD(C, piece)}) +
          line<Area>("Area", {FIELD(Area, buffer), FIELD(Area, rank), FIELD(Area, chunk)}) +
          line<L>("LoopStep", {FIELD(L, kind), FIELD(L, peer), FIELD(L, flag), FIELD(L, to),
                               FIELD(L, source), FIELD(L, first_source), FIELD(L, source_count)}) +

@@ -51,6 +51,7 @@ struct Command {
   int32_t mean;          // reduce: 1 to average; publish: 1 when the shard is in place
   int32_t first_source;  // reduce: its sources are references[first_source ...]
   int32_t sources;
+  int32_t piece;  // signal, wait: of the call, from 0
 };
 
 // The steps of programs for streams. kRecord records an event on the lane, kWaitEvent makes the

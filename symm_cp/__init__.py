@@ -27,6 +27,8 @@ from symm_cp.context_parallel import (
     heads_to_sequence,
     sequence_to_heads,
     shard_batch,
+    ulysses_output_projection,
+    ulysses_projection,
 )
 from symm_cp.devices import read_in_place, reserve
 from symm_cp.memory import get_workspace
@@ -39,6 +41,7 @@ from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
 from symm_cp.ops.override import override_cuda_ops
 from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
 from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
+from symm_cp.ops.scan import scan_states
 from symm_cp.results import empty_cache
 from symm_cp.runtime import known_groups as _known_groups
 from symm_cp.runtime.recorder import Recording, trace
@@ -77,10 +80,13 @@ __all__ = [
     "scaled_matmul_all_reduce",
     "scaled_matmul_reduce_scatter",
     "sequence_to_heads",
+    "scan_states",
     "set_rotate_method",
     "shard_batch",
     "tensor_parallel",
     "trace",
+    "ulysses_output_projection",
+    "ulysses_projection",
 ]
 
 if _TYPE_CHECKING:

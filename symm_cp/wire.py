@@ -119,6 +119,7 @@ class Command(ctypes.Structure):
         ("mean", _INT32),
         ("first_source", _INT32),
         ("sources", _INT32),
+        ("piece", _INT32),
     ]
 
 

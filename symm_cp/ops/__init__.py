@@ -8,6 +8,7 @@ from symm_cp.ops import (
     common,
     exchange_heads,
     halo,
+    head_projection,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -15,6 +16,7 @@ from symm_cp.ops import (
     matmul_grad,
     scaled_all_reduce,
     scaled_matmul,
+    scan,
     transforms,
 )
 
@@ -29,9 +31,11 @@ def register() -> None:
     scaled_all_reduce.register()
     collectives.register()
     exchange_heads.register()
+    head_projection.register()
     low_contention.register()
     attention.register()
     halo.register()
+    scan.register()
     transforms.register()
 
 

@@ -113,12 +113,20 @@ class Lowering:
         if isinstance(step, Wait):
             flag = wire.FLAGS.index(step.flag)
             self.commands.append(
-                wire.Command(kind=wire.Kind.WAIT, peer=step.source, flag=flag, lag=step.lag)
+                wire.Command(
+                    kind=wire.Kind.WAIT,
+                    peer=step.source,
+                    flag=flag,
+                    lag=step.lag,
+                    piece=step.piece,
+                )
             )
         elif isinstance(step, Signal):
             self._announce()
             flag = wire.FLAGS.index(step.flag)
-            self.commands.append(wire.Command(kind=wire.Kind.SIGNAL, peer=step.to, flag=flag))
+            self.commands.append(
+                wire.Command(kind=wire.Kind.SIGNAL, peer=step.to, flag=flag, piece=step.piece)
+            )
         elif isinstance(step, Copy):
             if step.src.buffer in self.python_copies:
                 chunk = step.dst.chunk if step.dst.chunk is not None else -1
@@ -206,12 +214,13 @@ def lower(
     *,
     reduction: Reduction | None = None,
     python_copies: frozenset[str] = frozenset(),
+    pieces: int = 1,
 ) -> Program:
     """Lowers a registered variant whose schedules have one lane.
 
     With a `reduction` the kernels "reduce", "add" and "combine" become native; every other kernel,
     and each copy out of a buffer in `python_copies`, becomes a call of the Python kernel of its
-    name (for a copy: `"source->target"`, with the target's chunk).
+    name (for a copy: `"source->target"`, with the target's chunk). `pieces`: of a chained variant.
     """
-    steps = [step for _, step in variant.issue_order(rank, world_size)]
+    steps = [step for _, step in variant.issue_order(rank, world_size, pieces=pieces)]
     return Lowering(steps, rank, binding, reduction, python_copies).program()

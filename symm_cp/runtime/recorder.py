@@ -184,8 +184,9 @@ def _exchange_of(command: wire.Command | wire.StreamCommand, rank: int) -> Step 
     # These kinds have the same numbers in both enumerations.
     if command.kind == wire.Kind.COPY:
         return Copy(_region(command.source, rank), _region(command.to, rank))
+    piece = command.piece if isinstance(command, wire.Command) else 0
     if command.kind == wire.Kind.SIGNAL:
-        return Signal(command.peer, wire.DEVICE_FLAGS[command.flag])
+        return Signal(command.peer, wire.DEVICE_FLAGS[command.flag], piece)
     if command.kind == wire.Kind.WAIT:
-        return Wait(command.peer, wire.DEVICE_FLAGS[command.flag], command.lag)
+        return Wait(command.peer, wire.DEVICE_FLAGS[command.flag], command.lag, piece)
     return None

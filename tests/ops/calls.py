@@ -79,6 +79,9 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
         ),
         "all_gather_kv": Call(lambda k, v: list(OPS.all_gather_kv(k, v, 2, name)), [k, v]),
         "exchange_halo": Call(lambda x: [OPS.exchange_halo(x, 1, 2, 0, name)], [x]),
+        "scan_states": Call(
+            lambda x, t: [OPS.scan_states(x, t, True, False, name)], [rand(2, 3, 4), rand(2, 3, 3)]
+        ),
         "_low_contention_all_gather": Call(
             lambda x: [waited(OPS._low_contention_all_gather(x, name))], [x]
         ),
@@ -118,6 +121,7 @@ NAMES = (
     "fused_matmul_all_reduce",
     "all_gather_kv",
     "exchange_halo",
+    "scan_states",
     "_low_contention_all_gather",
     "_low_contention_reduce_scatter",
     "_all_gather_matmul_split",

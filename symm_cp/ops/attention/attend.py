@@ -69,7 +69,6 @@ def attend_backward(
     group: Group | None,
     given: Given,
     added: Added,
-    *,
     wide_keys: bool = False,
     bias_grad: bool = True,
 ) -> tuple[Tensors, Grad]:

@@ -1,4 +1,6 @@
-"""Attention tile by tile: torch's kernels on parts of the keys, merged as they arrive.
+"""Attention tile by tile: kernels on parts of the keys, merged as they arrive.
+
+Which kernel computes a tile, torch's or this project's, is said by `_own`.
 
 Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
 Partial results are merged in float32 (float64 for float64), so that errors do not grow with the

@@ -39,6 +39,9 @@ Pieces
     on the two pieces before it only. Ranks may differ in how many pieces they have data for: each
     announces its number, and all go on to the largest.
 
+    In a chained form each piece has a chunk of the slot to itself, which nobody writes twice in a
+    call. So a rank waits only for the pieces that it needs; the promise holds for the call.
+
 Flags between ranks
     The writer is the same lane in all patterns of a channel and form, as given here.
 
@@ -117,6 +120,8 @@ class Draft:
         self.rank, self.world_size, self.slots = rank, world_size, slots
         #: Of a loop; None elsewhere.
         self.piece: int | None = None
+        #: Of a chained form, which lists the steps of all of them.
+        self.pieces = 1
         self.peers = peers(rank, world_size)
         self.order: list[tuple[str, Step]] = []
 
@@ -218,13 +223,15 @@ class Form:
     """How a pattern runs on one kind of machine: its builder and the options that may be combined.
 
     With ``one_slot`` its variants that do not read in place also run on one slot. With ``looped``
-    the builder lists the steps of one piece, and is called for each piece of a call.
+    the builder lists the steps of one piece, and is called for each piece of a call; with `chained`
+    it lists those of all pieces.
     """
 
     build: Builder
     combinations: tuple[Options, ...] = (frozenset(),)
     one_slot: bool = False
     looped: bool = False
+    chained: bool = False
 
 
 #: Lists the steps of a rank on a lane.
@@ -272,6 +279,7 @@ class Variant:
     min_slots: int
     build: Builder
     looped: bool = False
+    chained: bool = False
 
     def schedule(self, rank: int, world_size: int, slots: int = 2, pieces: int = 1) -> Schedule:
         """The schedule of a rank, for a call of that many pieces.
@@ -311,10 +319,12 @@ def _issue_order(
     check_place(str(variant), rank, world_size, slots)
     if slots < variant.min_slots:
         raise ValueError(f"{variant}: {slots=} must be at least {variant.min_slots}")
-    if pieces < 1 or (pieces > 1 and not variant.looped):
-        raise ValueError(f"{variant}: {pieces=} must be {'at least ' if variant.looped else ''}1")
+    in_pieces = variant.looped or variant.chained
+    if pieces < 1 or (pieces > 1 and not in_pieces):
+        raise ValueError(f"{variant}: {pieces=} must be {'at least ' if in_pieces else ''}1")
     draft = Draft(rank, world_size, slots)
-    for piece in range(pieces):
+    draft.pieces = pieces
+    for piece in range(pieces if variant.looped else 1):
         draft.piece = piece if variant.looped else None
         variant.build(draft, variant.options)
     if variant.form == "staged" and "in_place" in variant.options:
@@ -360,7 +370,14 @@ class Pattern:
         for options in form.combinations:
             min_slots = 1 if form.one_slot and "in_place" not in options else 2
             found[options] = Variant(
-                self.name, self.channel, name, options, min_slots, form.build, form.looped
+                self.name,
+                self.channel,
+                name,
+                options,
+                min_slots,
+                form.build,
+                form.looped,
+                form.chained,
             )
         return found
 

@@ -1,0 +1,224 @@
+"""`scan_states`: what each rank begins with, by decays and by matrices, and its gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from tests import device
+from tests.exhaustive import exhaustive
+from tests.pool import Ranks
+
+pytestmark = device.devices(*device.NAMES)
+
+OPS = torch.ops.symm_mem
+Tensors = list[torch.Tensor]
+
+
+def scanned(states: Tensors, factors: Tensors, *, matrices: bool, reverse: bool) -> Tensors:
+    """What each rank begins with, by one process."""
+    order = list(range(len(states)))
+    begins: dict[int, torch.Tensor] = {}
+    begin = states[0] * 0
+    for rank in reversed(order) if reverse else order:
+        begins[rank] = begin
+        carried = factors[rank] @ begin if matrices else factors[rank] * begin
+        begin = carried + states[rank]
+    return [begins[rank] for rank in order]
+
+
+def given(
+    W: int, shape: list[int], factor: list[int], dtype: torch.dtype
+) -> tuple[Tensors, Tensors]:
+    """The same on all ranks: states, and factors that do not grow."""
+    generator = torch.Generator(device.name()).manual_seed(sum(shape) * W)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+
+    def make(shape: list[int], scale: float) -> Tensors:
+        made = [scale * torch.randn(shape, generator=generator, dtype=wide) for _ in range(W)]
+        return [t.to(dtype).to(wide).requires_grad_() for t in made]
+
+    return make(shape, 1.0), make(factor, factor[-1] ** -0.5)
+
+
+def mine(tensors: Tensors, rank: int, dtype: torch.dtype) -> torch.Tensor:
+    return tensors[rank].detach().to(dtype).requires_grad_()
+
+
+def scan(
+    state: torch.Tensor, factor: torch.Tensor, matrices: bool, **kwargs: object
+) -> torch.Tensor:
+    chosen = {"transition" if matrices else "decay": factor}
+    return symm_cp.scan_states(state, **chosen, **kwargs)  # type: ignore[arg-type]
+
+
+CASES = [
+    ([2, 3, 4, 5], [2, 3, 4, 4], True),
+    ([4, 5], [4, 4], True),
+    ([2, 3, 4, 5], [2, 3, 1, 1], False),
+    ([7], [7], False),
+    ([3, 0], [3, 3], True),
+    # Several pieces: 3 of one or two heads each, 5 of numbers that no head divides.
+    ([5, 64, 150], [5, 64, 64], True),
+    ([5, 83, 200], [5, 1, 200], False),
+]
+
+
+def scans(group: dist.ProcessGroup, dtypes: list[torch.dtype]) -> None:
+    W, rank = group.size(), group.rank()
+    for dtype in dtypes:
+        for shape, factor, matrices in CASES:
+            for reverse in (False, True):
+                states, factors = given(W, shape, factor, dtype)
+                wanted = scanned(states, factors, matrices=matrices, reverse=reverse)
+                own, own_factor = (mine(t, rank, dtype) for t in (states, factors))
+                found = scan(own, own_factor, matrices, group=group, reverse=reverse)
+                # Sums of up to 64 products, W of them in a row.
+                eps = max(torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
+                if dtype in (torch.float64, torch.complex128):
+                    eps = 64 * torch.finfo(dtype).eps
+                close = {"rtol": 4 * eps, "atol": 4 * eps}
+                torch.testing.assert_close(found.to(wanted[rank].dtype), wanted[rank], **close)
+                weights = [torch.ones_like(w) * (1 + r) for r, w in enumerate(wanted)]
+                want = torch.autograd.grad(wanted, [*states, *factors], weights, allow_unused=True)
+                got = torch.autograd.grad(found, [own, own_factor], weights[rank].to(dtype))
+                scale = 2 * W * (shape[-1] if matrices else max(shape) ** 2)
+                for has, needs in zip(got, (want[rank], want[W + rank]), strict=True):
+                    needs = torch.zeros_like(has) if needs is None else needs
+                    torch.testing.assert_close(
+                        has.to(states[0].dtype), needs.to(states[0].dtype),
+                        rtol=8 * eps, atol=scale * eps,
+                    )  # fmt: skip
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_rank_begins_with_what_comes_before(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, scans, [torch.float64])
+
+
+@exhaustive
+def test_every_dtype(ranks: Ranks) -> None:
+    kinds = [torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.complex128]
+    ranks.run(3, scans, kinds)
+
+
+def same_bits(group: dist.ProcessGroup) -> None:
+    states, factors = given(group.size(), [5, 64, 150], [5, 64, 64], torch.float32)
+    own, factor = (mine(t, group.rank(), torch.float32) for t in (states, factors))
+    results = [symm_cp.scan_states(own, transition=factor, group=group) for _ in range(3)]
+    assert all(torch.equal(results[0], other) for other in results)
+
+
+def test_runs_have_the_same_bits(ranks: Ranks) -> None:
+    ranks.run(3, same_bits)
+
+
+def second_derivatives(group: dist.ProcessGroup, matrices: bool) -> None:
+    W, rank = group.size(), group.rank()
+    states, factors = given(W, [2, 3, 2], [2, 3, 3] if matrices else [2, 3, 1], torch.float64)
+
+    def twice(
+        run: Callable[[Tensors, Tensors], Tensors], states: Tensors, factors: Tensors
+    ) -> tuple[torch.Tensor, ...]:
+        leaves = [*states, *factors]
+        loss = sum((t**3).sum() for t in run(states, factors))
+        first = torch.autograd.grad(
+            loss, leaves, create_graph=True, allow_unused=True, materialize_grads=True
+        )
+        again = sum((g**2).sum() for g in first)
+        return torch.autograd.grad(again, leaves, allow_unused=True, materialize_grads=True)
+
+    want = twice(lambda s, f: scanned(s, f, matrices=matrices, reverse=False), states, factors)
+    own = [mine(states, rank, torch.float64)], [mine(factors, rank, torch.float64)]
+    got = twice(lambda s, f: [scan(s[0], f[0], matrices, group=group)], *own)
+    torch.testing.assert_close(got, (want[rank], want[W + rank]))
+
+
+@pytest.mark.parametrize("matrices", [True, False])
+def test_second_derivatives(ranks: Ranks, matrices: bool) -> None:
+    ranks.run(3, second_derivatives, matrices)
+
+
+def compiles(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    states, factors = given(group.size(), [2, 3, 4], [2, 3, 3], torch.float32)
+    own = [mine(t, group.rank(), torch.float32) for t in (states, factors)]
+
+    def layer(state: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        return symm_cp.scan_states(state * 2, transition=factor, group=group) * 3
+
+    results = []
+    for function in (layer, torch.compile(layer, fullgraph=True)):
+        out = function(*own)
+        results.append((out, *torch.autograd.grad(out.square().sum(), own)))
+    torch.testing.assert_close(*results)
+
+
+@exhaustive
+def test_compiled(ranks: Ranks) -> None:
+    ranks.run(2, compiles)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    state, matrix = torch.zeros(2, 3, 4), torch.zeros(2, 3, 3)
+    with pytest.raises(ValueError, match=r"exactly one of decay and transition .* neither"):
+        symm_cp.scan_states(state, group=group)
+    with pytest.raises(ValueError, match=r"exactly one of decay and transition .* both"):
+        symm_cp.scan_states(state, decay=state, transition=matrix, group=group)
+    with pytest.raises(ValueError, match=r"transition \[2, 3, 4\] must be \[2, 3, 3\]"):
+        symm_cp.scan_states(state, transition=state, group=group)
+    with pytest.raises(ValueError, match=r"decay \[2, 3, 3\] must have the dimensions"):
+        symm_cp.scan_states(state, decay=matrix, group=group)
+    with pytest.raises(TypeError, match=r"transition is torch\.float64"):
+        symm_cp.scan_states(state, transition=matrix.double(), group=group)
+    with pytest.raises(TypeError, match=r"state is torch\.int64"):
+        symm_cp.scan_states(state.long(), transition=matrix.long(), group=group)
+    if device.chosen() == "cpu":  # elsewhere ranks compare their calls in debug mode only
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            symm_cp.scan_states(state, decay=state, group=group, reverse=group.rank() == 1)
+    symm_cp.scan_states(state, transition=matrix, group=group)
+
+
+def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def fails_in_the_middle(group: dist.ProcessGroup) -> None:
+    """A rank that fails, and the ranks of a chain that do not hear from it directly."""
+    from symm_cp import runtime
+    from symm_cp.memory import resolve
+
+    own, like = resolve(group), torch.zeros(1)
+    for failing in range(group.size()):
+
+        def step(piece: int, received: object, passed: object, failing: int = failing) -> None:
+            if group.rank() == failing and piece == 1:
+                raise ValueError("for a test")
+
+        # Those before it in the chain may have done their part already.
+        needs_it = group.rank() >= failing
+        raises = pytest.raises((ValueError, RuntimeError), match="for a test")
+        with raises if needs_it else contextlib.suppress(RuntimeError):
+            runtime.of(like, own).relay(own, step, like, [(1,)] * 3, b"relay")
+        state = torch.ones(2)
+        found = symm_cp.scan_states(state, decay=state, group=group)
+        assert torch.equal(found, state * group.rank())
+
+
+@device.devices("cpu")
+def test_calls_after_a_failure(ranks: Ranks) -> None:
+    ranks.run(4, fails_in_the_middle)
+
+
+def passes_opcheck(group: dist.ProcessGroup) -> None:
+    state, matrix = (torch.randn(2, 3, n, requires_grad=True) for n in (4, 3))
+    torch.library.opcheck(OPS.scan_states.default, (state, matrix, True, False, group.group_name))
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks.run(1, passes_opcheck)

@@ -6,6 +6,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    delta_rule,
     exchange_heads,
     halo,
     low_contention,
@@ -34,6 +35,7 @@ def register() -> None:
     attention.register()
     halo.register()
     scan.register()
+    delta_rule.register()
     transforms.register()
 
 

@@ -13,7 +13,6 @@ from tests.context_parallel.common import mesh_of
 from tests.exhaustive import exhaustive, some
 from tests.integrations.common import Client, causal_batch, check_client
 from tests.integrations.decoders import MOE
-from tests.integrations.test_compiled import compilable, layers_compiled
 from tests.pool import Ranks
 
 _DELTA = {
@@ -61,12 +60,18 @@ def test_with_a_cache_of_its_own(ranks: Ranks) -> None:
 
 def compiled(group: dist.ProcessGroup) -> None:
     torch._dynamo.reset()
-    client = compilable(CLIENTS["qwen3-next"])
-    checks(group, client, 48, "mask", prepare=layers_compiled(backend="aot_eager"))
+    # Not by aot_eager, which cannot run this layer of transformers, not without symm_cp either.
+    # Experts and attention are compiled in test_compiled.py.
+    client = CLIENTS["qwen3-next"].having(mlp_only_layers=[0, 1])
+
+    def prepare(model: torch.nn.Module) -> None:
+        model.get_submodule("model.layers.0").compile(fullgraph=True)
+
+    checks(group, client, 48, "mask", prepare=prepare)
 
 
 @exhaustive
-def test_each_layer_compiled(ranks: Ranks) -> None:
+def test_a_layer_compiled(ranks: Ranks) -> None:
     ranks.run(2, compiled, timeout=600)
 
 

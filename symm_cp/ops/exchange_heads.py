@@ -24,7 +24,7 @@ from symm_cp.ops.common import (
     register_kernel,
     world_size_of,
 )
-from symm_cp.ops.head_exchange import HeadExchange, HeadRanges, head_exchange
+from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
 from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import contiguous
 from symm_cp.schedule.layout import SequenceLayout
@@ -144,7 +144,7 @@ def _layout_of(
     return layout
 
 
-def _checked(
+def checked_exchange(
     tensors: Sequence[torch.Tensor],
     to_heads: bool,
     group: Group,
@@ -152,19 +152,19 @@ def _checked(
     chunk_order: Sequence[int] | None,
     chunk_lengths: Sequence[int] | None,
 ) -> HeadExchange:
+    """Returns the exchange of an op's arguments; raises `ValueError` or `TypeError`."""
     _check_tensors(tensors)
     rank, world_size = group.rank, group.world_size
     ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
     _check_heads(tensors, to_heads, ranges, rank)
     layout = _layout_of(tensors[0], to_heads, chunk_order, chunk_lengths, rank, world_size)
-    shapes = tuple(
-        (tensor.shape[0], max(end for _, end in each), layout.length, tensor.shape[3])
-        for tensor, each in zip(tensors, ranges, strict=True)
-    )
-    exchange = head_exchange(rank, to_heads, layout, shapes, tuple(ranges))
-    if not to_heads and not all(exchange.disjoint):
-        check_reduce_op(OP, "tensors", tensors[0].dtype)
-    return exchange
+    parts = []
+    for tensor, each in zip(tensors, ranges, strict=True):
+        shape = (tensor.shape[0], max(end for _, end in each), layout.length, tensor.shape[3])
+        parts.append(HeadPart(shape, tensor.dtype, layout, each))
+        if not to_heads and not parts[-1].disjoint:
+            check_reduce_op(OP, "tensors", tensor.dtype)
+    return head_exchange(rank, to_heads, tuple(parts))
 
 
 def _kernel(
@@ -177,41 +177,48 @@ def _kernel(
     rank: int | None = None,
 ) -> list[torch.Tensor]:
     group = group_of(group_name, rank)
-    exchange = _checked(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
+    exchange = checked_exchange(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
     return run_exchange(group, exchange, tensors)
 
 
 def run_exchange(
-    group: Group, exchange: HeadExchange, tensors: Sequence[torch.Tensor]
+    group: Group,
+    exchange: HeadExchange,
+    tensors: Sequence[torch.Tensor],
+    outputs: Sequence[torch.Tensor] | None = None,
+    name: bytes | None = None,
 ) -> list[torch.Tensor]:
-    """Carries an exchange out, for kernels. Collective; the tensors are not checked again."""
+    """Carries an exchange out, for kernels. Collective; the tensors are not checked again.
+
+    `outputs`: where results go, of the shapes of `exchange.new_outputs`. Heads that several ranks
+    give are added, to new tensors. `name`: of the call, the same on all ranks.
+    """
     dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
-    outputs = exchange.new_outputs(dense)
-    on = runtime.of(dense[0], group)
-    on.exchange(group, exchange, dense, outputs, _call_name(exchange, dense[0].dtype))
+    outputs = exchange.new_outputs(dense) if outputs is None else outputs
+    name = name or exchange_name(exchange.to_heads, exchange.parts)
+    runtime.of(dense[0], group).exchange(group, exchange, dense, outputs, name)
     return exchange.summed(outputs)
 
 
 @lru_cache(maxsize=512)
-def _call_name(exchange: HeadExchange, dtype: torch.dtype) -> bytes:
-    """The same on all ranks; of what is long a checksum."""
-    numbers = exchange.layout.chunk_order, exchange.layout.chunk_lengths, exchange.ranges
-    checksum = zlib.crc32(repr((numbers, exchange.shapes)).encode())
-    shapes = " ".join(str(list(shape)) for shape in exchange.shapes)
-    way = "to heads" if exchange.to_heads else "to sequence"
-    name = f"{OP} {str(dtype)[6:]} {way} #{checksum:08x} {shapes}"
+def exchange_name(to_heads: bool, parts: tuple[HeadPart, ...], op: str = OP) -> bytes:
+    """Names a call, the same on all ranks; of what is long a checksum."""
+    checksum = zlib.crc32(repr(parts).encode())
+    shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in parts)
+    name = f"{op} {'to heads' if to_heads else 'to sequence'} #{checksum:08x} {shapes}"
     return name.encode()[: wire.MAX_CALL_NAME]
 
 
-def _fake(
-    tensors: list[torch.Tensor],
+def exchange_fake(
+    tensors: Sequence[torch.Tensor],
     to_heads: bool,
     group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
+    head_ranges: Sequence[int] | None = None,
+    chunk_order: Sequence[int] | None = None,
+    chunk_lengths: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> list[torch.Tensor]:
+    """Shapes, strides and dtypes of what the op returns."""
     world_size, held = world_size_of(group_name), rank or 0
     _check_tensors(tensors)
     ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
@@ -249,5 +256,5 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 def register() -> None:
     """Adds the kernels, the fake kernel and the gradient."""
     register_kernel(OP, _kernel)
-    lib.impl(OP, _fake, "Meta")
+    lib.impl(OP, exchange_fake, "Meta")
     register_gradient(OP, _backward, _setup)

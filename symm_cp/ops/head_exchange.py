@@ -16,11 +16,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from symm_cp.alignment import padded, part_offsets
 from symm_cp.results import new_result
 from symm_cp.runtime.api import PlacedBox
 from symm_cp.runtime.sums import wide
 from symm_cp.schedule.layout import SequenceLayout, Span
-from symm_cp.shards import Shape
+from symm_cp.shards import Shape, viewing
 
 #: The heads that each rank has, from the first to the one behind the last.
 HeadRanges: TypeAlias = tuple[tuple[int, int], ...]
@@ -40,175 +41,179 @@ class _Fragment(NamedTuple):
 
 
 @dataclass(frozen=True)
+class HeadPart:
+    """A tensor that is exchanged: how its positions are spread, and the heads of each rank.
+
+    `shape` is that of the whole, (B, H, S, E).
+    """
+
+    shape: Shape
+    dtype: torch.dtype
+    layout: SequenceLayout
+    ranges: HeadRanges
+
+    @cached_property
+    def disjoint(self) -> bool:
+        """Whether no two ranks have the same head."""
+        held = [head for begin, end in self.ranges for head in range(begin, end)]
+        return len(held) == len(set(held))
+
+    def heads(self, rank: int) -> int:
+        """How many heads a rank has."""
+        begin, end = self.ranges[rank]
+        return end - begin
+
+    def arriving_shape(self, rank: int, *, to_heads: bool) -> Shape:
+        """The shape of what a rank gets; heads that several ranks give come once from each."""
+        batch, heads, length, features = self.shape
+        if to_heads:
+            return batch, self.heads(rank), length, features
+        if not self.disjoint:
+            heads = sum(end - begin for begin, end in self.ranges)
+        return batch, heads, self.layout.lengths[rank], features
+
+    def first_head(self, rank: int, *, arriving: bool) -> int:
+        """Where a rank's heads begin in a tensor that has those of all ranks."""
+        if not arriving or self.disjoint:
+            return self.ranges[rank][0]
+        return sum(end - begin for begin, end in self.ranges[:rank])
+
+    def heads_of(self, whole: torch.Tensor, rank: int, *, arriving: bool = False) -> torch.Tensor:
+        """The heads of a rank in a tensor that has those of all ranks."""
+        first = self.first_head(rank, arriving=arriving)
+        return whole.narrow(1, first, self.heads(rank))
+
+    def rows_of(
+        self, part: torch.Tensor, whole: torch.Tensor, rank: int
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The rows of a rank's part of the sequence, and of the whole, that are the same."""
+        for span in self.layout.spans(rank):
+            yield part.narrow(2, span.row, span.length), whole.narrow(2, span.start, span.length)
+
+    def summed(self, arrived: torch.Tensor) -> torch.Tensor:
+        """Returns the heads that several ranks gave, added in rank order."""
+        batch, _, rows, features = arrived.shape
+        total = rows_first(arrived, (batch, self.shape[1], rows, features))
+        dtype = wide(arrived.dtype)
+        sums = total if dtype == arrived.dtype else torch.empty_like(total, dtype=dtype)
+        sums.zero_()
+        for rank, (begin, end) in enumerate(self.ranges):
+            heads = self.heads_of(arrived, rank, arriving=True)
+            sums.narrow(1, begin, end - begin).add_(heads)
+        return total if sums is total else total.copy_(sums)
+
+
+@dataclass(frozen=True)
 class HeadExchange:
-    """An exchange on one rank: `shapes` are those of the whole tensors, (B, H, S, E) each."""
+    """An exchange of several tensors on one rank."""
 
     rank: int
     to_heads: bool
-    layout: SequenceLayout
-    shapes: tuple[Shape, ...]
-    ranges: tuple[HeadRanges, ...]
+    parts: tuple[HeadPart, ...]
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return len(self.parts[0].ranges)
 
     @cached_property
-    def disjoint(self) -> tuple[bool, ...]:
-        """Of each tensor: whether no two ranks have the same head."""
-        return tuple(
-            sum(end - begin for begin, end in ranges) == shape[1]
-            for shape, ranges in zip(self.shapes, self.ranges, strict=True)
-        )
-
-    @cached_property
-    def counts(self) -> tuple[tuple[int, ...], ...]:
-        """How many elements each rank (first index) gives to each (second index)."""
-        ranks = range(self.layout.world_size)
-        return tuple(
-            tuple(sum(map(math.prod, self._message(source, to))) for to in ranks)
-            for source in ranks
-        )
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """How many bytes each rank (first index) gives to each (second index)."""
+        ranks = range(self.world_size)
+        return tuple(tuple(self.offsets(source, to)[-1] for to in ranks) for source in ranks)
 
     def _message(self, source: int, to: int) -> list[Shape]:
         """The shapes of what a rank gives to another: (B, h, s, E) of each tensor."""
         of_sequence, of_heads = (source, to) if self.to_heads else (to, source)
-        rows = self.layout.lengths[of_sequence]
         return [
-            (batch, end - begin, rows, features)
-            for (batch, _, _, features), ranges in zip(self.shapes, self.ranges, strict=True)
-            for begin, end in [ranges[of_heads]]
+            (part.shape[0], part.heads(of_heads), part.layout.lengths[of_sequence], part.shape[3])
+            for part in self.parts
         ]
 
-    def _parts(self, memory: torch.Tensor, source: int, to: int) -> list[torch.Tensor]:
+    def offsets(self, source: int, to: int) -> tuple[int, ...]:
+        """Where the tensors begin in what a rank gives to another; last, its bytes."""
         shapes = self._message(source, to)
-        parts = memory.split_with_sizes([math.prod(shape) for shape in shapes])
-        return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        parts = zip(shapes, self.parts, strict=True)
+        return part_offsets([math.prod(shape) * part.dtype.itemsize for shape, part in parts])
+
+    def _tensors(self, memory: torch.Tensor, source: int, to: int) -> list[torch.Tensor]:
+        """Returns the parts of a message."""
+        view_at, offsets, shapes = viewing(memory), self.offsets(source, to), []
+        for shape, part, begin in zip(self._message(source, to), self.parts, offsets, strict=False):
+            shapes.append(view_at(begin, shape, part.dtype))
+        return shapes
 
     def new_outputs(self, tensors: Tensors) -> list[torch.Tensor]:
         """Returns memory for what arrives; heads that several ranks give come once from each."""
+        new = new_result if self.to_heads else rows_first
         return [
-            new_result(tensor, shape) if self.to_heads else _rows_first(tensor, shape)
-            for tensor, shape in zip(tensors, self._arriving_shapes, strict=True)
+            new(tensor, part.arriving_shape(self.rank, to_heads=self.to_heads))
+            for tensor, part in zip(tensors, self.parts, strict=True)
         ]
 
-    @cached_property
-    def _arriving_shapes(self) -> list[Shape]:
-        shapes: list[Shape] = []
-        for (batch, heads, length, features), ranges in zip(self.shapes, self.ranges, strict=True):
-            if self.to_heads:
-                begin, end = ranges[self.rank]
-                heads = end - begin
-            else:
-                heads = sum(end - begin for begin, end in ranges)
-                length = self.layout.lengths[self.rank]
-            shapes.append((batch, heads, length, features))
-        return shapes
-
-    def _first_head(self, tensor: int, rank: int, *, arriving: bool) -> int:
-        """Where a rank's heads begin in a tensor that has those of all ranks."""
-        ranges = self.ranges[tensor]
-        if not arriving or self.disjoint[tensor]:
-            return ranges[rank][0]
-        return sum(end - begin for begin, end in ranges[:rank])
-
-    def _heads_of(
-        self, tensors: Tensors, rank: int, *, arriving: bool = False
-    ) -> Iterator[torch.Tensor]:
-        """The heads of a rank in tensors that have those of all ranks."""
-        for index, (tensor, ranges) in enumerate(zip(tensors, self.ranges, strict=True)):
-            begin, end = ranges[rank]
-            first = self._first_head(index, rank, arriving=arriving)
-            yield tensor.narrow(1, first, end - begin)
-
-    def _rows_of(
-        self, parts: Tensors, wholes: Tensors, rank: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The rows of a rank's part of the sequence, and of the whole, that are the same."""
-        for part, whole in zip(parts, wholes, strict=True):
-            for span in self.layout.spans(rank):
-                yield (
-                    part.narrow(2, span.row, span.length),
-                    whole.narrow(2, span.start, span.length),
-                )
-
     def give(self, tensors: Tensors, to: int, memory: torch.Tensor) -> None:
-        """Writes what goes to a rank to memory for `counts[self.rank][to]` elements."""
-        message = self._parts(memory, self.rank, to)
-        if self.to_heads:
-            for part, given in zip(message, self._heads_of(tensors, to), strict=True):
-                part.copy_(given)
-            return
-        for part, given in self._rows_of(message, tensors, to):
-            part.copy_(given)
+        """Writes what goes to a rank to memory for `sizes[self.rank][to]` bytes."""
+        message = self._tensors(memory, self.rank, to)
+        for part, sent, tensor in zip(self.parts, message, tensors, strict=True):
+            if self.to_heads:
+                sent.copy_(part.heads_of(tensor, to))
+                continue
+            for there, here in part.rows_of(sent, tensor, to):
+                there.copy_(here)
 
     def take(self, outputs: Tensors, source: int, memory: torch.Tensor) -> None:
         """Writes what a rank has given to where it belongs."""
-        message = self._parts(memory, source, self.rank)
-        if self.to_heads:
-            for part, place in self._rows_of(message, outputs, source):
-                place.copy_(part)
-            return
-        places = self._heads_of(outputs, source, arriving=True)
-        for part, place in zip(message, places, strict=True):
-            place.copy_(part)
+        message = self._tensors(memory, source, self.rank)
+        for part, sent, output in zip(self.parts, message, outputs, strict=True):
+            if not self.to_heads:
+                part.heads_of(output, source, arriving=True).copy_(sent)
+                continue
+            for there, here in part.rows_of(sent, output, source):
+                here.copy_(there)
 
     def keep(self, tensors: Tensors, outputs: Tensors) -> None:
         """Copies what stays on this rank."""
-        if self.to_heads:
-            own = list(self._heads_of(tensors, self.rank))
-            for part, place in self._rows_of(own, outputs, self.rank):
-                place.copy_(part)
-            return
-        places = list(self._heads_of(outputs, self.rank, arriving=True))
-        for place, given in self._rows_of(places, tensors, self.rank):
-            place.copy_(given)
+        for part, tensor, output in zip(self.parts, tensors, outputs, strict=True):
+            if self.to_heads:
+                own = part.heads_of(tensor, self.rank)
+                for rows, place in part.rows_of(own, output, self.rank):
+                    place.copy_(rows)
+                continue
+            own = part.heads_of(output, self.rank, arriving=True)
+            for place, rows in part.rows_of(own, tensor, self.rank):
+                place.copy_(rows)
 
     def summed(self, outputs: Tensors) -> list[torch.Tensor]:
         """Returns outputs in which heads that several ranks gave are added, in rank order."""
-        if self.to_heads:
-            return list(outputs)
         return [
-            output if self.disjoint[index] else self._sum(index, output)
-            for index, output in enumerate(outputs)
+            output if self.to_heads or part.disjoint else part.summed(output)
+            for part, output in zip(self.parts, outputs, strict=True)
         ]
 
-    def _sum(self, index: int, arrived: torch.Tensor) -> torch.Tensor:
-        batch, _, rows, features = arrived.shape
-        total = _rows_first(arrived, (batch, self.shapes[index][1], rows, features))
-        dtype = wide(arrived.dtype)
-        sums = total if dtype == arrived.dtype else torch.empty_like(total, dtype=dtype)
-        sums.zero_()
-        for rank, (begin, end) in enumerate(self.ranges[index]):
-            first = self._first_head(index, rank, arriving=True)
-            sums.narrow(1, begin, end - begin).add_(arrived.narrow(1, first, end - begin))
-        return total if sums is total else total.copy_(sums)
-
     def boxes(
-        self, strides: Sequence[tuple[int, ...]], item: int, room: int
+        self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
         """What is given and taken as boxes; see `Parcels`."""
         given: list[PlacedBox] = []
         taken: list[PlacedBox] = []
-        for peer in range(self.layout.world_size):
-            for fragment in self._fragments(self.rank, peer, item, room):
+        for peer in range(self.world_size):
+            for fragment in self._fragments(self.rank, peer, room):
                 index = fragment.tensor
-                given.append(self._box(fragment, peer, index, strides[index], item, given=True))
-            for fragment in self._fragments(peer, self.rank, item, room):
-                index = len(self.shapes) + fragment.tensor
-                taken.append(self._box(fragment, peer, index, strides[index], item, given=False))
+                given.append(self._box(fragment, peer, index, strides[index], given=True))
+            for fragment in self._fragments(peer, self.rank, room):
+                index = len(self.parts) + fragment.tensor
+                taken.append(self._box(fragment, peer, index, strides[index], given=False))
         return given, taken
 
     def _box(
-        self,
-        fragment: _Fragment,
-        peer: int,
-        operand: int,
-        stride: tuple[int, ...],
-        item: int,
-        *,
-        given: bool,
+        self, fragment: _Fragment, peer: int, operand: int, stride: tuple[int, ...], *, given: bool
     ) -> PlacedBox:
+        part = self.parts[fragment.tensor]
+        item = part.dtype.itemsize
         (first, end), (feature, last), span = fragment.heads, fragment.features, fragment.span
         row, head = span.row, first
         if given == self.to_heads:  # a tensor with all heads
-            head += self._first_head(fragment.tensor, peer, arriving=not given)
+            head += part.first_head(peer, arriving=not given)
         else:
             row = span.start
         corner = (fragment.sample, head, row, feature)
@@ -217,12 +222,13 @@ class HeadExchange:
         place = (peer, fragment.piece, operand, offset, fragment.at)
         return PlacedBox(*place, *shape, (last - feature) * item)
 
-    def _fragments(self, source: int, to: int, item: int, room: int) -> list[_Fragment]:
+    def _fragments(self, source: int, to: int, room: int) -> list[_Fragment]:
         """What a rank gives to another, in the order in which it lies in the pieces."""
         of_sequence = source if self.to_heads else to
         fragments: list[_Fragment] = []
         piece = at = 0
         for index, (batch, heads, _, features) in enumerate(self._message(source, to)):
+            item, layout = self.parts[index].dtype.itemsize, self.parts[index].layout
             columns = _ranges(features, room // item)
             parts = [
                 (sample, group, column)
@@ -231,7 +237,7 @@ class HeadExchange:
                 for group in _ranges(heads, room // (item * max(1, column[1] - column[0])))
             ]
             for (sample, group, column), span in itertools.product(
-                parts, self.layout.spans(of_sequence)
+                parts, layout.spans(of_sequence)
             ):
                 row = (group[1] - group[0]) * (column[1] - column[0]) * item
                 done = 0
@@ -242,11 +248,8 @@ class HeadExchange:
                     part = Span(span.start + done, length, span.row + done)
                     fragments.append(_Fragment(piece, at, index, sample, group, column, part))
                     done += length
-                    at += -(-length * row // _ALIGNMENT) * _ALIGNMENT
+                    at += padded(length * row)
         return fragments
-
-
-_ALIGNMENT = 64  # of fragments
 
 
 def _ranges(count: int, most: int) -> list[tuple[int, int]]:
@@ -254,19 +257,13 @@ def _ranges(count: int, most: int) -> list[tuple[int, int]]:
     return [(begin, min(begin + most, count)) for begin in range(0, count, max(1, most))]
 
 
-def _rows_first(like: torch.Tensor, shape: Shape) -> torch.Tensor:
+def rows_first(like: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Returns an empty tensor in which the heads of a position are one run of memory."""
     batch, heads, rows, features = shape
     return new_result(like, (batch, rows, heads, features)).transpose(1, 2)
 
 
 @lru_cache(maxsize=512)
-def head_exchange(
-    rank: int,
-    to_heads: bool,
-    layout: SequenceLayout,
-    shapes: tuple[Shape, ...],
-    ranges: tuple[HeadRanges, ...],
-) -> HeadExchange:
+def head_exchange(rank: int, to_heads: bool, parts: tuple[HeadPart, ...]) -> HeadExchange:
     """Returns an exchange, made once."""
-    return HeadExchange(rank, to_heads, layout, shapes, ranges)
+    return HeadExchange(rank, to_heads, parts)

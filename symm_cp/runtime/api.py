@@ -35,10 +35,10 @@ Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
 #: and the memory for what this rank passes on (None: it is the last).
 RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
-#: Makes what stays on this rank, while the rest travels.
-Keep: TypeAlias = Callable[[], None]
-#: Takes the rank that has given, and the memory with what it gave.
-Take: TypeAlias = Callable[[int, torch.Tensor], None]
+#: Works on what is here already.
+ConsumeHere: TypeAlias = Callable[[], None]
+#: Takes the rank that this one gives to or takes from, and the memory that passes between them.
+Pass: TypeAlias = Callable[[int, torch.Tensor], None]
 
 #: The element types that can be summed.
 REDUCIBLE: dict[torch.dtype, wire.DType] = {
@@ -52,6 +52,10 @@ REDUCIBLE: dict[torch.dtype, wire.DType] = {
     torch.float64: wire.DType.FLOAT64,
     torch.bfloat16: wire.DType.BFLOAT16,
 }
+
+
+#: Bytes that each rank (first index) gives to each (second index).
+Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class PlacedBox(NamedTuple):
@@ -76,11 +80,11 @@ class Parcels(Protocol):
         """Equal ones have equal boxes, which are made once."""
 
     @property
-    def counts(self) -> tuple[tuple[int, ...], ...]:
-        """How many elements each rank (first index) gives to each (second index)."""
+    def sizes(self) -> Sizes:
+        """How many bytes each rank (first index) gives to each (second index)."""
 
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
-        """Writes what goes to a peer to memory for as many elements."""
+        """Writes what goes to a peer to memory of that size."""
 
     def take(self, outputs: Sequence[torch.Tensor], source: int, memory: torch.Tensor) -> None:
         """Writes what a peer has given to where it belongs."""
@@ -89,12 +93,12 @@ class Parcels(Protocol):
         """Copies what stays on this rank."""
 
     def boxes(
-        self, strides: Sequence[tuple[int, ...]], item: int, room: int
+        self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
         """The same as boxes: what is given and what is taken, in order of peers and pieces.
 
-        `strides` are those of tensors and outputs, `item` the bytes of an element. A piece has room
-        for so many bytes of each rank. What a rank keeps it gives and takes in equal boxes.
+        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. What a
+        rank keeps it gives and takes in equal boxes.
         """
 
 
@@ -192,21 +196,21 @@ class Runtime(Protocol):
         float32 for the 16-bit types. All ranks get the same bits.
         """
 
-    def produce_and_exchange(
+    def exchange_and_consume(
         self,
         group: Group,
-        produce: Produce,
-        keep: Keep,
-        take: Take,
-        like: torch.Tensor,
+        give: Pass,
+        consume: ConsumeHere,
+        take: Pass,
+        device: torch.device,
         call_name: bytes,
         *,
-        counts: Sequence[Sequence[int]],
+        sizes: Sizes,
     ) -> None:
-        """Calls `produce(r, memory)` for each peer r, `keep()`, and `take(r, memory)` for each.
+        """Calls `give(r, memory)` for each peer r, `consume()`, and `take(r, memory)` for each.
 
-        Ranks give `counts[source][to]` elements of the dtype of `like` to each other: `produce`
-        writes what goes to r to contiguous 1-D memory, `take` finds there what r has given.
+        `give` writes what goes to r to the memory, and `take` finds there what r has given, which
+        travels while `consume` runs. Memory is 1-D and contiguous, of `sizes[source][to]` bytes.
         """
 
     def exchange(
@@ -217,9 +221,9 @@ class Runtime(Protocol):
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
-        """Exchanges parts of tensors of one dtype, of any strides but dense in the last dimension.
+        """Exchanges parts of tensors, and writes them to where they belong in `outputs`.
 
-        Writes them to where they belong in `outputs`.
+        Tensors may have any strides, but 1 in the last dimension.
         """
 
     def consume_and_reduce_scatter(

@@ -21,12 +21,13 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
-    Keep,
+    ConsumeHere,
     Parcels,
+    Pass,
     Poll,
     Produce,
     RelayStep,
-    Take,
+    Sizes,
 )
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
@@ -132,12 +133,10 @@ def _relay_program(rank: int, world_size: int, pieces: int, reverse: bool) -> Pr
 
 
 @lru_cache(maxsize=512)
-def _produced_exchange_program(
-    rank: int, sizes: tuple[tuple[int, ...], ...]
-) -> tuple[Program, tuple[tuple[int, ...], ...], int]:
+def _exchange_and_consume_program(rank: int, sizes: Sizes) -> tuple[Program, Sizes, int]:
     """The program, where parts begin in each rank's slot, and the bytes of the largest slot."""
     offsets = tuple(part_offsets(to_each) for to_each in sizes)
-    program = lower(patterns.PRODUCE_AND_EXCHANGE.direct(), rank, len(sizes), Binding())
+    program = lower(patterns.EXCHANGE_AND_CONSUME.direct(), rank, len(sizes), Binding())
     return program, offsets, max(each[-1] for each in offsets)
 
 
@@ -145,11 +144,9 @@ _Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 
 @lru_cache(maxsize=128)
-def _boxes(
-    parcels: Parcels, strides: tuple[tuple[int, ...], ...], item: int, world_size: int
-) -> _Boxes:
+def _boxes(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size: int) -> _Boxes:
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
-    given, taken = parcels.boxes(strides, item, room)
+    given, taken = parcels.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
     return (wire.Box * len(given))(*given_boxes), (wire.Box * len(taken))(*taken_boxes)
 
@@ -296,35 +293,34 @@ class CpuRuntime:
             kernels: dict[str, Kernel] = {"produce": run_produce}
             program.run(workspace, epoch, [out.data_ptr()], call_name, kernels)
 
-    def produce_and_exchange(
+    def exchange_and_consume(
         self,
         group: Group,
-        produce: Produce,
-        keep: Keep,
-        take: Take,
-        like: torch.Tensor,
+        give: Pass,
+        consume: ConsumeHere,
+        take: Pass,
+        device: torch.device,
         call_name: bytes,
         *,
-        counts: Sequence[Sequence[int]],
+        sizes: Sizes,
     ) -> None:
         """See `Runtime`. What the peers give is taken where they have written it."""
-        rank, item = group.rank, like.element_size()
-        sizes = tuple(tuple(count * item for count in to_each) for to_each in counts)
-        program, offsets, slot_bytes = _produced_exchange_program(rank, sizes)
+        rank = group.rank
+        program, offsets, slot_bytes = _exchange_and_consume_program(rank, sizes)
         with group.call(slot_bytes, call_name) as (workspace, epoch):
 
-            def run_produce(to: int) -> None:
+            def run_give(to: int) -> None:
                 at = workspace.slot() + offsets[rank][to]
-                produce(to, workspace.view(at, (counts[rank][to],), like.dtype))
+                give(to, workspace.view(at, (sizes[rank][to],), torch.uint8))
 
             def run_take(source: int) -> None:
                 at = workspace.shard(source) + offsets[source][rank]
-                take(source, workspace.view(at, (counts[source][rank],), like.dtype))
+                take(source, workspace.view(at, (sizes[source][rank],), torch.uint8))
 
             kernels: dict[str, Kernel] = {
-                "produce": run_produce,
-                "keep": lambda _: keep(),
-                "consume": run_take,
+                "give": run_give,
+                "consume": lambda _: consume(),
+                "take": run_take,
             }
             program.run(workspace, epoch, [], call_name, kernels)
 
@@ -339,7 +335,7 @@ class CpuRuntime:
         """See `Runtime`. One copy into the slot and one out of it, in pieces (csrc/boxes.h)."""
         used = (*tensors, *outputs)
         strides = tuple([t.stride() for t in used])
-        given, taken = _boxes(parcels, strides, used[0].element_size(), group.world_size)
+        given, taken = _boxes(parcels, strides, group.world_size)
         addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
         run = native.load().symm_cp_exchange_boxes
         lists = given, len(given), taken, len(taken)

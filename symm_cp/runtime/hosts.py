@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.alignment import scratch
+from symm_cp.alignment import part_offsets, scratch
 from symm_cp.devices import give_up
 from symm_cp.hosts import Hosts, hosts_of
 from symm_cp.memory import Group
@@ -32,13 +33,14 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
-    Keep,
+    ConsumeHere,
     Parcels,
+    Pass,
     Poll,
     Produce,
     RelayStep,
     Runtime,
-    Take,
+    Sizes,
 )
 from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.sums import wide
@@ -46,6 +48,8 @@ from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
+#: Memory, and where the message of each peer begins there; last, where the last one ends.
+_InTurn: TypeAlias = "tuple[torch.Tensor, tuple[int, ...]]"
 
 
 class _Ring:
@@ -93,25 +97,18 @@ class _Ring:
             except RuntimeError as error:
                 raise self._lost(error) from error
 
-    def all_to_all(
-        self, sent: torch.Tensor, sizes: list[int], arriving: list[int]
-    ) -> Callable[[], torch.Tensor]:
-        """Starts an all-to-all of numbers; returns what waits for those that arrive."""
-        numbers = sent.view(torch.uint8)
-        item = sent.element_size()
-        arrived = torch.ops._c10d_functional.all_to_all_single(
-            numbers, [n * item for n in arriving], [n * item for n in sizes], self.group.name
-        )
-
-        def wait() -> torch.Tensor:
-            try:
-                return funcol.wait_tensor(arrived).view(sent.dtype)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"{self.call_name}: rank {self.group.rank} lost a peer on another host: {error}"
-                ) from error
-
-        return wait
+    def all_to_all(self, peers: Sequence[int], send: _InTurn, receive: _InTurn) -> list[dist.Work]:
+        """Starts sending a message to each peer, and receiving one from each."""
+        operations = [
+            dist.P2POp(op, message, group=self._process_group, tag=_SHARD, group_peer=peer)
+            for op, (memory, offsets) in ((dist.isend, send), (dist.irecv, receive))
+            for peer, begin, end in zip(peers, offsets, offsets[1:], strict=False)
+            if (message := memory[begin:end]).numel() > 0
+        ]
+        try:
+            return dist.batch_isend_irecv(operations) if operations else []
+        except RuntimeError as error:
+            raise self._lost(error) from error
 
     def _lost(self, error: Exception) -> RuntimeError:
         return RuntimeError(
@@ -322,32 +319,33 @@ class HostsRuntime:
             split=divided,
         )
 
-    def produce_and_exchange(
+    def exchange_and_consume(
         self,
         group: Group,
-        produce: Produce,
-        keep: Keep,
-        take: Take,
-        like: torch.Tensor,
+        give: Pass,
+        consume: ConsumeHere,
+        take: Pass,
+        device: torch.device,
         call_name: bytes,
         *,
-        counts: Sequence[Sequence[int]],
+        sizes: Sizes,
     ) -> None:
-        """See `Runtime`. By the process group's all-to-all, after all has been produced."""
-        ranks = range(group.world_size)
-        with _Ring(group, like.device, call_name).call() as ring:
-            # What stays takes no part.
-            sizes = [0 if to == group.rank else counts[group.rank][to] for to in ranks]
-            arriving = [0 if r == group.rank else counts[r][group.rank] for r in ranks]
-            sent = like.new_empty(sum(sizes))
-            for to, memory in zip(ranks, sent.split_with_sizes(sizes), strict=True):
-                if to != group.rank:
-                    produce(to, memory)
-            arrived = ring.all_to_all(sent, sizes, arriving)
-            keep()
-            for source, memory in zip(ranks, arrived().split_with_sizes(arriving), strict=True):
-                if source != group.rank:
-                    take(source, memory)
+        """See `Runtime`. By the process group's all-to-all, which starts when all was given."""
+        peers = [rank for rank in range(group.world_size) if rank != group.rank]
+        with _Ring(group, device, call_name).call() as ring:
+            outgoing = part_offsets([sizes[group.rank][peer] for peer in peers])
+            arriving = part_offsets([sizes[peer][group.rank] for peer in peers])
+            like = torch.empty(0, dtype=torch.uint8, device=device)
+            sent, arrived = scratch(like, outgoing[-1]), scratch(like, arriving[-1])
+            for index, peer in enumerate(peers):
+                begin = outgoing[index]
+                give(peer, sent[begin : begin + sizes[group.rank][peer]])
+            works = ring.all_to_all(peers, (sent, outgoing), (arrived, arriving))
+            consume()
+            ring.finish(works)
+            for index, peer in enumerate(peers):
+                begin = arriving[index]
+                take(peer, arrived[begin : begin + sizes[peer][group.rank]])
 
     def exchange(
         self,

@@ -1,4 +1,4 @@
-"""An exchange of parcels as one of messages that are produced and taken."""
+"""An exchange of parcels by messages that are given and taken."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def exchange_parcels(
     outputs: Sequence[torch.Tensor],
     call_name: bytes,
 ) -> None:
-    """`Runtime.exchange` by a runtime's `produce_and_exchange`: each part is copied twice."""
-    runtime.produce_and_exchange(
+    """`Runtime.exchange` by a runtime's `exchange_and_consume`: each part is copied twice."""
+    runtime.exchange_and_consume(
         group,
         lambda to, memory: parcels.give(tensors, to, memory),
         lambda: parcels.keep(tensors, outputs),
         lambda source, memory: parcels.take(outputs, source, memory),
-        tensors[0],
+        tensors[0].device,
         call_name,
-        counts=parcels.counts,
+        sizes=parcels.sizes,
     )

@@ -12,6 +12,7 @@ from symm_cp.alignment import part_offsets
 from symm_cp.devices import Device, Signals
 from symm_cp.memory import Group
 from symm_cp.runtime.all_reduce_ways import AllReduceWay
+from symm_cp.runtime.api import Sizes
 from symm_cp.runtime.binding import Binding, Parts
 from symm_cp.runtime.stream_program import Launch, lower
 from symm_cp.schedule import patterns
@@ -112,10 +113,10 @@ def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Laun
 
 
 @lru_cache(maxsize=512)
-def produced_exchange_launch(
-    rank: int, sizes: tuple[tuple[int, ...], ...], mode: CallMode
+def exchange_and_consume_launch(
+    rank: int, sizes: Sizes, mode: CallMode
 ) -> tuple[Launch, tuple[int, ...]]:
-    """Produce and exchange; `sizes[source][to]` are bytes. Operand: memory for what arrives.
+    """Exchange and consume; `sizes[source][to]` are bytes. Operand: memory for what arrives.
 
     Returns also where each rank's part begins there; the last number is what all of them take.
     """
@@ -124,7 +125,7 @@ def produced_exchange_launch(
         {"gathered": (Extent.aligned(0, arriving),)},
         {"slot": {r: (Extent.aligned(None, to_each),) for r, to_each in enumerate(sizes)}},
     )
-    variant = patterns.PRODUCE_AND_EXCHANGE.staged()
+    variant = patterns.EXCHANGE_AND_CONSUME.staged()
     ranks = len(sizes)
     launch = lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
     return launch, part_offsets(arriving)

@@ -40,12 +40,13 @@ from symm_cp.runtime.api import (
     Combine,
     Consume,
     ConsumeAndProduce,
-    Keep,
+    ConsumeHere,
     Parcels,
+    Pass,
     Poll,
     Produce,
     RelayStep,
-    Take,
+    Sizes,
 )
 from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.stream_launches import (
@@ -54,11 +55,11 @@ from symm_cp.runtime.stream_launches import (
     all_reduce_launch,
     background_launch,
     combine_launch,
+    exchange_and_consume_launch,
     exchange_launch,
     gather_launch,
     poll_launch,
     produce_launch,
-    produced_exchange_launch,
 )
 from symm_cp.runtime.stream_program import Kernel, Launch
 from symm_cp.runtime.sums import add_rows, real
@@ -336,38 +337,38 @@ class StreamRuntime:
             operands = [sums.data_ptr(), out.data_ptr()]
             call.run(launch, space, epoch, operands, kernels, sums, out)
 
-    def produce_and_exchange(
+    def exchange_and_consume(
         self,
         group: Group,
-        produce: Produce,
-        keep: Keep,
-        take: Take,
-        like: torch.Tensor,
+        give: Pass,
+        consume: ConsumeHere,
+        take: Pass,
+        device: torch.device,
         call_name: bytes,
         *,
-        counts: Sequence[Sequence[int]],
+        sizes: Sizes,
     ) -> None:
-        """See `Runtime`. What the peers give is pulled while this rank still produces."""
+        """See `Runtime`. What the peers give is pulled while this rank still gives or consumes."""
         agree(group, call_name)
-        rank, item = group.rank, like.element_size()
-        call = _Call(group, like.device, call_name)
-        sizes = tuple(tuple(count * item for count in to_each) for to_each in counts)
-        launch, places = produced_exchange_launch(rank, sizes, call.mode)
+        rank = group.rank
+        call = _Call(group, device, call_name)
+        launch, places = exchange_and_consume_launch(rank, sizes, call.mode)
         offsets = part_offsets(sizes[rank])
+        like = torch.empty(0, dtype=torch.uint8, device=device)
         staging = scratch(like, max(1, places[-1]))
         with call.workspace(max(part_offsets(each)[-1] for each in sizes)) as (space, epoch):
             in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
 
-            def run_produce(to: int) -> None:
-                produce(to, in_slot(offsets[to], (counts[rank][to],), like.dtype))
+            def run_give(to: int) -> None:
+                give(to, in_slot(offsets[to], (sizes[rank][to],), torch.uint8))
 
             def run_take(source: int) -> None:
-                take(source, view_at(places[source], (counts[source][rank],), like.dtype))
+                take(source, view_at(places[source], (sizes[source][rank],), torch.uint8))
 
             kernels: dict[str, Kernel] = {
-                "produce": run_produce,
-                "keep": lambda _: keep(),
-                "consume": run_take,
+                "give": run_give,
+                "consume": lambda _: consume(),
+                "take": run_take,
             }
             call.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
 

@@ -94,7 +94,8 @@ def kept(case: Case, seed: int) -> torch.Tensor | None:
     return philox.kept(*map(torch.arange, sizes), p=case.dropout_p, seed=seed)  # type: ignore[arg-type]
 
 
-def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
+def run(group: dist.ProcessGroup, case: Case, seed: int, **method: Any) -> None:
+    """Checks a case; `method` are the options of a method."""
     generator = torch.Generator(device.name()).manual_seed(seed)
 
     def draw(*shape: int, dtype: torch.dtype = case.dtype) -> torch.Tensor:
@@ -135,7 +136,7 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
     try:
         q, k, v, *_ = inputs.values()
         out, lse = OP(
-            q, k, v, group.group_name, **case.arguments(), key_mask=key_mask,
+            q, k, v, group.group_name, **case.arguments(), **method, key_mask=key_mask,
             dropout_seed=torch.tensor([seed], device="cpu"),
             **{name: inputs[name] for name in options},
         )  # fmt: skip
@@ -161,9 +162,9 @@ def run(group: dist.ProcessGroup, case: Case, seed: int) -> None:
         check(text, *given, entries, case.dtype, terms, dropped=case.dropout_p, slack=SLACK)
 
 
-def run_all(group: dist.ProcessGroup, cases: list[Case], seed: int) -> None:
+def run_all(group: dist.ProcessGroup, cases: list[Case], seed: int, **method: Any) -> None:
     for number, case in enumerate(cases):
-        run(group, case, seed + number)
+        run(group, case, seed + number, **method)
 
 
 OPTIONS: list[dict[str, Any]] = [

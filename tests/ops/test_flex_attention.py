@@ -25,6 +25,7 @@ from symm_cp.memory import resolve
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.flex import mask as flex_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
+from symm_cp.ops.attention.methods import ALLGATHER, Method
 from symm_cp.schedule.layout import SequenceLayout
 from tests.exhaustive import some
 from tests.pool import Ranks
@@ -104,6 +105,7 @@ def compare(
     dtype: torch.dtype = torch.float64,
     with_lse: bool = False,
     scale: float | None = None,
+    method: Method = ALLGATHER,
 ) -> None:
     """Forward and all gradients of one call; `shape` is (B, H, G, E)."""
     (B, H, G, E), rank = shape, group.rank()
@@ -136,6 +138,7 @@ def compare(
         "block_mask": mask,
         "scale": scale,
         "enable_gqa": H != G,
+        "method": method,
     }
     results = flex_all_gather_attention(*local, group=resolve(group), **options)
     check("out", results[0], expected[0][:, :, rows], dtype)
@@ -152,7 +155,11 @@ def compare(
         check("gradient of a captured tensor", total, exact, dtype)
 
 
-def plain(group: dist.ProcessGroup, cases: Callable[[], Iterator[tuple[str, Case]]]) -> None:
+def plain(
+    group: dist.ProcessGroup,
+    cases: Callable[[], Iterator[tuple[str, Case]]],
+    by: Method = ALLGATHER,
+) -> None:
     """Each case with two balancers; they and the options take turns."""
     turn = group.size()
     for name, case in cases():
@@ -165,10 +172,12 @@ def plain(group: dist.ProcessGroup, cases: Callable[[], Iterator[tuple[str, Case
             try:
                 compare(
                     group, case, balancer, mask, shape=shape, with_lse=turn % 5 == 1,
-                    scale=(None, 0.3)[turn // 2 % 2],
+                    scale=(None, 0.3)[turn // 2 % 2], method=by,
                 )  # fmt: skip
             except AssertionError as error:
-                raise AssertionError(f"{name}, {balancer}, {turn=}, {method}: {error}") from error
+                raise AssertionError(
+                    f"{name}, {balancer}, {turn=}, {method}, {by}: {error}"
+                ) from error
             finally:
                 set_rotate_method("allgather")
             turn += 1

@@ -13,8 +13,8 @@ from symm_cp.schedule import Call, Signal, Step, Variant, Wait, check_issue_orde
 from symm_cp.schedule.check import Deadlock
 from symm_cp.schedule.patterns import (
     CONSUME_AND_REDUCE_SCATTER,
+    EXCHANGE_AND_CONSUME,
     PRODUCE_AND_ALL_REDUCE,
-    PRODUCE_AND_EXCHANGE,
     PRODUCE_AND_REDUCE_SCATTER,
     IssueOrder,
 )
@@ -25,7 +25,7 @@ EXCHANGING = (
     CONSUME_AND_REDUCE_SCATTER.name,
     PRODUCE_AND_REDUCE_SCATTER.name,
     PRODUCE_AND_ALL_REDUCE.name,
-    PRODUCE_AND_EXCHANGE.name,
+    EXCHANGE_AND_CONSUME.name,
 )
 
 

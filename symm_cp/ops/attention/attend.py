@@ -65,7 +65,6 @@ def attend_backward(
     group: Group | None,
     given: Given,
     added: Added,
-    *,
     wide_keys: bool = False,
 ) -> tuple[Tensors, Grad]:
     """Returns the gradients of query, key and value, and that of the bias. Collective.

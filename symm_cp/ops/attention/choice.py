@@ -6,10 +6,28 @@ import torch
 
 from symm_cp import tuning
 from symm_cp.memory import Group
-from symm_cp.ops.attention.methods import MethodName
+from symm_cp.ops.attention.methods import Method, MethodName
+from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.tiles import Mask
+
+
+def settled(
+    op: str,
+    group: Group,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spec: AttentionSpec,
+    options: Options,
+    *,
+    backward: bool = False,
+) -> Method:
+    """Returns the method of a call that its options name, or that is `chosen`."""
+    method = Method.of(op, options)
+    if method.name != "auto":
+        return method
+    return Method(chosen(group, query, key, spec, backward=backward))
 
 
 def chosen(

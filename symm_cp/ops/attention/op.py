@@ -16,17 +16,20 @@ Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from symm_cp.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, ulysses
+from symm_cp.ops.attention import arrival, choice, ulysses
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_results, heads_in_rows
 from symm_cp.ops.attention.spec import AttentionSpec
+from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
 from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
 from symm_cp.ops.compiled import called_in_order
@@ -52,17 +55,39 @@ lib.define(
 # --- kernels ---------------------------------------------------------------------------------
 
 
+def _by_heads(
+    op: str,
+    group: Group,
+    spec: AttentionSpec,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    options: dict[str, Any],
+    *,
+    backward: bool = False,
+) -> ulysses.UlyssesCall | None:
+    """Returns the call of a method that exchanges heads, None of one that does not."""
+    given = Options(**options)
+    method = choice.settled(op, group, query, key, spec, given, backward=backward)
+    if method.name == "allgather":
+        return None
+    layouts = spread_of_queries(op, group, query, key, given)
+    return ulysses.call_of(op, method, group, spec, (query.shape[1], key.shape[1]), layouts)
+
+
 def _attention_kernel(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group_name: str, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
+    with ulysses.telling(*options.get("method_groups") or ()):
+        spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
+        call = _by_heads(_FORWARD, group, spec, query, key, options)
     added = Added(options.get("sinks"), options.get("bias"))
-    exchange = ulysses.exchange_of(_FORWARD, group, query, key, spec, Options(**options))
-    if exchange is not None:
-        return exchange.attend(_FORWARD, spec, tensors, added)
+    if call is not None:
+        return call.attend(
+            _FORWARD, tensors, added, partial(attend, _FORWARD, call.spec, call.of_keys)
+        )
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
     return attend(_FORWARD, spec, group, tensors, added)
@@ -83,14 +108,14 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
+    with ulysses.telling(*options.get("method_groups") or ()):
+        spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
+        call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
-    exchange = ulysses.exchange_of(
-        _BACKWARD, group, query, key, spec, Options(**options), backward=True
-    )
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
-    if exchange is not None:
-        grads, of_bias = exchange.attend_backward(_BACKWARD, spec, given, added)
+    if call is not None:
+        of_heads = partial(attend_backward, _BACKWARD, call.spec, call.of_keys)
+        grads, of_bias = call.attend_backward(_BACKWARD, given, added, of_heads)
     else:
         grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)

@@ -15,28 +15,32 @@ Source: DeepSpeed Ulysses (Jacobs et al., 2023); the mix is that of USP (Fang an
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import runtime
 from symm_cp.hosts import on_this_host
-from symm_cp.memory import Group
-from symm_cp.ops.attention import choice
-from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
+from symm_cp.memory import Group, resolve
+from symm_cp.ops.attention.attend import Added, Given
 from symm_cp.ops.attention.heads import HeadShares, shares_of
 from symm_cp.ops.attention.methods import Method
-from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import dense_features, empty_output, rows_first, wide
 from symm_cp.ops.common import group_of
-from symm_cp.results import new_result
+from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
+from symm_cp.ops.head_exchange import rows_first as rows_of_heads
 from symm_cp.schedule.layout import SequenceLayout, sequential
+
+#: Computes attention of some heads, given query, key and value; its gradients, given whether those
+#: of keys and values are wanted in the dtype that sums are taken in.
+Attend: TypeAlias = Callable[[Tensors, Added], tuple[torch.Tensor, torch.Tensor]]
+AttendBackward: TypeAlias = Callable[[Given, Added, bool], tuple[Tensors, Grad]]
 
 
 class Part(NamedTuple):
@@ -44,31 +48,16 @@ class Part(NamedTuple):
 
     tensor: torch.Tensor
     layout: SequenceLayout
-    heads: tuple[tuple[int, int], ...]
+    heads: HeadRanges
 
 
-def to_heads(name: bytes, group: Group, parts: Sequence[Part]) -> Tensors:
+def to_heads(name: bytes, group: Group, parts: Sequence[Part]) -> list[torch.Tensor]:
     """Returns (B, N_r, S, E) of each part, of which this rank gives (B, N, S_r, E). Collective."""
-    begin_end = [part.heads[group.rank] for part in parts]
-    whole = tuple(
-        new_result(t, (t.shape[0], end - begin, layout.length, t.shape[3]))
-        for (t, layout, _), (begin, end) in zip(parts, begin_end, strict=True)
-    )
-
-    def consume(shards: list[torch.Tensor], owner: int) -> None:
-        for shard, result, part, (begin, end) in zip(shards, whole, parts, begin_end, strict=True):
-            for span in part.layout.spans(owner):
-                rows = shard[:, begin:end, span.row : span.row + span.length]
-                result[:, :, span.start : span.start + span.length].copy_(rows)
-
-    shapes = [
-        tuple((t.shape[0], t.shape[1], layout.lengths[rank], t.shape[3]) for t, layout, _ in parts)
-        for rank in range(group.world_size)
-    ]
-    tensors = [part.tensor for part in parts]
-    on = runtime.of(tensors[0], group)
-    on.all_gather_and_consume(group, tensors, consume, name, shapes=shapes)
-    return whole
+    exchange = _exchange_of(group, parts, [part.tensor.shape for part in parts], to_heads=True)
+    tensors = [dense_features(part.tensor) for part in parts]
+    outputs = exchange.new_outputs(tensors)
+    runtime.of(tensors[0], group).exchange(group, exchange, tensors, outputs, name)
+    return outputs
 
 
 def to_sequence(
@@ -76,150 +65,130 @@ def to_sequence(
 ) -> None:
     """Writes (B, N, S_r, E) of each part, of which this rank gives (B, N_r, S, E). Collective.
 
-    Heads that several ranks give are added in rank order, in the dtype of the part.
+    Heads that several ranks give are added in rank order, in float32 for 16-bit types.
     """
-    shared: list[dict[int, torch.Tensor]] = [{} for _ in parts]
-
-    def consume(shards: list[torch.Tensor], owner: int) -> None:
-        for index, (shard, part) in enumerate(zip(shards, parts, strict=True)):
-            begin, end = part.heads[owner]
-            target = results[index][:, begin:end]
-            if _overlap(part):
-                target = shared[index][owner] = torch.empty_like(target, dtype=shard.dtype)
-            for span in part.layout.spans(group.rank):
-                rows = shard[:, :, span.start : span.start + span.length]
-                target[:, :, span.row : span.row + span.length].copy_(rows)
-
-    shapes = [
-        tuple(
-            (t.shape[0], heads[rank][1] - heads[rank][0], layout.length, t.shape[3])
-            for t, layout, heads in parts
-        )
-        for rank in range(group.world_size)
+    exchange = _exchange_of(group, parts, [result.shape for result in results], to_heads=False)
+    tensors = [dense_features(part.tensor) for part in parts]
+    outputs = [
+        result
+        if part.disjoint
+        else rows_of_heads(tensor, part.arriving_shape(group.rank, to_heads=False))
+        for result, part, tensor in zip(results, exchange.parts, tensors, strict=True)
     ]
-    tensors = [part.tensor for part in parts]
-    on = runtime.of(tensors[0], group)
-    on.all_gather_and_consume(group, tensors, consume, name, shapes=shapes)
-    for part, result, given in zip(parts, results, shared, strict=True):
-        if given:
-            total = torch.zeros_like(result, dtype=part.tensor.dtype)
-            for owner, (begin, end) in enumerate(part.heads):
-                total[:, begin:end] += given[owner]
-            result.copy_(total)
+    runtime.of(tensors[0], group).exchange(group, exchange, tensors, outputs, name)
+    for result, found in zip(results, exchange.summed(outputs), strict=True):
+        if found is not result:
+            result.copy_(found)
 
 
-def _overlap(part: Part) -> bool:
-    return any(end > begin for (_, end), (begin, _) in itertools.pairwise(part.heads))
+def _exchange_of(
+    group: Group, parts: Sequence[Part], shapes: Sequence[torch.Size], *, to_heads: bool
+) -> HeadExchange:
+    """Returns the exchange of parts; `shapes` are those of the tensors that have all heads."""
+    of_parts = tuple(
+        HeadPart((B, N, part.layout.length, E), part.tensor.dtype, part.layout, part.heads)
+        for part, (B, N, _, E) in zip(parts, shapes, strict=True)
+    )
+    return head_exchange(group.rank, to_heads, of_parts)
 
 
 @contextlib.contextmanager
-def _telling(*groups: Group | None) -> Iterator[None]:
+def telling(*groups: str) -> Iterator[None]:
     """Tells the ranks of groups whose calls follow that this one will not make them."""
     try:
         yield
     except Exception as error:
-        for group in groups:
-            if group is not None and group.world_size > 1:
-                with contextlib.suppress(Exception):
-                    # The error itself may have been reported already, but to other ranks.
-                    on_this_host(group, "cpu").refuse("sync", RuntimeError(str(error)))
+        for name in groups:
+            with contextlib.suppress(Exception):  # no group, nobody to tell
+                # The error itself may have been reported already, but to other ranks.
+                on_this_host(resolve(name), "cpu").refuse("sync", RuntimeError(str(error)))
         raise
 
 
 @dataclass(frozen=True, eq=False)
 class UlyssesCall:
-    """The exchanges of one call on this rank.
+    """One call on this rank, around an attention of this rank's heads, `spec`.
 
-    `group` exchanges heads, `of_keys` (if any) gathers keys. `queries` and `keys` are how `group`
-    spreads what it holds of them, `gathered_queries` and `gathered_keys` how `of_keys` spreads what
-    there is after the exchange.
+    `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads.
+    `queries` and `keys` are how `group` spreads what it holds of them, `gathered_queries` and
+    `gathered_keys` how `of_keys` spreads what there is after the exchange.
     """
 
     group: Group
     of_keys: Group | None
     shares: HeadShares
+    whole: AttentionSpec
+    spec: AttentionSpec
     queries: SequenceLayout
     keys: SequenceLayout
     gathered_queries: SequenceLayout
     gathered_keys: SequenceLayout
 
+    @property
+    def heads(self) -> tuple[int, int]:
+        """This rank's query heads."""
+        return self.shares.queries[self.group.rank]
+
     def attend(
-        self, op: str, spec: AttentionSpec, tensors: Tensors, added: Added
+        self, op: str, tensors: Tensors, added: Added, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the output and its log-sum-exp, as `attend` does. Collective."""
+        """Returns the output and its log-sum-exp of all heads. Collective."""
         query, key, value = tensors
-        name = self._name(op, spec, query, key)
-        with _telling(self.of_keys):
-            inner = to_heads(name, self.group, self._inputs(query, key, value))
-        with _telling(self.group):
-            of_heads = self._repeated(*inner)
-            out, lse = attend(op, self.spec(spec), self.of_keys, of_heads, self.slice(added))
-        shape = query.shape[:3]
+        name = self._name(op, query, key)
+        with telling(*self._names_of_keys):
+            of_heads = to_heads(name, self.group, self._inputs(query, key, value))
+        with telling(self.group.name):
+            out, lse = attend(self._repeated(*of_heads), self._slice(added))
         results = (
             empty_output(dense_features(query), value.shape[3]),
-            query.new_empty(shape, dtype=wide(query.dtype)),
+            query.new_empty(query.shape[:3], dtype=wide(query.dtype)),
         )
         parts = [self._of_queries(out), self._of_queries(lse.unsqueeze(-1))]
         to_sequence(name, self.group, parts, (results[0], results[1].unsqueeze(-1)))
         return results
 
     def attend_backward(
-        self, op: str, spec: AttentionSpec, given: Given, added: Added
+        self, op: str, given: Given, added: Added, attend_backward: AttendBackward
     ) -> tuple[Tensors, Grad]:
         """Returns the gradients of query, key and value, and that of the bias. Collective."""
         query, key, value, out, lse, grad_out, grad_lse = given
-        name = self._name(op, spec, query, key, grad_lse is None)
-        rows = [out, lse.unsqueeze(-1), grad_out]
+        name = self._name(op, query, key, grad_lse is None)
+        rows = [out, grad_out, lse.unsqueeze(-1)]
         if grad_lse is not None:
             rows.append(grad_lse.unsqueeze(-1))
-        with _telling(self.of_keys):
+        with telling(*self._names_of_keys):
             parts = [*self._inputs(query, key, value), *map(self._of_queries, rows)]
             q, k, v, *others = to_heads(name, self.group, parts)
-        out, lse, grad_out = others[0], others[1].squeeze(-1), others[2]
+        out, grad_out, *of_rows = others
+        lse, *of_lse = (rows.squeeze(-1) for rows in of_rows)
         q, k, v = self._repeated(q, k, v)
-        of_lse = None if grad_lse is None else others[3].squeeze(-1)
-        inner = Given(q, k, v, out, lse, grad_out, of_lse)
-        with _telling(self.group):
-            grads, of_bias = attend_backward(
-                op,
-                self.spec(spec),
-                self.of_keys,
-                inner,
-                self.slice(added),
-                wide_keys=self.shares.keys_overlap,
-            )
-        grad_query, *of_keys = grads
-        of_keys = [self._summed(grad) for grad in of_keys]
-        parts = [self._of_queries(grad_query), *map(self._of_keys, of_keys)]
+        with telling(self.group.name):
+            inner = Given(q, k, v, out, lse, grad_out, of_lse[0] if of_lse else None)
+            grads, of_bias = attend_backward(inner, self._slice(added), self.shares.keys_overlap)
+            of_keys = [self._summed(grad) for grad in grads[1:]]
+        parts = [self._of_queries(grads[0]), *map(self._of_keys, of_keys)]
         results = tuple(rows_first(t, t.shape, t.dtype) for t in (query, key, value))
         to_sequence(name, self.group, parts, results)
         if of_bias is not None and added.bias is not None:
             of_heads, of_bias = of_bias, torch.zeros_like(added.bias)
-            of_bias[slice(*self.shares.queries[self.group.rank])] = of_heads
+            of_bias[slice(*self.heads)] = of_heads
         return results, of_bias
 
-    def spec(self, spec: AttentionSpec) -> AttentionSpec:
-        """Returns what is computed with this rank's heads, of a call with all."""
-        queries = None
-        if spec.queries is not None and self.gathered_queries != self.gathered_keys:
-            queries = self.gathered_queries
-        first = self.shares.queries[self.group.rank][0]
-        return replace(
-            spec,
-            layout=self.gathered_keys,
-            queries=queries,
-            head_offset=spec.head_offset + first if spec.dropout_p > 0 else 0,
-        )
+    @property
+    def _names_of_keys(self) -> tuple[str, ...]:
+        return () if self.of_keys is None else (self.of_keys.name,)
 
-    def slice(self, added: Added) -> Added:
+    def _slice(self, added: Added) -> Added:
         """Returns what belongs to this rank's heads."""
-        heads = slice(*self.shares.queries[self.group.rank])
+        heads = slice(*self.heads)
         return Added(*(None if tensor is None else tensor[heads] for tensor in added))
 
-    def _name(
-        self, op: str, spec: AttentionSpec, query: torch.Tensor, key: torch.Tensor, *details: object
-    ) -> bytes:
-        return spec.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
+    def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
+        if self.of_keys is not None:
+            # Errors count ranks within the column.
+            members = _resolve_process_group(self.group.name)  # type: ignore[arg-type]
+            op = f"{op} over ranks {dist.get_process_group_ranks(members)}"
+        return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
 
     def _inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
         return [self._of_queries(query), self._of_keys(key), self._of_keys(value)]
@@ -252,40 +221,39 @@ class UlyssesCall:
         return total
 
 
-def exchange_of(
+def call_of(
     op: str,
+    method: Method,
     group: Group,
-    query: torch.Tensor,
-    key: torch.Tensor,
     spec: AttentionSpec,
-    options: Options,
-    *,
-    backward: bool = False,
-) -> UlyssesCall | None:
-    """Returns the exchanges of a call; None if its method has none.
+    heads: tuple[int, int],
+    layouts: tuple[SequenceLayout, SequenceLayout],
+) -> UlyssesCall:
+    """Returns the call of all heads on this rank.
 
-    `group` are all ranks over which the sequence is spread. Raises `ValueError` for fewer heads
-    than ranks.
+    `group` are all ranks over which the sequence is spread, `heads` the numbers of query and key
+    heads, `layouts` how queries and keys are spread. Raises `ValueError` for fewer heads than
+    ranks.
     """
-    method = Method.of(op, options)
-    name = method.name
-    if name == "auto":
-        name = choice.chosen(group, query, key, spec, backward=backward)
-    if name == "allgather":
-        return None
-    queries, keys = spread_of_queries(op, group, query, key, options)
-    grid = method.grid
+    queries, keys = layouts
+    of_heads, of_keys, grid = group, None, method.grid
     if grid is None:
-        of_heads, of_keys = group, None
-        layouts = queries, keys, sequential(queries.length, 1), sequential(keys.length, 1)
+        spread = queries, keys, sequential(queries.length, 1), sequential(keys.length, 1)
     else:
         of_heads, of_keys = group_of(grid.heads), group_of(grid.keys)
-        rank = group.rank
-        layouts = (
-            grid.of_heads(queries, rank),
-            grid.of_heads(keys, rank),
+        spread = (
+            grid.of_heads(queries, group.rank),
+            grid.of_heads(keys, group.rank),
             grid.of_keys(queries),
             grid.of_keys(keys),
         )
-    shares = shares_of(op, query.shape[1], key.shape[1], of_heads.world_size)
-    return UlyssesCall(of_heads, of_keys, shares, *layouts)
+    shares = shares_of(op, *heads, of_heads.world_size)
+    _, _, gathered_queries, gathered_keys = spread
+    first = shares.queries[of_heads.rank][0]
+    of_rank = replace(
+        spec,
+        layout=gathered_keys,
+        queries=None if spec.queries is None else gathered_queries,
+        head_offset=spec.head_offset + first if spec.dropout_p > 0 else 0,
+    )
+    return UlyssesCall(of_heads, of_keys, shares, spec, of_rank, *spread)

@@ -11,6 +11,7 @@ from symm_cp.schedule.patterns.all_gather_and_poll import ALL_GATHER_AND_POLL
 from symm_cp.schedule.patterns.all_reduce import ALL_REDUCE, BACKGROUND_ALL_REDUCE
 from symm_cp.schedule.patterns.all_to_all import ALL_TO_ALL, BACKGROUND_ALL_TO_ALL
 from symm_cp.schedule.patterns.consume_and_reduce_scatter import CONSUME_AND_REDUCE_SCATTER
+from symm_cp.schedule.patterns.exchange_and_consume import EXCHANGE_AND_CONSUME
 from symm_cp.schedule.patterns.pattern import (
     Channel,
     FormName,
@@ -20,7 +21,6 @@ from symm_cp.schedule.patterns.pattern import (
     peers,
 )
 from symm_cp.schedule.patterns.produce_and_all_reduce import PRODUCE_AND_ALL_REDUCE
-from symm_cp.schedule.patterns.produce_and_exchange import PRODUCE_AND_EXCHANGE
 from symm_cp.schedule.patterns.produce_and_reduce_scatter import PRODUCE_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.reduce_scatter import BACKGROUND_REDUCE_SCATTER, REDUCE_SCATTER
 from symm_cp.schedule.patterns.relay import RELAY
@@ -36,7 +36,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ALL_GATHER_AND_POLL,
     PRODUCE_AND_REDUCE_SCATTER,
     PRODUCE_AND_ALL_REDUCE,
-    PRODUCE_AND_EXCHANGE,
+    EXCHANGE_AND_CONSUME,
     CONSUME_AND_REDUCE_SCATTER,
     RELAY,
     ALL_GATHER,
@@ -78,7 +78,7 @@ __all__ = [
     "CONSUME_AND_REDUCE_SCATTER",
     "PATTERNS",
     "PRODUCE_AND_ALL_REDUCE",
-    "PRODUCE_AND_EXCHANGE",
+    "EXCHANGE_AND_CONSUME",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "RELAY",

@@ -22,13 +22,14 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
-from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier, whole_mask
+from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
-from symm_cp.ops.attention.flex.op import FlexAttention, check_flex, flex_spec
+from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
 from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.tiles import wide
+from symm_cp.ops.attention.ulysses import telling
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
@@ -132,18 +133,20 @@ class _Arguments(NamedTuple):
         if mask is not None and not self.blocks:
             mask_mod = mask.bound(*self._mask_captures)
         check_flex(query, key, value, group, (queries, keys), block_mask, self.enable_gqa)
-        heads = (query.shape[0], query.shape[1])
-        first = options.get("head_offset", 0)
-        masks = MaskTiles(mask_mod, block_mask, heads, queries, keys, group.rank, first)
-        score_mod = None
+        score_mod = captures = None
         if score is not None:
             score_mod = score.bound(self.score_tensors, self.score_numbers)
-        given = Options(scale=self.scale, **options)
-        spec = flex_spec(query, value, (queries, keys), score_mod, given)
-        if score is None:
-            return FlexAttention(group, spec, masks)
-        captures = None if wanted is None else _WantedCaptures(score, self, wanted)
-        return FlexAttention(group, spec, masks, score_mod, captures)
+            captures = None if wanted is None else _WantedCaptures(score, self, wanted)
+        return FlexAttention.of(
+            group,
+            (query, key, value),
+            (queries, keys),
+            mask_mod=mask_mod,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            captures=captures,
+            options=Options(scale=self.scale, **options),
+        )
 
 
 class _WantedCaptures:
@@ -178,7 +181,8 @@ def _kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1  # also when it is refused
     with _transforms():
-        attention = _Arguments(*rest).attention(query, key, value, options)
+        with telling(*options.get("method_groups") or ()):
+            attention = _Arguments(*rest).attention(query, key, value, options)
         added = options.get("sinks"), options.get("bias")
         out, lse = attention.forward(query, key, value, *added)
     return heads_in_rows(out), lse
@@ -203,7 +207,8 @@ def _backward_kernel(
     # Collective: every rank takes part, also without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
-        attention = arguments.attention(query, key, value, options, of_score)
+        with telling(*options.get("method_groups") or ()):
+            attention = arguments.attention(query, key, value, options, of_score)
         saved = (query, key, value, out, lse, *captured)
         grads, of_added, of_captured = attention.backward(saved, *added, grad_out, grad_lse)
     of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)

@@ -229,7 +229,9 @@ class MaskTiles:
         keys: SequenceLayout,
         rank: int,
         head_offset: int = 0,
+        block_heads: tuple[int, int] | None = None,
     ) -> None:
+        """`block_heads` are those of the block mask's heads that these are, by default all."""
         self._mask_mod = noop_mask if mask_mod is None else mask_mod
         self.queries, self._heads, self._keys, self._rank = queries, heads, keys, rank
         self.head_offset = head_offset
@@ -240,6 +242,8 @@ class MaskTiles:
         if block_mask is not None:
             self._sizes = block_mask.BLOCK_SIZE
             self._states = block_states(block_mask)
+            if block_heads is not None and self._states.shape[1] > 1:
+                self._states = self._states[:, slice(*block_heads)]
             if self._mask_mod is noop_mask:
                 self._states = self._states.clamp(max=1) * FULL
         self._copies = self._probe() if queries.length and keys.length and all(heads) else 1

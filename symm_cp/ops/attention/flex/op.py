@@ -14,6 +14,7 @@ Source: `torch.nn.attention.flex_attention` for the interface.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,8 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
+from symm_cp.ops.attention import choice
+from symm_cp.ops.attention.attend import Added, Given, place_of
 from symm_cp.ops.attention.checks import (
     check_bias_length,
     check_scores,
@@ -52,6 +55,7 @@ from symm_cp.ops.attention.tiles import (
     dense_features,
     grad_of_sinks,
 )
+from symm_cp.ops.attention.ulysses import UlyssesCall, call_of, telling
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
@@ -110,32 +114,34 @@ def flex_all_gather_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = autocast.cast((query, key, value), device)
     kv_layout = layout if kv_layout is None else kv_layout
-    check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+    options = Options(
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        bias=bias,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        head_offset=head_offset,
+        **method.as_options(),
+    )
     if mask_mod is None and block_mask is not None:
         mask_mod = block_mask.mask_mod
     score_mod = None if _is_identity(score_mod) else score_mod
-    heads = (query.shape[0], query.shape[1])
-    masks = MaskTiles(mask_mod, block_mask, heads, layout, kv_layout, group.rank, head_offset)
     captures: Captures | None = None
-    if score_mod is not None and torch.is_grad_enabled() and layout.length:
-        captures = Captures(score_mod)
-    spec = flex_spec(
-        query,
-        value,
-        (layout, kv_layout),
-        score_mod,
-        Options(
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-            bias=bias,
-            dropout_p=dropout_p,
-            dropout_seed=dropout_seed,
-            head_offset=head_offset,
-            **method.as_options(),
-        ),
-    )
-    attention = FlexAttention(group, spec, masks, score_mod, captures)
+    with telling(*options.method_groups or ()):
+        check_flex(query, key, value, group, (layout, kv_layout), block_mask, enable_gqa)
+        if score_mod is not None and torch.is_grad_enabled() and layout.length:
+            captures = Captures(score_mod)
+        attention = FlexAttention.of(
+            group,
+            (query, key, value),
+            (layout, kv_layout),
+            mask_mod=mask_mod,
+            block_mask=block_mask,
+            score_mod=score_mod,
+            captures=captures,
+            options=options,
+        )
     tensors = captures.tensors if captures is not None else []
     check_transforms(_OP, query, key, value, sinks, bias, *tensors)
     with torch.autocast(device, enabled=False):
@@ -199,8 +205,6 @@ def flex_spec(
     options: Options,
 ) -> AttentionSpec:
     """Returns the spec of a call; raises for options that clash. `layouts`: of queries and keys."""
-    if options.method != "allgather":
-        raise NotImplementedError(f"{_OP}: {options.method=} is not supported yet")
     check_scores(_OP, query, options)
     queries, keys = layouts
     if options.bias is not None:
@@ -233,11 +237,52 @@ class FlexAttention:
     Tensors as in `flex_all_gather_attention`.
     """
 
-    group: Group
+    #: The ranks that gather keys, for the heads that this rank attends with; None: it has all keys.
+    group: Group | None
     spec: AttentionSpec
     masks: MaskTiles
     score_mod: Modifier | None = None
     captures: Rebinding | None = None
+    #: The exchange of heads around it.
+    by_heads: UlyssesCall | None = None
+
+    @staticmethod
+    def of(
+        group: Group,
+        tensors: Tensors,
+        layouts: tuple[SequenceLayout, SequenceLayout],
+        *,
+        mask_mod: Modifier | None,
+        block_mask: BlockMask | None,
+        score_mod: Modifier | None,
+        captures: Rebinding | None,
+        options: Options,
+    ) -> FlexAttention:
+        """Returns the call of a group that `check_flex` has checked; raises for options that clash.
+
+        `tensors` are query, key and value, `layouts` those of queries and keys.
+        """
+        query, key, value = tensors
+        spec = flex_spec(query, value, layouts, score_mod, options)
+        method = choice.settled(_OP, group, query, key, spec, options)
+        first = options.head_offset
+        B, H = query.shape[:2]
+        if method.name == "allgather":
+            masks = MaskTiles(mask_mod, block_mask, (B, H), *layouts, group.rank, first)
+            return FlexAttention(group, spec, masks, score_mod, captures)
+        call = call_of(_OP, method, group, spec, (H, key.shape[1]), layouts)
+        begin, end = call.heads
+        masks = MaskTiles(
+            mask_mod,
+            block_mask,
+            (B, end - begin),
+            call.gathered_queries,
+            call.gathered_keys,
+            place_of(call.of_keys)[0],
+            first + begin,
+            block_heads=call.heads,
+        )
+        return FlexAttention(call.of_keys, call.spec, masks, score_mod, captures, call)
 
     def forward(
         self,
@@ -251,9 +296,16 @@ class FlexAttention:
         if isinstance(query, FakeTensor):
             return fake_results(query, value)
         attention_runs.count += 1
+        tensors, added = (query, key, value), Added(sinks, bias)
+        if self.by_heads is not None:
+            return self.by_heads.attend(_OP, tensors, added, self._attend)
+        return self._attend(tensors, added)
+
+    def _attend(self, tensors: Tensors, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key, value = tensors
         query = dense_features(query)
-        scored = ScoredTiles.of(query, self.spec, self.group.rank, bias)
-        merged = Forward(query, self.spec, sinks=sinks, scored=scored)
+        scored = ScoredTiles.of(query, self.spec, place_of(self.group)[0], added.bias)
+        merged = Forward(query, self.spec, sinks=added.sinks, scored=scored)
         scores = None
         if self.score_mod is not None:
             scores = Scores(query, self.spec.scale, self.score_mod, self.masks.head_offset)
@@ -291,10 +343,36 @@ class FlexAttention:
         if isinstance(query, FakeTensor):
             of_inputs = fake_like(query), fake_like(key), fake_like(value)
             return of_inputs, (sinks, bias), tuple(torch.empty_like(t) for t in captured)
+        given, added = Given(query, key, value, out, lse, grad_out, grad_lse), Added(sinks, bias)
+        of_captured: list[torch.Tensor] = []
+        attend_backward = partial(self._attend_backward, captured, of_captured)
+        if self.by_heads is not None:
+            name = f"{_OP}_backward"
+            grads, of_bias = self.by_heads.attend_backward(name, given, added, attend_backward)
+        else:
+            grads, of_bias = attend_backward(given, added, False)
+        of_sinks = None
+        if sinks is not None:
+            of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)
+        return grads, (of_sinks, of_bias), tuple(of_captured)
+
+    def _attend_backward(
+        self,
+        captured: list[torch.Tensor],
+        of_captured: list[torch.Tensor],
+        given: Given,
+        added: Added,
+        wide_keys: bool,
+    ) -> tuple[Tensors, Grad]:
+        """Returns the gradients of query, key, value and bias; appends those of captured tensors.
+
+        With `wide_keys` those of keys and values are not rounded to their dtype.
+        """
+        query, key, value, out, lse, grad_out, grad_lse = given
         query = dense_features(query)
         spec = replace(self.spec, method=rotate_method())  # the one that holds now
         kernels: Backward | None = None
-        scored = ScoredTiles.of(query, spec, self.group.rank, bias)
+        scored = ScoredTiles.of(query, spec, place_of(self.group)[0], added.bias)
         if self.score_mod is None and (grad_lse is None or scored is not None):
             kernels = Backward(grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse)
         else:
@@ -317,22 +395,18 @@ class FlexAttention:
                 total.finish()
 
         name, queries = f"{_OP}_backward", (self.masks.queries, query.shape[1])
-        of_keys = tuple(
-            as_dtype(grad, key.dtype)
-            for grad in reduce_gradients(name, spec, self.group, key, value, consume, *queries)
-        )
-        of_sinks = None
-        if sinks is not None:
-            of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)
+        of_keys = reduce_gradients(name, spec, self.group, key, value, consume, *queries)
+        if not wide_keys:
+            of_keys = tuple(as_dtype(grad, key.dtype) for grad in of_keys)
         if kernels is not None:
-            of_bias = None if bias is None else kernels.grad_bias(bias)
-            return (kernels.grad_query(), *of_keys), (of_sinks, of_bias), ()
+            of_bias = None if added.bias is None else kernels.grad_bias(added.bias)
+            return (kernels.grad_query(), *of_keys), of_bias
         of_query = as_dtype(gradients.grad_query.total, query.dtype)
-        of_captured = tuple(
+        of_captured += [
             grad.to(tensor.dtype)
             for grad, tensor in zip(gradients.grad_captured, captured, strict=True)
-        )
-        return (of_query, *of_keys), (of_sinks, None), of_captured
+        ]
+        return (of_query, *of_keys), None
 
     def _indices(self, owner: int) -> Indices:
         """Gives the positions of the queries and of a rank's keys in a tile."""

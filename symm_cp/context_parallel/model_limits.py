@@ -37,6 +37,7 @@ _MIXERS = (nn.RNNBase, nn.Conv1d)
 # Heads that read one position of the sequence, or one of each sample.
 _POOLING: tuple[str, ...] = ("ForSequenceClassification", "ForMultipleChoice")
 _POOLING += ("ForNextSentencePrediction", "DoubleHeadsModel", "Pooler")
+_RELATIVE = "relative_attention_bias"
 _ROUTER_LOGITS = "output_router_logits"
 #: Arguments of calls that `call_limits` judges.
 WATCHED = (_ROUTER_LOGITS, "start_positions")
@@ -326,6 +327,13 @@ def _position_limits(module: nn.Module) -> Iterator[Limit]:
             "queries are scaled by their place in this rank's part of the sequence",
             f"{_OURS}, or use sequences of at most {reach} positions",
             harmless_up_to=reach,
+        )
+    computed = vars(module).get("compute_bias")  # by the integration
+    if hasattr(module, _RELATIVE) and not getattr(computed, "sees_all_ranks", False):
+        yield Limit(
+            _RELATIVE,
+            "it is looked up for the distances within this rank's part of the sequence",
+            _OURS,
         )
 
 

@@ -20,7 +20,6 @@ from symm_cp.context_parallel import all_gather_attention
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.integrations.diffusers import sequences
 from symm_cp.integrations.diffusers.configs import Spread, spread_of
-from symm_cp.ops.attention.gather_kv import all_gather_kv
 
 _OP = "diffusers' context parallelism"
 
@@ -55,7 +54,7 @@ def attend(
 
         F.scaled_dot_product_attention(query, key, value, attn_mask, scale=scale)
 
-    `attn_mask` is of this rank's keys, (B or 1, H or 1, 1, S_k), and of bool or added to the
+    `attn_mask` is of this rank's keys, (B or 1, G or 1, 1, S_k), and of bool or added to the
     scores. Returns (B, S_q, H, E) and, with `return_lse`, the log-sum-exp of the scores (B, S_q,
     H). Raises `ValueError` and `NotImplementedError` before any communication.
     """
@@ -104,20 +103,20 @@ def _attend(
     return_lse: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     _check(refused, forward_op)
-    lengths = (tensors[0].shape[1], tensors[1].shape[1])
     if mask is not None:
-        _check_mask(spread, mask, lengths[1], return_lse)
+        _check_mask(mask, tensors[1])
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
-    of_keys, layouts = None, None
+    lengths, layouts = None, None
     if spread.uneven:
-        of_keys, layouts = sequences.spread_over(spread.group, *lengths)
-    if mask is not None:
-        sizes = None if of_keys is None else of_keys.tolist()
-        mask = sequences.gathered(mask.movedim(-1, 0), spread.group, sizes).movedim(0, -1)
-        if not _hides_keys(mask):
-            key, value = all_gather_kv(key, value, group=spread.group, sizes=sizes)
-            out = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, **options)
-            return out.transpose(1, 2)
+        lengths, layouts = sequences.spread_over(spread.group, query.shape[2], key.shape[2])
+    key_mask, features = None, value.shape[3]
+    if mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1:
+        sizes = None if lengths is None else lengths.tolist()
+        key_mask = sequences.gathered(mask[:, 0, 0].T, spread.group, sizes).T
+    elif mask is not None:
+        if options["scale"] is None:
+            options["scale"] = query.shape[3] ** -0.5
+        query, key, value = _with_bias(query, key, value, mask, options["scale"])
     out, lse = all_gather_attention(
         query,
         key,
@@ -125,12 +124,29 @@ def _attend(
         group=spread.group,
         method=spread.method,
         load_balancer=layouts,
-        key_mask=None if mask is None else mask[:, 0, 0],
+        key_mask=key_mask,
         return_lse=True,
         **options,
     )
-    out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+    out, lse = out[..., :features].transpose(1, 2), lse.transpose(1, 2)
     return (out, lse) if return_lse else out
+
+
+def _with_bias(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
+) -> _Tensors:
+    """Returns tensors with one more feature, 1 in queries, which adds the mask to their scores.
+
+    So it travels with the keys that it is about.
+    """
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
+    # CUDA kernels need a multiple of 8 features.
+    padding = 1 if query.device.type == "cpu" else -query.shape[3] % 8 or 8
+    of_keys = (mask / scale).to(key.dtype).mT.expand(*key.shape[:3], 1)
+    query = F.pad(F.pad(query, (0, 1), value=1.0), (0, padding - 1))
+    key = F.pad(torch.cat((key, of_keys), -1), (0, padding - 1))
+    return query, key, F.pad(value, (0, padding))
 
 
 def _check(refused: dict[str, Any], forward_op: Any) -> None:
@@ -147,24 +163,11 @@ def _check(refused: dict[str, Any], forward_op: Any) -> None:
         )
 
 
-def _hides_keys(mask: torch.Tensor) -> bool:
-    """Whether a mask only hides keys, from all heads alike."""
-    return mask.dtype == torch.bool and mask.shape[1] == 1
-
-
-def _check_mask(spread: Spread, mask: torch.Tensor, keys: int, return_lse: bool) -> None:
-    shape = list(mask.shape)
-    if len(shape) != 4 or shape[2] != 1 or shape[3] != keys:
+def _check_mask(mask: torch.Tensor, key: torch.Tensor) -> None:
+    B, S_k, G, _ = key.shape
+    fits = mask.dim() == 4 and mask.shape[0] in (1, B) and mask.shape[1] in (1, G)
+    if not fits or mask.shape[2:] != (1, S_k):
         raise NotImplementedError(
-            f"{_OP}: attn_mask has shape {shape}, must be (batch or 1, heads or 1, 1, {keys}): of "
-            "the keys of this rank, equal for all queries"
+            f"{_OP}: attn_mask has shape {list(mask.shape)}, must be ({B} or 1, {G} or 1, 1, "
+            f"{S_k}): of the keys of this rank, equal for all queries"
         )
-    if mask.requires_grad:
-        raise NotImplementedError(f"{_OP}: attn_mask has requires_grad=True, must not")
-    if _hides_keys(mask):
-        return
-    what = f"attn_mask of {mask.dtype} and shape {shape}, which does more than hide keys,"
-    if spread.method.name != "allgather":
-        raise NotImplementedError(f"{_OP}: {what} is not supported with ulysses_degree")
-    if return_lse:
-        raise NotImplementedError(f"{_OP}: {what} is not supported with return_lse=True")

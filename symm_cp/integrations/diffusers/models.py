@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from diffusers.hooks.context_parallel import ContextParallelSplitHook
 from diffusers.models._modeling_parallel import ContextParallelConfig, ParallelConfig
 from diffusers.models.attention import AttentionModuleMixin
 from diffusers.models.attention_processor import Attention, MochiAttention
@@ -33,9 +35,21 @@ def checking(enable_parallelism: Callable[..., None]) -> Callable[..., None]:
     def enabled(self: ModelMixin, *, config: Any, cp_plan: Any = None) -> None:
         if _context_parallel(config) is not None:
             _check_processors(self)
-        return enable_parallelism(self, config=config, cp_plan=cp_plan)
+        enable_parallelism(self, config=config, cp_plan=cp_plan)
+        _find_parameters(self)
 
     return enabled
+
+
+def _find_parameters(model: ModelMixin) -> None:
+    """Has the hooks that cut sequences look up parameters now: Dynamo cannot trace that."""
+    for module in model.modules():
+        registry = getattr(module, "_diffusers_hook", None)
+        for hook in registry.hooks.values() if registry is not None else ():
+            if isinstance(hook, ContextParallelSplitHook):
+                names = list(inspect.signature(type(module).forward).parameters)[1:]  # not self
+                indices = {name: index for index, name in enumerate(names)}
+                hook.module_forward_metadata.cached_parameter_indices = indices
 
 
 def _check_processors(model: ModelMixin) -> None:

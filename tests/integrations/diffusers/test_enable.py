@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
 
@@ -53,3 +56,140 @@ def test_on_and_off(ranks: Ranks) -> None:
     with ranks.own(2, runs_as_users_do) as running:
         for outcome in running.outcomes(timeout=60):
             assert not outcome.failure, outcome.failure
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    import diffusers
+    from diffusers.models.attention_dispatch import attention_backend, dispatch_attention_fn
+
+    import symm_cp.integrations.diffusers as integration
+    from tests.integrations.diffusers.common import CLIENTS, parallel, ring_of
+
+    client = CLIENTS["flux"]
+    inputs = client.inputs(8, 16)
+    integration.enable()
+    try:
+        model = parallel(client, ring_of(group))
+        config = model._parallel_config
+        q = torch.randn(2, 6, 4, 8)
+
+        def refused(match: str, mask: torch.Tensor | None = None, **options: Any) -> None:
+            with pytest.raises(NotImplementedError, match=match):
+                dispatch_attention_fn(q, q, q, mask, parallel_config=config, **options)
+
+        refused("is_causal=True is not supported", is_causal=True)
+        refused(r"dropout_p=0.5 is not supported", dropout_p=0.5)
+        for shape in ((2, 1, 6, 6), (2, 1, 1, 24), (3, 1, 1, 6), (2, 2, 1, 6)):
+            refused(r"must be \(2 or 1, 4 or 1, 1, 6\)", torch.ones(shape, dtype=torch.bool))
+        refused("backend 'flex' would attend to this rank's part", backend="flex")
+        ignoring = pytest.raises(NotImplementedError, match="'_native_math' would attend")
+        with attention_backend("_native_math"), ignoring:
+            model(**inputs, return_dict=False)
+
+        # Its processors call torch's attention themselves.
+        other = diffusers.SD3Transformer2DModel(
+            sample_size=8, num_layers=1, num_attention_heads=2, attention_head_dim=4,
+            joint_attention_dim=8, caption_projection_dim=8, pooled_projection_dim=8,
+        )  # fmt: skip
+        with pytest.raises(NotImplementedError, match=r"blocks\.0\.attn attends by"):
+            other.enable_parallelism(config=ring_of(group), cp_plan={})
+        assert other._parallel_config is None
+
+        # What one rank refuses, its peers hear of.
+        if group.rank() == 0:
+            refused("is_causal=True", is_causal=True)
+        else:
+            with pytest.raises(RuntimeError, match=r"rank 0.*is_causal=True is not supported"):
+                dispatch_attention_fn(q, q, q, parallel_config=config)
+    finally:
+        integration.disable()
+
+
+@exhaustive
+def test_refusals(ranks: Ranks) -> None:
+    ranks.run(4, refuses)
+
+
+def refuses_another_diffusers(group: dist.ProcessGroup) -> None:
+    from diffusers.hooks import context_parallel as hooks
+
+    import symm_cp.integrations.diffusers as integration
+    from tests.integrations.diffusers.common import attention_dispatch
+
+    before = attention_dispatch._templated_context_parallel_attention
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(hooks.EquipartitionSharder, "unshard", lambda tensor, mesh: tensor)
+        with pytest.raises(NotImplementedError, match=r"takes \(tensor mesh\), must take"):
+            integration.enable()
+        patched.delattr(hooks.EquipartitionSharder, "unshard")
+        with pytest.raises(NotImplementedError, match=r"unshard of diffusers .* is missing"):
+            integration.enable()
+    assert attention_dispatch._templated_context_parallel_attention is before
+
+
+@exhaustive
+def test_another_diffusers(ranks: Ranks) -> None:
+    ranks.run(1, refuses_another_diffusers)
+
+
+def masks(group: dist.ProcessGroup, degrees: dict[str, Any]) -> None:
+    """Masks of heads, and such that are added, with gradients; fewer heads of keys; the lse."""
+    import diffusers
+    from torch.nn.functional import scaled_dot_product_attention as attention
+
+    import symm_cp.integrations.diffusers as integration
+    from tests.integrations.diffusers.common import CLIENTS, attention_dispatch, noise
+
+    rank, W = group.rank(), group.size()
+    integration.enable()
+    try:
+        model = CLIENTS["flux"].make()
+        model.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees))
+        attend = attention_dispatch._templated_context_parallel_attention
+        kernels = {
+            "forward_op": attention_dispatch._native_attention_forward_op,
+            "backward_op": None,
+            "_parallel_config": model._parallel_config,
+        }
+        for heads, kv_heads in ((4, 4), (8, 4)):
+            q, g = noise(2, 3 * W, heads, 8), noise(2, 3 * W, heads, 8)
+            k, v = noise(2, 2 * W, kv_heads, 8), noise(2, 2 * W, kv_heads, 8)
+            added = noise(1, kv_heads, 1, 2 * W)
+            of_heads = torch.rand(2, kv_heads, 1, 2 * W) < 0.7
+            of_heads[..., 0] = True
+            hidden = noise(2, 1, 1, 2 * W).masked_fill(~of_heads[:, :1], -torch.inf)
+            for mask in (added, of_heads, hidden):
+                learned = mask is added
+                whole = [t.clone().requires_grad_() for t in (q, k, v)]
+                parts = [t.chunk(W, 1)[rank].clone().requires_grad_() for t in (q, k, v)]
+                local = mask.chunk(W, -1)[rank].clone().requires_grad_(learned)
+                mask = mask.clone().requires_grad_(learned)
+                repeated = mask
+                if mask.shape[1] > 1:
+                    repeated = mask.repeat_interleave(heads // kv_heads, 1)
+                want = attention(
+                    *(t.transpose(1, 2) for t in whole), repeated, scale=0.5, enable_gqa=True
+                ).transpose(1, 2)
+                out, lse = attend(
+                    *parts, local, scale=0.5, enable_gqa=True, return_lse=True, **kernels
+                )
+                close = {"rtol": 1e-9, "atol": 1e-9}
+                torch.testing.assert_close(out, want.chunk(W, 1)[rank], **close)
+                assert lse.shape == out.shape[:3]
+                want.backward(g)
+                out.backward(g.chunk(W, 1)[rank])
+                for part, t in zip(parts, whole, strict=True):
+                    torch.testing.assert_close(part.grad, t.grad.chunk(W, 1)[rank], **close)
+                if learned:
+                    torch.testing.assert_close(local.grad, mask.grad.chunk(W, -1)[rank], **close)
+    finally:
+        integration.disable()
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    "degrees",
+    [{"ring_degree": 4}, {"ulysses_degree": 4}, {"ring_degree": 2, "ulysses_degree": 2}],
+)
+def test_masks(ranks: Ranks, degrees: dict[str, Any]) -> None:
+    ranks.run(4, masks, degrees)

@@ -42,3 +42,30 @@ def test_ring(ranks: Ranks, name: str, world_size: int) -> None:
 def test_ring_of_any_length(ranks: Ranks, name: str, world_size: int) -> None:
     degrees = {"ring_degree": world_size, "ring_anything": True}
     ranks.run(4, checks, (name,), degrees, lengths=(9, 15))
+
+
+DEGREES = {
+    "ulysses 2": {"ulysses_degree": 2},
+    "ulysses 4": {"ulysses_degree": 4},
+    "ring 2 and ulysses 2": {"ring_degree": 2, "ulysses_degree": 2},
+}
+
+
+@exhaustive
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("degrees", DEGREES)
+def test_ulysses(ranks: Ranks, name: str, degrees: str) -> None:
+    ranks.run(4, checks, (name,), DEGREES[degrees])
+
+
+@exhaustive
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ulysses_of_any_length(ranks: Ranks, name: str, world_size: int) -> None:
+    degrees = {"ulysses_degree": world_size, "ulysses_anything": True}
+    ranks.run(4, checks, (name,), degrees, lengths=(9, 15))
+
+
+@exhaustive
+def test_heads_that_ranks_do_not_divide(ranks: Ranks) -> None:
+    ranks.run(4, checks, ("flux of 3 heads",), DEGREES["ulysses 2"])

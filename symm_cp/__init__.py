@@ -27,6 +27,8 @@ from symm_cp.context_parallel import (
     heads_to_sequence,
     sequence_to_heads,
     shard_batch,
+    ulysses_output_projection,
+    ulysses_projection,
 )
 from symm_cp.devices import read_in_place, reserve
 from symm_cp.memory import get_workspace
@@ -83,6 +85,8 @@ __all__ = [
     "shard_batch",
     "tensor_parallel",
     "trace",
+    "ulysses_output_projection",
+    "ulysses_projection",
 ]
 
 if _TYPE_CHECKING:

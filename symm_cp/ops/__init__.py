@@ -8,6 +8,7 @@ from symm_cp.ops import (
     common,
     exchange_heads,
     halo,
+    head_projection,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -30,6 +31,7 @@ def register() -> None:
     scaled_all_reduce.register()
     collectives.register()
     exchange_heads.register()
+    head_projection.register()
     low_contention.register()
     attention.register()
     halo.register()

@@ -7,14 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-pytest.importorskip("accelerate")
-
-import accelerate
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
 from accelerate.utils import TorchContextParallelConfig

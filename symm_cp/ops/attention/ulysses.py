@@ -21,6 +21,8 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import runtime
 from symm_cp.devices import has_streams
@@ -198,6 +200,10 @@ class UlyssesCall:
         return Added(*(None if tensor is None else tensor[heads] for tensor in added))
 
     def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
+        if self.of_keys is not None:
+            # Errors count ranks within the column.
+            members = _resolve_process_group(self.group.name)  # type: ignore[arg-type]
+            op = f"{op} over ranks {dist.get_process_group_ranks(members)}"
         return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
 
     def _repeated(

@@ -84,6 +84,36 @@ def qwen_inputs_with_padding(text: int, image: int) -> Inputs:
     return qwen_inputs(text, image) | {"encoder_hidden_states_mask": mask}
 
 
+def flux2_inputs(text: int, image: int) -> Inputs:
+    inputs = flux_inputs(text, image)
+    del inputs["pooled_projections"]
+    ids = {
+        "img_ids": torch.arange(4.0 * image).view(1, image, 4) % 7,
+        "txt_ids": torch.arange(4.0 * text).view(1, text, 4) % 5,
+    }
+    return {**inputs, **{name: of.expand(SAMPLES, -1, -1) for name, of in ids.items()}}
+
+
+def minimax_inputs(text: int, image: int) -> Inputs:
+    """Text, video and sound in one sequence, in turns."""
+    sound, length = 4, text + image
+    kinds = torch.arange(length) * 7 % length  # a permutation: kinds and timesteps are mixed
+    tags = torch.where(kinds < text, 1, torch.where(kinds < text + sound, 2, 0))
+    indices = [torch.nonzero(tags == tag).flatten() for tag in range(3)]
+    return {
+        "hidden_states": noise(SAMPLES, image - sound, 16),
+        "audio_hidden_states": noise(SAMPLES, sound, 6),
+        "encoder_hidden_states": noise(SAMPLES, text, 24),
+        "timestep": times(),
+        "timestep_indices": torch.arange(length) % 2,
+        "token_tags": tags,
+        "position_ids": torch.arange(3 * length).view(length, 3) % 11,
+        "video_indices": indices[0],
+        "text_indices": indices[1],
+        "audio_indices": indices[2],
+    }
+
+
 def ltx_inputs(text: int, image: int) -> Inputs:
     mask = torch.ones(SAMPLES, text, dtype=torch.int64)
     mask[1, -2:] = 0
@@ -125,6 +155,31 @@ _FLUX = {
     "pooled_projection_dim": 20,
     "guidance_embeds": True,
     "axes_dims_rope": (2, 2, 4),
+}
+_FLUX2 = {
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 24,
+    "timestep_guidance_channels": 16,
+    "axes_dims_rope": (2, 2, 2, 2),
+}
+_MINIMAX = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "ffn_dim": 32,
+    "in_channels": 4,
+    "audio_in_channels": 6,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "time_embed_hidden_dim": 16,
+    "time_embed_dim": 8,
+    "rope_freq_dim": 2,
 }
 _WAN = {
     "num_attention_heads": 4,
@@ -168,6 +223,9 @@ CLIENTS = {
     ),
     "qwen": Client("QwenImageTransformer2DModel", _QWEN, qwen_inputs),
     "qwen with padding": Client("QwenImageTransformer2DModel", _QWEN, qwen_inputs_with_padding),
+    "flux2": Client("Flux2Transformer2DModel", _FLUX2, flux2_inputs),
+    "chronoedit": Client("ChronoEditTransformer3DModel", _WAN, wan_inputs),
+    "minimax": Client("MiniMaxH3Transformer3DModel", _MINIMAX, minimax_inputs),
     "ltx": Client("LTXVideoTransformer3DModel", _LTX, ltx_inputs),
 }
 
@@ -188,7 +246,8 @@ def run_model(model: nn.Module, inputs: Inputs) -> Result:
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point() and "id" not in name
     }
-    (out,) = model(**{**inputs, **leaves}, return_dict=False)
+    outs = model(**{**inputs, **leaves}, return_dict=False)
+    out = torch.cat([out.flatten(1) for out in outs], 1)
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin()
     (out * weights + out.square()).sum().backward()
     named = {**dict(model.named_parameters()), **leaves}

@@ -10,7 +10,10 @@ import torch.distributed as dist
 from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
-NAMES = ("flux", "wan", "wan by position", "wan from image", "qwen", "qwen with padding", "ltx")
+NAMES = (
+    *("flux", "flux2", "wan", "wan by position", "wan from image", "chronoedit"),
+    *("qwen", "qwen with padding", "ltx", "minimax"),
+)
 
 
 def checks(

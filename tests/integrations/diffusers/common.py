@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import torch.distributed as dist
 from diffusers.models import attention_dispatch as attention_dispatch
@@ -211,7 +212,23 @@ _LTX = {
     "caption_channels": 24,
 }
 
+_HELIOS = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "ffn_dim": 16,
+    "num_layers": 40,  # as its plan has it
+    "rope_dim": (4, 4, 4),
+    "guidance_cross_attn": False,
+    "zero_history_timestep": False,
+    "has_multi_term_memory_patch": False,
+}
+
 CLIENTS = {
+    "helios": Client("HeliosTransformer3DModel", _HELIOS, wan_inputs),
     "flux": Client("FluxTransformer2DModel", _FLUX),
     "flux of 3 heads": Client("FluxTransformer2DModel", {**_FLUX, "num_attention_heads": 3}),
     "wan": Client("WanTransformer3DModel", _WAN, wan_inputs),
@@ -238,6 +255,12 @@ class Result:
     grads: dict[str, torch.Tensor | None]
 
 
+def output_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """Returns all outputs of a model as one tensor."""
+    outs = model(**inputs, return_dict=False)
+    return torch.cat([out.flatten(1) for out in outs], 1)
+
+
 def run_model(model: nn.Module, inputs: Inputs) -> Result:
     """Runs forward and backward from one loss of the whole output."""
     # Leaves, so that their gradients are compared, too.
@@ -246,8 +269,7 @@ def run_model(model: nn.Module, inputs: Inputs) -> Result:
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point() and "id" not in name
     }
-    outs = model(**{**inputs, **leaves}, return_dict=False)
-    out = torch.cat([out.flatten(1) for out in outs], 1)
+    out = output_of(model, {**inputs, **leaves})
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin()
     (out * weights + out.square()).sum().backward()
     named = {**dict(model.named_parameters()), **leaves}
@@ -296,6 +318,24 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
             continue
         assert got is not None, f"{name} has no gradient"
         assert_near(f"gradient of {name}", got, want, tolerance, floor)
+
+
+def check_inference(
+    client: Client, degrees: Mapping[str, Any], *, lengths: tuple[int, int]
+) -> None:
+    """Compares the output only, of a client whose gradients are refused."""
+    torch.manual_seed(5)
+    inputs = client.inputs(*lengths)
+    symm_cp.integrations.diffusers.enable()
+    try:
+        with torch.no_grad():
+            expected = output_of(client.make(), inputs)
+            model = parallel(client, diffusers.ContextParallelConfig(**degrees))
+            assert_near("output", output_of(model, inputs), expected, client.tolerance)
+        with pytest.raises(NotImplementedError, match="gradients would be wrong"):
+            output_of(model, inputs)
+    finally:
+        symm_cp.integrations.diffusers.disable()
 
 
 def check_client(

@@ -304,12 +304,15 @@ def _calls(meter: _Meter) -> dict[str, float]:
     tiny, weight = torch.ones(8, 8), torch.ones(8, 8)
     full = torch.ones(8 * meter.ranks, 8)
     out = torch.empty(8, 8)
-    q = torch.ones(1, 1, 8, 8)
+    q, heads = torch.ones(1, 1, 8, 8), torch.ones(1, meter.ranks, 8, 8)
     ops, wait = torch.ops.symm_mem, torch.ops._c10d_functional.wait_tensor.default
     calls: dict[str, Callable[[], object]] = {
         "all_gather_matmul": lambda: symm_cp.all_gather_matmul(tiny, weight, group=group),
         "matmul_reduce_scatter": lambda: symm_cp.matmul_reduce_scatter(full, weight, group=group),
         "all_gather_attention": lambda: symm_cp.all_gather_attention(q, q, q, group=group),
+        "ulysses_attention": lambda: symm_cp.all_gather_attention(
+            heads, heads, heads, group=group, method="ulysses"
+        ),
         "reduce_scatter_out": lambda: ops.reduce_scatter_out.default(full, name, False, out),
         "all_gather": lambda: wait(ops._low_contention_all_gather.default(tiny, name)),
         "reduce_scatter": lambda: wait(

@@ -9,7 +9,12 @@ from symm_cp.context_parallel.context import (
     context_parallel_shard,
     context_parallel_unshard,
 )
-from symm_cp.context_parallel.heads import heads_to_sequence, sequence_to_heads
+from symm_cp.context_parallel.heads import (
+    heads_to_sequence,
+    sequence_to_heads,
+    ulysses_output_projection,
+    ulysses_projection,
+)
 from symm_cp.context_parallel.load_balancers import (
     HeadTail,
     LoadBalancer,
@@ -35,6 +40,8 @@ __all__ = [
     "heads_to_sequence",
     "sequence_to_heads",
     "shard_batch",
+    "ulysses_output_projection",
+    "ulysses_projection",
 ]
 
 

@@ -15,8 +15,10 @@ from symm_cp.context_parallel.layouts import cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.memory import GroupLike
+from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import tells_peers
+from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"
 
@@ -32,6 +34,19 @@ _WHOLE = (
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
 
 
+def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Returns the sum of all ranks' values, in the order of attention's calls.
+
+    A rank that attends more often than another, or refuses to, waits for that one here or there. An
+    all-reduce of the process group would know nothing of attention, and wait until its time-out.
+    """
+    ranks = encoded((sequential(group.size(), group.size()),))
+    by_rank = torch.ops.symm_mem._gather_sequence(
+        value.reshape(-1, 1), ranks, group.size(), group.group_name
+    )
+    return by_rank.sum(-1).view_as(value)
+
+
 class _GlobalMean(torch.autograd.Function):
     """Sums shares over ranks; each rank's gradient is that of its own share."""
 
@@ -42,8 +57,7 @@ class _GlobalMean(torch.autograd.Function):
         ctx.factor = share * gain
         # A rank without targets has a mean of 0 / 0.
         total = loss.detach() * share if share else torch.zeros_like(loss)
-        dist.all_reduce(total, group=group)
-        return total
+        return _sum_over_ranks(total, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]

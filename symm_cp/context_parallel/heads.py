@@ -111,6 +111,101 @@ def heads_to_sequence(
     return _exchange(False, x, group, load_balancer, heads)
 
 
+@overload
+def ulysses_projection(
+    x: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    features: int,
+    group: GroupLike,
+    biases: torch.Tensor | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | None = None,
+) -> torch.Tensor: ...
+@overload
+def ulysses_projection(
+    x: torch.Tensor,
+    weights: Tensors,
+    *,
+    features: int,
+    group: GroupLike,
+    biases: Tensors | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Sequence[Heads] | None = None,
+) -> tuple[torch.Tensor, ...]: ...
+def ulysses_projection(
+    x: torch.Tensor,
+    weights: torch.Tensor | Tensors,
+    *,
+    features: int,
+    group: GroupLike,
+    biases: torch.Tensor | Tensors | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | Sequence[Heads] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    """Projects a sequence to heads, and gives each rank its heads as soon as they are multiplied.
+
+    Same result as, for each weight::
+
+        projected = (x @ weight + bias).unflatten(2, (-1, features)).transpose(1, 2)
+        sequence_to_heads(projected, group=group, load_balancer=load_balancer, heads=heads)
+
+    Args:
+        x: (B, s, D), this rank's part of a sequence.
+        weights: a (D, H * E) matrix (that of a `Linear` transposed) or several, as those of
+            queries, keys and values.
+        features: E, those of a head.
+        biases: (H * E,) of each matrix.
+        group, load_balancer, heads: as for `sequence_to_heads`.
+
+    Returns a contiguous tensor of shape (B, h, S, E) for each matrix. Differentiable, any number of
+    times; the gradient of a bias or a weight is this rank's part, to be summed over ranks. Autocast
+    as for matmuls. Errors as for `sequence_to_heads`. Source: DeepSpeed-Ulysses (Jacobs et al.,
+    2023), torch's `_pipelined_produce_and_all2all`.
+    """
+    name = group_name(group)
+    one = isinstance(weights, torch.Tensor)
+    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
+    added: Any = [] if biases is None else [biases] if one else list(biases)
+    by_tensor: Any = [heads] if one and heads is not None else heads
+    options = telling_peers(name, _options, name, len(matrices), load_balancer, by_tensor)
+    results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
+    return results[0] if one else tuple(results)
+
+
+def ulysses_output_projection(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    group: GroupLike,
+    bias: torch.Tensor | None = None,
+    load_balancer: LoadBalancer | None = None,
+    heads: Heads | None = None,
+) -> torch.Tensor:
+    """Projects the heads of all ranks, each as soon as it has arrived.
+
+    Same result as::
+
+        local = heads_to_sequence(x, group=group, load_balancer=load_balancer, heads=heads)
+        local.transpose(1, 2).flatten(2) @ weight + bias
+
+    Args:
+        x: (B, h, S, E), this rank's heads of the whole sequence in sequence order.
+        weight: (H * E, D), that of a `Linear` transposed.
+        bias: (D,).
+        group, load_balancer, heads: as for `heads_to_sequence`.
+
+    Returns (B, s, D). Products of heads are added in float32 for 16-bit types. Differentiable, any
+    number of times; the gradient of the weight is this rank's part, to be summed over ranks.
+    Autocast as for matmuls. Errors and source as for `ulysses_projection`.
+    """
+    name = group_name(group)
+    by_tensor = None if heads is None else [heads]
+    options = telling_peers(name, _options, name, 1, load_balancer, by_tensor)
+    out, _ = torch.ops.symm_mem.project_from_heads([x], [weight], name, *options)
+    return out if bias is None else out + bias
+
+
 def _exchange(
     to_heads: bool,
     x: torch.Tensor | Tensors,

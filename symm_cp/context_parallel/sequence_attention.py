@@ -194,7 +194,7 @@ def _in_graph(
     # Imported here because it loads Dynamo.
     from symm_cp.context_parallel.flex_trace import flex_in_graph
 
-    options, score_mod, sinks = _by_functions(options)
+    options, score_mod, sinks = _by_functions(options, region.whole_length(query.shape[2]))
     mask_mod = mask.as_mask_mod()
     out, lse = flex_in_graph(
         region, query, key, value, score_mod, mask_mod=mask_mod, return_lse=True, **options
@@ -211,7 +211,7 @@ def _by_torch(
     options: dict[str, Any],
 ) -> torch.Tensor:
     """Attends with a mask that is a function of positions, to gathered keys by torch's kernels."""
-    options, score_mod, sinks = _by_functions(options)
+    options, score_mod, sinks = _by_functions(options, region.whole_length(query.shape[2]))
     queries, keys = flex.spread(region, query, key)
     lengths = (queries.seq_length, keys.seq_length)
     blocks = _blocks_of.get(mask)
@@ -237,22 +237,33 @@ _blocks_of: weakref.WeakKeyDictionary[SequenceMask, BlockMask] = weakref.WeakKey
 
 
 def _by_functions(
-    options: dict[str, Any],
+    options: dict[str, Any], queries: int
 ) -> tuple[dict[str, Any], Callable[..., torch.Tensor] | None, torch.Tensor | None]:
-    """Returns options for `flex_attention`, with a soft cap as `score_mod`, and the sinks."""
-    for name in ("bias", "dropout_p"):
-        if options[name]:
-            raise NotImplementedError(
-                f"{_OP}: {name} is not supported with a mask that only a function describes, in "
-                "compiled code and on GPUs"
-            )
-    softcap = options["softcap"]
+    """Returns options for `flex_attention`, with soft cap and bias as `score_mod`, and the sinks.
 
-    def capped(score: torch.Tensor, *indices: torch.Tensor) -> torch.Tensor:
+    `queries` is how many there are in the whole sequence.
+    """
+    if options["dropout_p"]:
+        raise NotImplementedError(
+            f"{_OP}: dropout_p is not supported with a mask that only a function describes, in "
+            "compiled code and on GPUs"
+        )
+    softcap, bias = options["softcap"], options["bias"]
+    zero = queries - 1
+
+    def capped(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
         return softcap * torch.tanh(score / softcap)
 
+    def biased(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        return score + bias[h, kv - q + zero]
+
+    def both(score: torch.Tensor, b: Any, h: Any, q: Any, kv: Any) -> torch.Tensor:
+        return softcap * torch.tanh(score / softcap) + bias[h, kv - q + zero]
+
+    by_bias = None if bias is None else biased
+    by_both = capped if bias is None else both
     rest = {"scale": options["scale"], "enable_gqa": options["enable_gqa"]}
-    return rest, None if softcap is None else capped, options["sinks"]
+    return rest, by_bias if softcap is None else by_both, options["sinks"]
 
 
 def _with_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:

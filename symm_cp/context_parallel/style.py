@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
@@ -20,6 +21,7 @@ from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sdpa import SDPA
+from symm_cp.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike
 
 
@@ -68,14 +70,20 @@ class ContextParallel(ParallelStyle):
         self.method = method
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        module.forward = self.around(module, module.forward, device_mesh)  # type: ignore[method-assign]
+        return module
+
+    def around(
+        self, module: nn.Module, forward: Callable[..., Any], group: GroupLike
+    ) -> Callable[..., Any]:
+        """Returns a forward pass of a module in which attention runs over a group."""
         region = region_over(
-            device_mesh,
+            group,
             self.load_balancer,
             self.attention_type.value,
             method=self.method,
             op="ContextParallel",
         )
-        forward = module.forward
         plain = self.attention_type is self.AttentionType.SDPA
         if not plain:
             # For the module's lifetime: code that Dynamo traces cannot do it.
@@ -111,5 +119,4 @@ class ContextParallel(ParallelStyle):
             watch.check_fused("raise", "ContextParallel")
             return result
 
-        module.forward = parallel  # type: ignore[method-assign]
-        return module
+        return parallel

@@ -6,8 +6,10 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    delta_rule,
     exchange_heads,
     halo,
+    head_projection,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -30,10 +32,12 @@ def register() -> None:
     scaled_all_reduce.register()
     collectives.register()
     exchange_heads.register()
+    head_projection.register()
     low_contention.register()
     attention.register()
     halo.register()
     scan.register()
+    delta_rule.register()
     transforms.register()
 
 

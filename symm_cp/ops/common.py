@@ -24,6 +24,7 @@ from symm_cp.ops.compiled import called_in_order
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
 from symm_cp.shards import Split
+from symm_cp.stores import StoreLostError
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.
 END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -80,7 +81,7 @@ def tells_peers(
         except END_OF_RECOMPUTATION:  # nothing failed
             raise
         except Exception as error:
-            if op and isinstance(error, PeerLostError):
+            if op and isinstance(error, (PeerLostError, StoreLostError)):
                 error.args = (f"{op}: {error}",)
             with contextlib.suppress(Exception):  # no group, nobody to tell
                 refuse(signature.bind(*args, **kwargs).arguments[group], channel, error)

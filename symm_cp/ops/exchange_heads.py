@@ -144,7 +144,7 @@ def _layout_of(
     return layout
 
 
-def _checked(
+def checked_exchange(
     tensors: Sequence[torch.Tensor],
     to_heads: bool,
     group: Group,
@@ -152,6 +152,7 @@ def _checked(
     chunk_order: Sequence[int] | None,
     chunk_lengths: Sequence[int] | None,
 ) -> HeadExchange:
+    """Returns the exchange of an op's arguments; raises `ValueError` or `TypeError`."""
     _check_tensors(tensors)
     rank, world_size = group.rank, group.world_size
     ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
@@ -176,7 +177,7 @@ def _kernel(
     rank: int | None = None,
 ) -> list[torch.Tensor]:
     group = group_of(group_name, rank)
-    exchange = _checked(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
+    exchange = checked_exchange(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
     return run_exchange(group, exchange, tensors)
 
 
@@ -194,29 +195,30 @@ def run_exchange(
     """
     dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
     outputs = exchange.new_outputs(dense) if outputs is None else outputs
-    name = name or _call_name(exchange.to_heads, exchange.parts)
+    name = name or exchange_name(exchange.to_heads, exchange.parts)
     runtime.of(dense[0], group).exchange(group, exchange, dense, outputs, name)
     return exchange.summed(outputs)
 
 
 @lru_cache(maxsize=512)
-def _call_name(to_heads: bool, parts: tuple[HeadPart, ...]) -> bytes:
-    """The same on all ranks; of what is long a checksum."""
+def exchange_name(to_heads: bool, parts: tuple[HeadPart, ...], op: str = OP) -> bytes:
+    """Names a call, the same on all ranks; of what is long a checksum."""
     checksum = zlib.crc32(repr(parts).encode())
     shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in parts)
-    name = f"{OP} {'to heads' if to_heads else 'to sequence'} #{checksum:08x} {shapes}"
+    name = f"{op} {'to heads' if to_heads else 'to sequence'} #{checksum:08x} {shapes}"
     return name.encode()[: wire.MAX_CALL_NAME]
 
 
-def _fake(
-    tensors: list[torch.Tensor],
+def exchange_fake(
+    tensors: Sequence[torch.Tensor],
     to_heads: bool,
     group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
+    head_ranges: Sequence[int] | None = None,
+    chunk_order: Sequence[int] | None = None,
+    chunk_lengths: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> list[torch.Tensor]:
+    """Shapes, strides and dtypes of what the op returns."""
     world_size, held = world_size_of(group_name), rank or 0
     _check_tensors(tensors)
     ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
@@ -254,5 +256,5 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 def register() -> None:
     """Adds the kernels, the fake kernel and the gradient."""
     register_kernel(OP, _kernel)
-    lib.impl(OP, _fake, "Meta")
+    lib.impl(OP, exchange_fake, "Meta")
     register_gradient(OP, _backward, _setup)

@@ -120,7 +120,7 @@ class HeadExchange:
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """How many bytes each rank (first index) gives to each (second index)."""
         ranks = range(self.world_size)
-        return tuple(tuple(self._offsets(source, to)[-1] for to in ranks) for source in ranks)
+        return tuple(tuple(self.offsets(source, to)[-1] for to in ranks) for source in ranks)
 
     def _message(self, source: int, to: int) -> list[Shape]:
         """The shapes of what a rank gives to another: (B, h, s, E) of each tensor."""
@@ -130,14 +130,15 @@ class HeadExchange:
             for part in self.parts
         ]
 
-    def _offsets(self, source: int, to: int) -> tuple[int, ...]:
+    def offsets(self, source: int, to: int) -> tuple[int, ...]:
+        """Where the tensors begin in what a rank gives to another; last, its bytes."""
         shapes = self._message(source, to)
         parts = zip(shapes, self.parts, strict=True)
         return part_offsets([math.prod(shape) * part.dtype.itemsize for shape, part in parts])
 
     def _tensors(self, memory: torch.Tensor, source: int, to: int) -> list[torch.Tensor]:
         """Returns the parts of a message."""
-        view_at, offsets, shapes = viewing(memory), self._offsets(source, to), []
+        view_at, offsets, shapes = viewing(memory), self.offsets(source, to), []
         for shape, part, begin in zip(self._message(source, to), self.parts, offsets, strict=False):
             shapes.append(view_at(begin, shape, part.dtype))
         return shapes

@@ -187,6 +187,8 @@ def register() -> None:
         "_add_halo",
         "scan_states",
         "exchange_heads",
+        "project_to_heads",
+        "project_from_heads",
         "_fused_matmuls_reduce_scatter",
         "_fused_matmuls_all_reduce",
         "_fused_all_gather_weight_grad",

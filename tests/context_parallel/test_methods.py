@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
@@ -107,6 +108,74 @@ def test_methods_of_two_dimensions(
     ranks: Ranks, shape: tuple[int, int], method: tuple[str, str]
 ) -> None:
     ranks.run(4, trains_on_a_mesh, shape, method)
+
+
+def by_flex(
+    group: dist.ProcessGroup,
+    method: Any,
+    shape: tuple[int, int] | None,
+    *,
+    compiles: bool = False,
+) -> None:
+    """A mask and scores by head and position, with a captured tensor that wants a gradient."""
+    W, length = group.size(), 8 * group.size()
+    mesh = mesh_of(group) if shape is None else mesh_2d(shape)
+    given, slopes = whole(13, length, kv_heads=2), torch.rand(4, dtype=torch.float64)
+    group_slopes = slopes.clone().requires_grad_()
+    all_slopes = slopes.clone().requires_grad_()
+    block_mask = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (q - k <= 3 + 5 * h), None, 4, length, length, "cpu", 4
+    )
+    rows = symm_cp.HeadTail(length, W).positions(group.rank())
+    shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
+
+    def attend(*tensors: torch.Tensor) -> Any:
+        return flex_attention(
+            *tensors,
+            score_mod=lambda score, b, h, q, k: score + group_slopes[h] * (k - q),
+            block_mask=block_mask,
+            enable_gqa=True,
+        )
+
+    if compiles:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with symm_cp.context_parallel(mesh, method=method), exchanges() as made:
+        out = attend(*shards)
+        *grads, of_slopes = torch.autograd.grad(out, [*shards, group_slopes], given[3][:, :, rows])
+    assert made == ["forward", "backward"]
+    dist.all_reduce(of_slopes, group=group)
+    q, k, v = (t.clone().requires_grad_() for t in given[:3])
+    distance = torch.arange(length) - torch.arange(length)[:, None]
+    visible = (distance <= 0) & (-distance <= 3 + 5 * torch.arange(4)[:, None, None])
+    bias = (all_slopes[:, None, None] * distance).masked_fill(~visible, -torch.inf)
+    expected = F.scaled_dot_product_attention(q, k, v, bias[None], enable_gqa=True)
+    *wanted, of_all = torch.autograd.grad(expected, (q, k, v, all_slopes), given[3])
+    assert_all_close([out, *grads], [t[:, :, rows] for t in (expected, *wanted)])
+    torch.testing.assert_close(of_slopes, of_all, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"),
+    some(
+        (2, "ulysses", None),
+        of=[(2, "ulysses", None), (4, "ulysses", None), (4, MIXED, (2, 2))],
+    ),
+)
+def test_flex_attention_by_methods(
+    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
+    ranks.run(world_size, by_flex, method, shape)
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"), [(2, "ulysses", None), (4, MIXED, (2, 2))]
+)
+def test_compiled_flex_attention_by_methods(
+    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
+    ranks.run(world_size, by_flex, method, shape, compiles=True)
 
 
 def holds_what_the_balancer_says(group: dist.ProcessGroup) -> None:
@@ -263,8 +332,10 @@ def refuses(group: dist.ProcessGroup) -> None:
         with pytest.raises(ValueError, match=f"all_gather_attention: .*{as_group}"):
             symm_cp.all_gather_attention(q, q, q, group=given, method=method)
     heads = "query has 3 heads for 4 ranks: method 'ulysses' requires"
-    with symm_cp.context_parallel(mesh, method="ulysses"), pytest.raises(ValueError, match=heads):
-        F.scaled_dot_product_attention(q, q, q)
+    for attend in (F.scaled_dot_product_attention, flex_attention):
+        region = symm_cp.context_parallel(mesh, method="ulysses")
+        with region, pytest.raises(ValueError, match=heads):
+            attend(q, q, q)
     # What was refused leaves the group as it was.
     trains(mesh, "ulysses", None, is_causal=True)
 

@@ -12,12 +12,13 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.context_parallel import flex
+from symm_cp.context_parallel.flex_hook import current_region
 from symm_cp.context_parallel.region import ParallelRegion, region_over
 from symm_cp.context_parallel.sequence_attention import attend_sequence
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.ops.attention.flex.mask import evaluate
 from tests.context_parallel.common import CLOSE, mesh_of, whole
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 
 HEADS, BATCH = 4, 2
@@ -53,6 +54,7 @@ def dense(
     *,
     softcap: float | None,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     q, k, v = tensors
     lengths = (torch.arange(q.shape[2]), torch.arange(k.shape[2]))
@@ -61,6 +63,8 @@ def dense(
     scores = q @ k.mT * q.shape[-1] ** -0.5
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + bias[:, lengths[1] - lengths[0][:, None] + q.shape[2] - 1]
     scores = scores.masked_fill(~visible, -torch.inf)
     lse = scores.logsumexp(-1)
     if sinks is not None:
@@ -140,7 +144,8 @@ def by_torch(group: dist.ProcessGroup, seed: int) -> None:
     ):
         for mask in masks(length)[-2:]:
             parts = [t[:, :, rows] for t in given[:3]]
-            features: dict[str, Any] = {"softcap": 2.0, "sinks": sinks}
+            bias = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64)
+            features: dict[str, Any] = {"softcap": 2.0, "sinks": sinks, "bias": bias}
             got = attend_sequence(region, *parts, mask, enable_gqa=True, **features)
             torch.testing.assert_close(got, dense(given[:3], mask, **features)[:, :, rows], **CLOSE)
             with pytest.raises(NotImplementedError, match="dropout_p is not supported"):
@@ -151,6 +156,44 @@ def by_torch(group: dist.ProcessGroup, seed: int) -> None:
 def test_functions_of_positions_by_torchs_kernels(ranks: Ranks) -> None:
     """As on CUDA: over gathered keys."""
     ranks.run(2, by_torch, int(torch.randint(1 << 30, ())))
+
+
+def compiled(group: dist.ProcessGroup, seed: int, softcap: float | None) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(seed)
+    length = 24
+    given = whole(seed, length, heads=HEADS, kv_heads=2)
+    balancer = symm_cp.HeadTail(length, group.size())
+    rows = balancer.positions(group.rank())
+    bias = torch.randn(HEADS, 2 * length - 1, dtype=torch.float64)
+    parts = [*(t[:, :, rows].clone() for t in given[:3]), bias.clone()]
+    tensors = [*given[:3], bias]
+    for leaf in (*parts, *tensors):
+        leaf.requires_grad_()
+    mask = SequenceMask(mask_mod=by_head)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        within = current_region()
+        assert within is not None
+        return attend_sequence(within[0], q, k, v, mask, enable_gqa=True, softcap=softcap, bias=b)
+
+    with symm_cp.context_parallel(mesh_of(group), load_balancer=balancer):
+        got = attend(*parts)
+        grads = torch.autograd.grad(got, parts, given[3][:, :, rows])
+    want = dense(tensors[:3], mask, softcap=softcap, sinks=None, bias=bias)
+    expected = torch.autograd.grad(want, tensors, given[3])
+    for actual, right in zip((got, *grads[:3]), (want, *expected[:3]), strict=True):
+        torch.testing.assert_close(actual, right[:, :, rows], **CLOSE)
+    total = grads[3].clone()
+    dist.all_reduce(total, group=group)
+    torch.testing.assert_close(total, expected[3], **CLOSE)
+
+
+@exhaustive
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_bias_with_functions_of_positions_in_graphs(ranks: Ranks, softcap: float | None) -> None:
+    ranks.run(2, compiled, int(torch.randint(1 << 30, ())), softcap)
 
 
 def dropped(group: dist.ProcessGroup, seed: int) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 import symm_cp
 from symm_cp import tuning
@@ -61,6 +62,29 @@ def attention_ring(group: dist.ProcessGroup) -> Results:
         return attention_backward(group)
     finally:
         symm_cp.set_rotate_method("allgather")
+
+
+def ulysses(group: dist.ProcessGroup) -> Results:
+    """Attention by heads, forward and backward."""
+    leaves = [torch.randn(1, 5, 6, 8, requires_grad=True) for _ in range(3)]
+    out = symm_cp.all_gather_attention(*leaves, group=group, is_causal=True, method="ulysses")
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+
+_meshes: dict[dist.ProcessGroup, DeviceMesh] = {}
+
+
+def ulysses_on_a_mesh(group: dist.ProcessGroup) -> Results:
+    """By heads along the last dimension of a mesh, whose first gathers keys."""
+    W = group.size()
+    if group not in _meshes:
+        ranks = torch.tensor(dist.get_process_group_ranks(group)).view(-1, 2 if W % 2 == 0 else W)
+        _meshes[group] = DeviceMesh("cpu", ranks, mesh_dim_names=("keys", "heads"))
+    leaves = [torch.randn(1, 3, 6, 8, requires_grad=True) for _ in range(3)]
+    out = symm_cp.all_gather_attention(
+        *leaves, group=_meshes[group], method=("allgather", "ulysses")
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
 
 def low_contention(group: dist.ProcessGroup) -> Results:
@@ -153,8 +177,8 @@ ALL: dict[str, Callable[[dist.ProcessGroup], Results]] = {
     run.__name__: run
     for run in (
         gather_matmul, gather_matmul_whole, matmul_scatter, matmul_all_reduce, matmuls_all_reduce,
-        attention, attention_backward, attention_ring, low_contention, one_shot, two_shot,
-        scatter_out, two_shot_in_place, gather_in_place, backend, backend_async,
+        attention, attention_backward, attention_ring, ulysses, ulysses_on_a_mesh, low_contention,
+        one_shot, two_shot, scatter_out, two_shot_in_place, gather_in_place, backend, backend_async,
     )
 }  # fmt: skip
 

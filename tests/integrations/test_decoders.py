@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -184,21 +185,33 @@ def test_inference_then_training(ranks: Ranks) -> None:
     ranks.run(2, evaluates, CLIENTS["gpt-oss"])
 
 
-def dropping(model: nn.Module, *, recompute: bool = False) -> None:
+def dropping(
+    model: nn.Module,
+    *,
+    recompute: bool = False,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> None:
+    prepare(model)
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     torch.manual_seed(7)
 
 
-def drops(group: dist.ProcessGroup, layout: str, seed: int, recompute: bool) -> Result:
+def drops(
+    group: dist.ProcessGroup,
+    layout: str,
+    seed: int,
+    recompute: bool,
+    prepare: Callable[[nn.Module], None] = lambda model: None,
+) -> Result:
     """A GPT-2 with dropout in attention only: elsewhere masks fall by place in a shard."""
     client = Client("GPT2", NO_OTHER_DROPOUT | {"attn_pdrop": 0.3}, head="LMHeadModel")
     torch.manual_seed(seed)
     batch = batch_of("padded left")
     balancer = BALANCERS[layout](LENGTH, group.size())
-    prepare = functools.partial(dropping, recompute=recompute)
-    return under_context_parallel(group, client, batch, balancer=balancer, prepare=prepare)
+    before = functools.partial(dropping, recompute=recompute, prepare=prepare)
+    return under_context_parallel(group, client, batch, balancer=balancer, prepare=before)
 
 
 NO_OTHER_DROPOUT = {"n_inner": 48, "resid_pdrop": 0.0, "embd_pdrop": 0.0}

@@ -103,6 +103,11 @@ def other_load_balancer(model: nn.Module, local: Batch) -> None:
     model.other_arguments = {"load_balancer": symm_cp.Sequential(LENGTH, 2)}
 
 
+def fewer_layers(model: nn.Module, local: Batch) -> None:
+    """It comes to the loss while others attend."""
+    model.model.layers = model.model.layers[:1]
+
+
 def raising(model: nn.Module, local: Batch) -> None:
     def fail(*_: Any) -> None:
         raise Trouble("in the middle of a layer")
@@ -136,6 +141,7 @@ SEVERAL: dict[str, tuple[Change, str]] = {
     "implementation": (other_implementation, "rank|context_parallel"),
     "shorter": (shorter, "rank"),
     "load balancer": (other_load_balancer, "layout"),
+    "layers": (fewer_layers, "ranks disagree: rank"),
     "raises": (raising, "in the middle of a layer"),
     "raises in backward": (raising_in_backward, "in the backward pass"),
     "interrupted": (interrupted, "stopped by hand"),
@@ -155,7 +161,13 @@ def test_a_rank_that_raises(ranks: Ranks) -> None:
     ranks.run(2, all_differ, ["raises", "raises in backward"])
 
 
+def test_a_rank_with_fewer_layers(ranks: Ranks) -> None:
+    ranks.run(2, all_differ, ["layers"])
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in SEVERAL if not name.startswith("raises")])
+@pytest.mark.parametrize(
+    "name", [name for name in SEVERAL if not name.startswith(("raises", "layers"))]
+)
 def test_ranks_that_differ(ranks: Ranks, name: str) -> None:
     ranks.run(2, all_differ, [name])

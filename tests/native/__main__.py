@@ -68,6 +68,10 @@ def _run(
     )
 
 
+def _say(sanitizer: str, text: str) -> None:
+    print(f"-fsanitize={sanitizer}: {text}", flush=True)
+
+
 def _expect(done: subprocess.CompletedProcess[str], holds: bool) -> None:
     if not holds:
         sys.exit(f"{shlex.join(map(str, done.args))}: exit status {done.returncode}\n{done.stdout}")
@@ -116,7 +120,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
         done = _run([*program, *arguments])
         _expect(done, "ThreadSanitizer: data race" in done.stdout)
 
-    print(f"  ranks as threads: {CALLS} calls each, seed {seed}", flush=True)
+    _say(sanitizer, f"ranks as threads: {CALLS} calls each, seed {seed}")
     for world_size in (1, 2, 3, 4):
         calls, loops = folder / f"calls {world_size}", folder / f"loops {world_size}"
         calls.write_bytes(plans.write(world_size, CALLS, random.Random(seed + world_size)))
@@ -135,7 +139,7 @@ def run_ranks(compiler: list[str], sanitizer: str, prefix: list[str], folder: Pa
 
 def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: Path) -> None:
     """The library's own tests, in Python."""
-    print(f"  the library: {' '.join(TESTS)}", flush=True)
+    _say(sanitizer, f"the library: {' '.join(TESTS)}")
     environment = {
         "CXX": shlex.join([*compiler, f"-fsanitize={sanitizer}", "-g1"]),
         "SYMM_CP_BUILD_DIR": str(folder),
@@ -157,24 +161,30 @@ def run_library(compiler: list[str], sanitizer: str, prefix: list[str], folder: 
     _expect(done, done.returncode == 0 and not list(folder.glob("log*")))
 
 
+def _check(compiler: list[str], sanitizer: str, prefix: list[str]) -> None:
+    """Runs everything with one sanitizer."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if reason := why_not(compiler, sanitizer, prefix, folder):
+            _say(sanitizer, f"it cannot be used here: {reason}")
+            return
+        run_ranks(compiler, sanitizer, prefix, folder)
+        run_library(compiler, sanitizer, prefix, folder)
+    _say(sanitizer, f"nothing found, {time.monotonic() - start:.0f} s")
+
+
 def main() -> None:
-    """Runs everything with each sanitizer."""
+    """Runs everything with each sanitizer, one beside the other: both wait a lot."""
     compiler = shlex.split(native.find_compiler())
     # ThreadSanitizer needs addresses where it expects them.
     prefix = ["setarch", "-R"]
     if shutil.which("setarch") is None or _run([*prefix, "true"]).returncode != 0:
         prefix = []
-    for sanitizer in SANITIZERS:
-        start = time.monotonic()
-        print(f"-fsanitize={sanitizer}", flush=True)
-        with tempfile.TemporaryDirectory() as name:
-            folder = Path(name)
-            if reason := why_not(compiler, sanitizer, prefix, folder):
-                print(f"  it cannot be used here: {reason}")
-                continue
-            run_ranks(compiler, sanitizer, prefix, folder)
-            run_library(compiler, sanitizer, prefix, folder)
-        print(f"  nothing found, {time.monotonic() - start:.0f} s", flush=True)
+    with ThreadPoolExecutor() as pool:
+        checks = [pool.submit(_check, compiler, sanitizer, prefix) for sanitizer in SANITIZERS]
+        for check in checks:
+            check.result()
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from symm_cp.schedule.layout import head_tail_order
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 
 OPS = torch.ops.symm_mem
@@ -71,6 +72,51 @@ def passes_opcheck(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(1, of=[1, 2]))
 def test_opcheck(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, passes_opcheck)
+
+
+def options_of(length: int, world_size: int) -> list[dict[str, Any]]:
+    """Options whose sizes and numbers follow from how many positions each rank holds."""
+    whole, positions = length * world_size, torch.arange(length * world_size)
+    return [
+        {"window_left": 3, "window_right": 1, "chunk_lengths": [length] * world_size},
+        {"document_edges": [0, length // 2, whole]},
+        {
+            "softcap": 1.5,
+            "bias": torch.ones(4, 2 * whole - 1).cumsum(1) / whole,
+            "dropout_p": 0.2,
+            "dropout_seed": torch.tensor([7]),
+            "query_chunk_lengths": [length] * world_size,
+        },
+        {"document_ids": positions.view(1, -1) // 3, "key_mask": positions.expand(2, -1) % 5 > 0},
+    ]
+
+
+def serves_all_lengths(group: dist.ProcessGroup, number: int) -> None:
+    """One graph for other lengths, of which options are made in the graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    name, size = group.group_name, group.size()
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        chosen = options_of(q.shape[2], size)[number]
+        return OPS.fused_all_gather_attention(q, k, v, name, **chosen)[0]
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend="aot_eager")
+    for length in (8, 12, 20):
+        given = [torch.randn(2, 4, length, 6, requires_grad=True) for _ in range(3)]
+        results = []
+        for call in (attend, compiled):
+            out = call(*given)
+            results.append((out, *torch.autograd.grad(out, given, torch.ones_like(out))))
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected)
+    assert counters["stats"]["unique_graphs"] == 1, dict(counters["stats"])
+
+
+@exhaustive
+@pytest.mark.parametrize("number", range(len(options_of(8, 2))))
+def test_dynamic_shapes(ranks: Ranks, number: int) -> None:
+    ranks.run(2, serves_all_lengths, number)
 
 
 def described(tensors: Any) -> list[tuple[Any, ...]]:

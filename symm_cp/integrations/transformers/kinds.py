@@ -34,8 +34,8 @@ _NEEDED = (
 def _unknown(what: str) -> ImportError:
     return ImportError(
         f"symm_cp.integrations.transformers: transformers {transformers.__version__} {what}, so "
-        "its masks could be misunderstood: use transformers 5.23, or context_parallel without "
-        "model="
+        "its masks could be misunderstood: use transformers 5.23 or later, or context_parallel "
+        "without model="
     )
 
 

@@ -1,0 +1,342 @@
+"""torchtitan's context parallelism on symm_cp: functions with the names and arguments of its own.
+
+torchtitan is not imported. Its inner attentions are recognised by the names of their classes
+(`FlexAttention`, `ScaledDotProductAttention`, `VarlenAttention`, and those of newer releases, which
+end in `InnerAttention`). They take queries, keys and values as (batch, sequence, heads, features),
+or as (tokens, heads, features).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.nn.attention.flex_attention import BlockMask
+
+from symm_cp.context_parallel import (
+    ContextParallel,
+    HeadTail,
+    LoadBalancer,
+    ProcessingTimeRoundRobin,
+    Sequential,
+    all_gather_attention,
+    context_parallel_shard,
+)
+from symm_cp.context_parallel.layouts import last_cut
+from symm_cp.context_parallel.lengths import Balancers
+from symm_cp.context_parallel.region import ParallelRegion, region_over
+from symm_cp.memory import GroupLike
+from symm_cp.ops.attention.methods import MethodLike, split_by
+
+__all__ = [
+    "OverSequence",
+    "apply_cp_to_forward",
+    "cp_shard",
+    "last_layout",
+    "prepare_context_parallel_input",
+]
+
+_OP = "symm_cp.integrations.torchtitan"
+Masks = Any  # a BlockMask, offsets of documents (VarlenMetadata), or several by name
+
+
+def _process_group(group: GroupLike, method: MethodLike | None) -> dist.ProcessGroup:
+    return _resolve_process_group(split_by(_OP, group, method)[0])  # type: ignore[arg-type]
+
+
+# --- batches ---
+
+
+def prepare_context_parallel_input(
+    inputs: torch.Tensor,
+    labels: torch.Tensor,
+    extra_kwargs: dict[str, Any],
+    cp_mesh: GroupLike,
+    device: torch.device | None = None,
+    load_balancer_type: str | LoadBalancer | None = "headtail",
+    ptrr_mask_key: str | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+    """Cuts inputs, labels, positions and block masks of a batch to this rank's part.
+
+    Same result as torchtitan's function of this name, for which it may be imported instead; for the
+    arguments see `cp_shard`. `labels` are those of the positions, as torchtitan's data loaders make
+    them: already shifted. `extra_kwargs` must have "positions".
+    """
+    tensors = (inputs, labels, extra_kwargs["positions"])
+    masks = extra_kwargs.get("attention_masks")
+    (inputs, labels, positions), masks = cp_shard(
+        cp_mesh, tensors, masks, load_balancer_type, ptrr_mask_key=ptrr_mask_key
+    )
+    extra_kwargs["positions"] = positions
+    if masks is not None:
+        extra_kwargs["attention_masks"] = masks
+    return inputs, labels, extra_kwargs
+
+
+def cp_shard(
+    cp_mesh: GroupLike,
+    inputs: tuple[torch.Tensor, ...],
+    attention_masks: Masks,
+    load_balancer_type: str | LoadBalancer | None = "headtail",
+    input_seq_dim: int = 1,
+    ptrr_mask_key: str | None = None,
+) -> tuple[tuple[torch.Tensor, ...], Masks]:
+    """Cuts tensors and block masks to this rank's part of the sequence.
+
+    Args:
+        cp_mesh: the ranks that share a sequence.
+        inputs: tensors of the whole sequence, or of several lengths (images and texts).
+        attention_masks: None, a `BlockMask` or several by name, which are cut; offsets of documents
+            (`VarlenMetadata`) stay those of the whole sequence.
+        load_balancer_type: "headtail", "ptrr" (dealt by the work of a `BlockMask`), None
+            (sequential), or a load balancer of symm_cp.
+        input_seq_dim: the sequence dimension of all inputs.
+        ptrr_mask_key: which of several masks "ptrr" counts.
+
+    Any length works. Raises `ValueError` for another `load_balancer_type`, or "ptrr" without a
+    mask. Source: torchtitan's `cp_shard`.
+    """
+    lengths = {tensor.shape[input_seq_dim] for tensor in inputs}
+    size = _process_group(cp_mesh, None).size()
+    balancers = {
+        n: _balancer(load_balancer_type, n, size, attention_masks, ptrr_mask_key) for n in lengths
+    }
+    named = attention_masks if isinstance(attention_masks, Mapping) else {"": attention_masks}
+    masks = {name: mask for name, mask in named.items() if isinstance(mask, BlockMask)}
+    parts: Any = context_parallel_shard(
+        cp_mesh,
+        [*inputs, *masks.values()],
+        [input_seq_dim] * len(inputs) + [2] * len(masks),
+        balancers,
+    )
+    cut = {**named, **dict(zip(masks, parts[len(inputs) :], strict=True))}
+    return tuple(parts[: len(inputs)]), (cut if isinstance(attention_masks, Mapping) else cut[""])
+
+
+def _balancer(
+    kind: str | LoadBalancer | None, length: int, size: int, masks: Masks, key: str | None
+) -> LoadBalancer:
+    if isinstance(kind, LoadBalancer):
+        return kind
+    if kind is None:
+        return Sequential(length, size)
+    if kind == "headtail":
+        return HeadTail(length, size)
+    if kind != "ptrr":
+        raise ValueError(
+            f"{_OP}.cp_shard: unknown load_balancer_type={kind!r}; choose 'headtail', 'ptrr', None "
+            "or a LoadBalancer"
+        )
+    if isinstance(masks, Mapping):
+        if key not in masks:
+            raise ValueError(
+                f"{_OP}.cp_shard: ptrr_mask_key={key!r} must be one of {sorted(masks)}, the names "
+                "of attention_masks"
+            )
+        masks = masks[key]
+    if not isinstance(masks, BlockMask):
+        raise ValueError(
+            f"{_OP}.cp_shard: attention_masks is a {type(masks).__name__}, 'ptrr' requires a "
+            "BlockMask"
+        )
+    return ProcessingTimeRoundRobin(masks, size)
+
+
+class _LastLayout:
+    """A function of how many positions this rank holds; no method where a class has it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def __call__(self, held: int) -> LoadBalancer:
+        size = self._group.size()
+        return last_cut(self._group, held) or HeadTail(held * size, size)
+
+
+def last_layout(cp_mesh: GroupLike) -> Callable[[int], LoadBalancer]:
+    """Returns the `load_balancer` for batches that are cut each in another way ("ptrr").
+
+    Attention then has the layout of the last batch that was cut on this group for as many positions
+    of this rank, head-tail if there was none.
+    """
+    return _LastLayout(_process_group(cp_mesh, None))
+
+
+# --- inner attention ---
+
+
+def apply_cp_to_forward(
+    attention_modules: Sequence[nn.Module],
+    cp_mesh: GroupLike,
+    *,
+    load_balancer: Balancers | None = None,
+    method: MethodLike | None = None,
+) -> None:
+    """Has inner attentions attend to the whole sequence, of which they get this rank's part.
+
+    Same result as torchtitan's function of this name, for which it may be imported instead; also
+    with `score_mod`, for packed documents (`VarlenAttention`), and on CPU.
+
+    Args:
+        attention_modules: those of all layers; of several kinds if need be.
+        cp_mesh: the ranks that share a sequence; a 2-D DeviceMesh for two methods.
+        load_balancer: as in `context_parallel`; by default head-tail, as in torchtitan. For
+            `load_balancer_type=None` pass `Sequential`, for "ptrr" `last_layout(cp_mesh)`.
+        method: as in `context_parallel`.
+
+    Raises `NotImplementedError` for another kind of module, before any is changed.
+    """
+    for module in attention_modules:
+        _kind(module)
+    for module in attention_modules:
+        module.forward = _attending(  # type: ignore[method-assign]
+            module, module.forward, cp_mesh, load_balancer, method
+        )
+
+
+class OverSequence:
+    """Makes an inner attention of torchtitan attend to the whole sequence, in front of its class.
+
+    For releases in which a subclass of `CPInnerAttention` owns context parallelism::
+
+        class SymmFlex(OverSequence, CPInnerAttention, FlexInnerAttention):
+            @dataclass(kw_only=True, slots=True)
+            class Config(CPInnerAttention.Config, FlexInnerAttention.Config):
+                pass
+
+            def cp_group(self):
+                return spmd_mesh_group(MeshAxisName.CP)
+
+    Masks stay those of the whole sequence. `cp_load_balancer` must be how torchtitan spreads the
+    tokens; it (a function as a `staticmethod`) and `cp_method` are as in `apply_cp_to_forward`.
+    """
+
+    cp_load_balancer: Balancers | None = None
+    cp_method: MethodLike | None = None
+
+    def cp_group(self) -> GroupLike:
+        """The ranks that share a sequence: to be overridden."""
+        raise NotImplementedError(f"{_OP}: {type(self).__name__} must override cp_group")
+
+    @classmethod
+    def prepare_cp_metadata(cls, attention_metadata: Masks, *, permutation: Any = None) -> Masks:
+        """Returns the masks as they are: of the whole sequence, in the order of its positions."""
+        return attention_metadata
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Attends to the whole sequence with this rank's queries, keys and values."""
+        forward = vars(self).get("_symm_cp_forward")
+        if forward is None:
+            forward = _attending(
+                self,  # type: ignore[arg-type]
+                super().forward,  # type: ignore[misc]
+                self.cp_group(),
+                self.cp_load_balancer,
+                self.cp_method,
+            )
+            object.__setattr__(self, "_symm_cp_forward", forward)
+        return forward(*args, **kwargs)
+
+
+_VARLEN = "varlen"
+# What the names of their classes begin with.
+_KINDS = {
+    "Flex": ContextParallel.AttentionType.FLEX.value,
+    "ScaledDotProduct": ContextParallel.AttentionType.SDPA.value,
+    "Varlen": _VARLEN,
+}
+
+
+def _kind(module: nn.Module) -> str:
+    """Returns the function that an inner attention calls."""
+    for base in type(module).__mro__:
+        for begin, kind in _KINDS.items():
+            if base.__name__.startswith(begin):
+                return kind
+    raise NotImplementedError(
+        f"{_OP}: {type(module).__name__} is no inner attention that is known here: none of its "
+        f"classes has a name that begins with {sorted(_KINDS)}"
+    )
+
+
+def _attending(
+    module: nn.Module,
+    forward: Callable[..., Any],
+    group: GroupLike,
+    load_balancer: Balancers | None,
+    method: MethodLike | None,
+) -> Callable[..., Any]:
+    """Returns a forward pass that attends to the whole sequence."""
+    kind = _kind(module)
+    if kind == _VARLEN:
+        left, right = getattr(module, "window_size", (-1, 0))
+        return _Varlen(region_over(group, load_balancer, method=method, op=_OP), left, right)
+    style = ContextParallel(attention_type=kind, load_balancer=load_balancer, method=method)
+    return style.around(module, forward, group)
+
+
+class _Varlen:
+    """The forward pass of attention within packed documents."""
+
+    def __init__(self, region: ParallelRegion, left: int, right: int) -> None:
+        self._region = region
+        self._window: dict[str, Any] = {
+            "window_left": None if left < 0 else left,
+            "window_right": None if right <= 0 else right,
+            "is_causal": right == 0,
+        }
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *,
+        attention_masks: Any,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        packed = q.dim() == 3
+        q, k, v = ((x.unsqueeze(0) if packed else x).transpose(1, 2) for x in (q, k, v))
+        balancer = self._region.layout(q.shape[2])
+        documents: dict[str, Any] = _documents(attention_masks, q.shape[0], balancer.seq_length)
+        out, lse = all_gather_attention(
+            q,
+            k,
+            v,
+            group=_resolve_process_group(self._region.group),  # type: ignore[arg-type]
+            scale=scale,
+            enable_gqa=enable_gqa,
+            load_balancer=balancer,
+            method=self._region.method,
+            return_lse=True,
+            **self._window,
+            **documents,
+        )
+        out, lse = out.transpose(1, 2), lse.transpose(1, 2)
+        out, lse = (out[0], lse[0]) if packed else (out, lse)
+        return out if out_transform is None else out_transform(out, lse)
+
+
+def _documents(metadata: Any, samples: int, length: int) -> dict[str, torch.Tensor]:
+    """Returns documents of samples that follow one another, as the attention op takes them."""
+    offsets = metadata.cu_seq_q
+    if offsets is not metadata.cu_seq_k and not torch.equal(offsets, metadata.cu_seq_k):
+        raise NotImplementedError(f"{_OP}: documents of queries and keys must be equal")
+    if samples == 1:
+        return {"cu_seqlens": offsets}
+    total = int(offsets[-1])
+    begins = torch.arange(samples, device=offsets.device) * length
+    if total != samples * length or not bool(torch.isin(begins, offsets).all()):
+        raise ValueError(
+            f"{_OP}: cu_seq_q ends at {total}, must cover {samples} samples of {length} positions "
+            "of the whole sequence, each of which begins a document"
+        )
+    rows = torch.arange(total, device=offsets.device)
+    ids = torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+    return {"document_ids": ids.view(samples, length)}

@@ -1,0 +1,96 @@
+"""Layers of encoders, of their decoders and of GPT-2 under `torch.compile` within a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.exhaustive import exhaustive
+from tests.integrations.common import Result, assert_same
+from tests.integrations.encoders import (
+    ENCODERS,
+    SEQ2SEQ,
+    check_encoder,
+    masked_batch,
+    pair_batch,
+)
+from tests.integrations.test_compiled import at_most
+from tests.integrations.test_decoders import batch_of, drops
+from tests.integrations.test_encoders import transcribes
+from tests.pool import Ranks
+
+#: Classes of layers, and how many graphs of each are made.
+LAYERS = {
+    "bert": ("BertLayer",),
+    "modernbert": ("ModernBertEncoderLayer",),
+    "t5": ("T5Block",),
+    "bart": ("BartEncoderLayer", "BartDecoderLayer"),
+}
+
+
+def compiled(*names: str) -> Callable[[nn.Module], None]:
+    """Prepares a model: each layer of these classes is compiled, without a graph break."""
+
+    def prepare(model: nn.Module) -> None:
+        layers = [part for part in model.modules() if type(part).__name__ in names]
+        assert {type(layer).__name__ for layer in layers} == set(names)
+        for layer in layers:
+            layer.compile(fullgraph=True, backend="aot_eager")
+
+    return prepare
+
+
+def layers_of_encoder(group: dist.ProcessGroup, name: str, layout: str, padding: bool) -> None:
+    torch._dynamo.reset()
+    client = (ENCODERS | SEQ2SEQ)[name]
+    batch = masked_batch(24, padding=padding)
+    if name in SEQ2SEQ:
+        batch = pair_batch(24, 16, padding=padding)
+    with at_most(6):
+        check_encoder(group, client, batch, layout, prepare=compiled(*LAYERS[name]))
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("name", "layout", "padding"),
+    [
+        ("bert", "HeadTail", True),
+        ("modernbert", "Sequential", True),
+        ("t5", "HeadTail", True),
+        ("bart", "HeadTail", True),
+    ],
+)
+def test_layers(ranks: Ranks, name: str, layout: str, padding: bool) -> None:
+    ranks.run(2, layers_of_encoder, name, layout, padding, timeout=600)
+
+
+def layers_of_whisper(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    with at_most(6):
+        transcribes(group, "HeadTail", True, compiled("WhisperDecoderLayer"))
+
+
+@exhaustive
+def test_whispers_decoder(ranks: Ranks) -> None:
+    ranks.run(2, layers_of_whisper, timeout=600)
+
+
+def drops_compiled(group: dist.ProcessGroup, seed: int) -> Result:
+    torch._dynamo.reset()
+    with at_most(2):
+        return drops(group, "HeadTail", seed, False, compiled("GPT2Block"))
+
+
+@exhaustive
+def test_dropout(ranks: Ranks) -> None:
+    """The same weights are dropped as in one process that compiles nothing."""
+    seed = int(torch.randint(1 << 30, ()))
+    torch.manual_seed(seed)
+    batch = batch_of("padded left")
+    (alone,) = ranks.run(1, drops, "HeadTail", seed, False)
+    for spread in ranks.run(2, drops_compiled, seed, timeout=600):
+        assert_same(spread, alone, batch, 1e-9)

@@ -34,6 +34,7 @@ from symm_cp.devices import read_in_place, reserve
 from symm_cp.memory import get_workspace
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.gather_kv import all_gather_kv
+from symm_cp.ops.delta_rule import gated_delta_rule
 from symm_cp.ops.halo import exchange_halo
 from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -65,6 +66,7 @@ __all__ = [
     "empty_cache",
     "exchange_halo",
     "fsdp",
+    "gated_delta_rule",
     "get_workspace",
     "heads_to_sequence",
     "inductor",

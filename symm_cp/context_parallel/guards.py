@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from symm_cp.context_parallel.load_balancers import LoadBalancer, positions_on
+from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order, positions_on
 from symm_cp.context_parallel.model_limits import (
     WATCHED,
     Limit,
@@ -93,6 +93,8 @@ class Watch:
                 self._apply(part, limit, compiling or compiled)
 
     def _apply(self, module: nn.Module, limit: Limit, compiling: bool) -> None:
+        if limit.in_order and self.balancers and all(map(in_rank_order, self.balancers)):
+            return
         if not limit.needs_length:
             raise limit.error(module)
         for balancer in self.balancers:

@@ -114,6 +114,14 @@ class LoadBalancer:
         return torch.cat([torch.arange(b, b + n, device=device) for b, n in parts])
 
 
+def in_rank_order(balancer: LoadBalancer) -> bool:
+    """Whether all positions of a rank come before those of the next one, and in order."""
+    if balancer.samples:
+        return all(map(in_rank_order, balancer.samples))
+    order = balancer.chunk_order
+    return order == sorted(order)
+
+
 @kept(maxsize=8)
 def positions_on(device: torch.device, balancer: LoadBalancer, rank: int) -> torch.Tensor:
     """`LoadBalancer.positions`, made once."""

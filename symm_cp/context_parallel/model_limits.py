@@ -15,11 +15,16 @@ from torch import nn
 
 #: The name of our implementation of attention in configurations of transformers.
 SYMM_CP = "symm_cp"
+#: An attribute of modules that mix positions, and of their parts: they see those of all ranks.
+SEES_ALL_RANKS = "_symm_cp_sees_all_ranks"
+#: An attribute of modules with a configuration: the recurrent layers that it lists do so.
+RECURRENCE_KNOWN = "_symm_cp_recurrence_known"
 
 # Layer types of transformers' configurations, and the attributes with their lengths.
 _FULL = {"full_attention", "attention", "full", "global_attention", "hybrid"}
 _WINDOWED = {"sliding_attention", "hybrid_sliding", "sliding_window", "local_attention"}
 _CHUNKED = {"chunked_attention"}
+_RECURRENT = {"linear_attention"}
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size")
 _CHUNKS = ("attention_chunk_size",)
 # Sparse attention: the number of keys that each query picks among those of this rank.
@@ -42,6 +47,10 @@ _ROUTER_LOGITS = "output_router_logits"
 #: Arguments of calls that `call_limits` judges.
 WATCHED = (_ROUTER_LOGITS, "start_positions")
 _FULL_ATTENTION = "Use a model with full attention"
+_GATED_DELTA = (
+    "Use a model with full attention or gated delta nets (Qwen3-Next), passed to "
+    "context_parallel(model=...)"
+)
 _OURS = "Pass the model to context_parallel(model=...)"
 
 
@@ -50,7 +59,8 @@ class Limit:
     """Something that attention within a region does not apply.
 
     `harmless_up_to` is the longest sequence for which that makes no difference; `shortest` the
-    smallest number of positions that a rank may hold.
+    smallest number of positions that a rank may hold; `in_order` says that it makes none where the
+    ranks hold the positions in rank order.
     """
 
     what: str
@@ -58,6 +68,7 @@ class Limit:
     remedy: str
     harmless_up_to: int | None = None
     shortest: int = 0
+    in_order: bool = False
 
     @property
     def needs_length(self) -> bool:
@@ -115,7 +126,8 @@ def limits_of(
         return
     yield from _input_and_output_limits(module)
     if uses_transformers(module):
-        yield from _config_limits(module.config)
+        continues = getattr(module, RECURRENCE_KNOWN, False)
+        yield from _config_limits(module.config, continues=continues)
     settable = getattr(module, "_can_set_attn_implementation", None)
     if attends_with_symm_cp(module) and settable is not None and not settable():
         yield Limit(
@@ -215,7 +227,7 @@ def _chunk(name: str, value: int) -> Limit:
     )
 
 
-def _config_limits(config: Any) -> Iterator[Limit]:
+def _config_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
     chosen = config._attn_implementation
     if isinstance(chosen, str) and any(part in chosen for part in _HIDDEN):
         yield Limit(
@@ -223,7 +235,7 @@ def _config_limits(config: Any) -> Iterator[Limit]:
             "it would attend to this rank's part of the sequence only",
             f'{_OURS}, or call model.set_attn_implementation("sdpa"), if the model supports it',
         )
-    yield from _layer_limits(config)
+    yield from _layer_limits(config, continues=continues)
     for name in () if chosen == SYMM_CP else _SOFT_CAPS:
         if value := getattr(config, name, None):
             yield Limit(f"config.{name}={value}", "soft caps are not applied", _OURS)
@@ -249,15 +261,26 @@ def _config_limits(config: Any) -> Iterator[Limit]:
     )
 
 
-def _layer_limits(config: Any) -> Iterator[Limit]:
+def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
+    """`continues`: recurrent layers continue what the ranks before ended with."""
     listed = [getattr(config, name, None) for name in ("layer_types", "layers_block_type")]
     types = {kind for kinds in listed if isinstance(kinds, (list, tuple)) for kind in kinds}
     types = {kind for kind in types if isinstance(kind, str)}
     for kind in sorted(types - _FULL - _WINDOWED - _CHUNKED):
+        what = f"a layer of type {kind!r} in config.layer_types"
+        if continues and kind in _RECURRENT:
+            yield Limit(
+                what,
+                "it continues what the rank before ended with, so ranks must hold the positions in "
+                "rank order",
+                "Pass load_balancer=symm_cp.Sequential(length, world_size)",
+                in_order=True,
+            )
+            continue
         yield Limit(
-            f"a layer of type {kind!r} in config.layer_types",
+            what,
             "it mixes positions of this rank's part of the sequence only",
-            _FULL_ATTENTION,
+            _GATED_DELTA if kind in _RECURRENT else _FULL_ATTENTION,
         )
     sliding = types & _WINDOWED or (not types and getattr(config, "use_sliding_window", True))
     chosen = config._attn_implementation
@@ -356,6 +379,8 @@ def _attribute_limits(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
     for name in () if chosen == SYMM_CP else _SINKS:
         if getattr(module, name, None) is not None:
             yield Limit(name, "attention sinks are not applied", _OURS)
+    if getattr(module, SEES_ALL_RANKS, False):
+        return
     for child in (module, *module.children()):
         wide = not isinstance(child, nn.Conv1d) or child.kernel_size != (1,)
         if isinstance(child, _MIXERS) and wide:

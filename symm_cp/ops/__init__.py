@@ -6,6 +6,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
+    delta_rule,
     exchange_heads,
     halo,
     head_projection,
@@ -36,6 +37,7 @@ def register() -> None:
     attention.register()
     halo.register()
     scan.register()
+    delta_rule.register()
     transforms.register()
 
 

@@ -19,7 +19,7 @@ from symm_cp import runtime
 from symm_cp.ops import autocast
 from symm_cp.ops.common import check_matrices, group_of, lib, register_kernel
 from symm_cp.ops.exchange_heads import checked_exchange, exchange_fake, exchange_name
-from symm_cp.ops.head_exchange import HeadExchange, rows_first
+from symm_cp.ops.head_exchange import HeadExchange
 from symm_cp.ops.products import Sum
 from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import new_result
@@ -83,13 +83,10 @@ class _Projection:
         biases: Sequence[torch.Tensor],
     ) -> None:
         self.exchange = exchange
-        self.batch, self.rows, _ = x.shape
+        self.batch = x.shape[0]
         self.x = x.reshape(-1, x.shape[2])
         self.weights, self.biases = weights, biases
-        self.outputs = [
-            rows_first(x, part.arriving_shape(exchange.rank, to_heads=True))
-            for part in exchange.parts
-        ]
+        self.outputs = exchange.new_outputs([x for _ in exchange.parts])
 
     def multiply(self, index: int, rank: int, out: torch.Tensor) -> None:
         """Writes the heads of a rank, (B * s, h * E)."""
@@ -113,13 +110,8 @@ class _Projection:
         """Multiplies what stays here."""
         rank = self.exchange.rank
         for index, (part, output) in enumerate(zip(self.exchange.parts, self.outputs, strict=True)):
-            spans, columns = part.layout.spans(rank), part.heads(rank) * part.shape[3]
-            if not spans or columns == 0:
-                continue
-            if self.batch == 1 and len(spans) == 1:
-                (span,) = spans
-                own = output.transpose(1, 2)[0, span.start : span.start + span.length]
-                self.multiply(index, rank, own.flatten(1))
+            columns = part.heads(rank) * part.shape[3]
+            if len(self.x) * columns == 0:
                 continue
             memory = new_result(output, (len(self.x), columns))
             self.multiply(index, rank, memory)
@@ -179,14 +171,7 @@ def _project_fake(
     *options: Any,
 ) -> list[torch.Tensor]:
     products = _projected(x, weights, biases, features)
-    results = exchange_fake(products, True, group_name, *options)
-    return [rows_first_fake(result) for result in results]
-
-
-def rows_first_fake(like: torch.Tensor) -> torch.Tensor:
-    """Returns a fake tensor as `rows_first` makes it."""
-    batch, heads, rows, features = like.shape
-    return like.new_empty(batch, rows, heads, features).transpose(1, 2)
+    return exchange_fake(products, True, group_name, *options)
 
 
 def _check_collected(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:

@@ -110,7 +110,13 @@ def test_methods_of_two_dimensions(
     ranks.run(4, trains_on_a_mesh, shape, method)
 
 
-def by_flex(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None) -> None:
+def by_flex(
+    group: dist.ProcessGroup,
+    method: Any,
+    shape: tuple[int, int] | None,
+    *,
+    compiles: bool = False,
+) -> None:
     """A mask and scores by head and position, with a captured tensor that wants a gradient."""
     W, length = group.size(), 8 * group.size()
     mesh = mesh_of(group) if shape is None else mesh_2d(shape)
@@ -122,14 +128,20 @@ def by_flex(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None
     )
     rows = symm_cp.HeadTail(length, W).positions(group.rank())
     shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
-    with symm_cp.context_parallel(mesh, method=method), exchanges() as made:
-        out = flex_attention(
-            *shards,
+
+    def attend(*tensors: torch.Tensor) -> Any:
+        return flex_attention(
+            *tensors,
             score_mod=lambda score, b, h, q, k: score + group_slopes[h] * (k - q),
             block_mask=block_mask,
             enable_gqa=True,
         )
-        assert isinstance(out, torch.Tensor)
+
+    if compiles:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    with symm_cp.context_parallel(mesh, method=method), exchanges() as made:
+        out = attend(*shards)
         *grads, of_slopes = torch.autograd.grad(out, [*shards, group_slopes], given[3][:, :, rows])
     assert made == ["forward", "backward"]
     dist.all_reduce(of_slopes, group=group)
@@ -154,6 +166,16 @@ def test_flex_attention_by_methods(
     ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
 ) -> None:
     ranks.run(world_size, by_flex, method, shape)
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("world_size", "method", "shape"), [(2, "ulysses", None), (4, MIXED, (2, 2))]
+)
+def test_compiled_flex_attention_by_methods(
+    ranks: Ranks, world_size: int, method: Any, shape: tuple[int, int] | None
+) -> None:
+    ranks.run(world_size, by_flex, method, shape, compiles=True)
 
 
 def holds_what_the_balancer_says(group: dist.ProcessGroup) -> None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
@@ -199,6 +200,8 @@ def under_context_parallel(
     implementation: str = "eager",
     prepare: Callable[[nn.Module], Any] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    method: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> Result:
     """Runs a client on this rank's part of a whole batch.
 
@@ -211,20 +214,23 @@ def under_context_parallel(
         implementation: of attention when the model is made; the context sets another.
         prepare: changes the model, or returns what is to be called instead (a compiled one).
         around: a context of the forward pass, as autocast.
+        method: of attention.
+        mesh: over the group, for a method of two dimensions.
     """
-    mesh = mesh_of(group)
+    mesh = mesh or mesh_of(group)
     model = client.make(implementation)
     local, reduce_loss = symm_cp.shard_batch(
-        mesh, batch, load_balancer=balancer, shift_labels=shift
+        mesh, batch, load_balancer=balancer, shift_labels=shift, method=method
     )
     labels = local.pop("labels")
-    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer):
+    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer, method=method):
         call = (prepare(model) if prepare else None) or model
         with around():
             logits = call(**local, **client.call).logits
             loss = reduce_loss(target_loss(logits, labels))
         loss.backward()
-    whole = symm_cp.context_parallel_unshard(mesh, [logits.detach()], [1], balancer)[0]
+    logits = logits.detach()
+    whole = symm_cp.context_parallel_unshard(mesh, [logits], [1], balancer, method=method)[0]
     return Result(loss.detach(), whole, summed_grads(group, model))
 
 

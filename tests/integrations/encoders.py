@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
@@ -126,21 +127,28 @@ def on_shards(
     *,
     implementation: str = "sdpa",
     prepare: Callable[[nn.Module], Any] | None = None,
+    method: Any = None,
+    mesh: DeviceMesh | None = None,
 ) -> Result:
     """Runs a client on this rank's part of a whole batch of one or two lengths."""
-    mesh, W = mesh_of(group), group.size()
+    mesh, W = mesh or mesh_of(group), group.size()
     model = client.make(implementation)
     lengths = {tensor.shape[1] for tensor in batch.values()}
     by = {length: BALANCERS[layout](length, W) for length in lengths}
-    local, reduce_loss = symm_cp.shard_batch(mesh, batch, model=model, load_balancer=by)
+    local, reduce_loss = symm_cp.shard_batch(
+        mesh, batch, model=model, load_balancer=by, method=method
+    )
     labels = local.pop("labels")
-    with symm_cp.context_parallel(mesh, model=model, load_balancer=reduce_loss.load_balancer):
+    with symm_cp.context_parallel(
+        mesh, model=model, load_balancer=reduce_loss.load_balancer, method=method
+    ):
         call = (prepare(model) if prepare else None) or model
         logits = call(**local, **client.call).logits
         loss = reduce_loss(target_loss(logits, labels))
         loss.backward()
     of_labels = by[batch["labels"].shape[1]]
-    whole = symm_cp.context_parallel_unshard(mesh, [logits.detach()], [1], of_labels)[0]
+    logits = logits.detach()
+    whole = symm_cp.context_parallel_unshard(mesh, [logits], [1], of_labels, method=method)[0]
     return Result(loss.detach(), whole, summed_grads(group, model))
 
 

@@ -14,6 +14,7 @@ from symm_cp.context_parallel.model_limits import makes_own_sequence
 from symm_cp.integrations.transformers.attention import NAME
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.positions import by_longest_position
+from symm_cp.integrations.transformers.recurrent import by_sequence_before
 from symm_cp.integrations.transformers.tables import by_position_in_sequence
 
 _OP = "context_parallel"
@@ -90,7 +91,11 @@ def attending(model: nn.Module | Iterable[nn.Module]) -> Iterator[list[nn.Module
     for module in generators:
         _generators.acquire(module, "generate", _refusing(module))
     try:
-        with by_longest_position(modules), by_position_in_sequence(modules):
+        with (
+            by_longest_position(modules),
+            by_position_in_sequence(modules),
+            by_sequence_before(modules),
+        ):
             yield [module for module in modules if id(module) not in elsewhere]
     finally:
         for module in generators:

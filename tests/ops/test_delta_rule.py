@@ -1,0 +1,128 @@
+"""`gated_delta_rule` over parts of any length, against the recurrence position by position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from tests import device
+from tests.exhaustive import exhaustive
+from tests.pool import Ranks
+
+pytestmark = device.devices("cpu", "simulated")
+
+Tensors = list[torch.Tensor]
+
+
+def recurrence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor
+) -> tuple[torch.Tensor, Tensors]:
+    """The output, and the states after each position, by one process."""
+    repeats = v.shape[2] // k.shape[2]
+    q, k = (t.repeat_interleave(repeats, 2) for t in (q, k))
+    state = (k[:, 0, :, :, None] * v[:, 0, :, None, :]) * 0
+    rows, states = [], [state]
+    for t in range(v.shape[1]):
+        state = state * g[:, t, :, None, None].exp()
+        missing = v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state)
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * missing)
+        rows.append(torch.einsum("bhk,bhkv->bhv", q[:, t], state) * k.shape[-1] ** -0.5)
+        states.append(state)
+    return torch.stack(rows, 1), states
+
+
+def inputs(length: int, dtype: torch.dtype, heads: int = 4) -> Tensors:
+    """The same on all ranks: q, k, v, g, beta of two samples."""
+    q, k = (torch.nn.functional.normalize(torch.randn(2, length, 2, 5), dim=-1) for _ in range(2))
+    v = torch.randn(2, length, heads, 3)
+    g, beta = -torch.rand(2, length, heads), torch.rand(2, length, heads)
+    return [t.to(dtype) for t in (q, k, v, g, beta)]
+
+
+def runs(group: dist.ProcessGroup, sizes: list[int], compiled: bool = False) -> None:
+    rank = group.rank()
+    whole = [t.requires_grad_() for t in inputs(sum(sizes), torch.float64)]
+    want, states = recurrence(*whole)
+    want_final = states[sum(sizes[: rank + 1])]
+    weights = torch.randn_like(want)
+    loss = (want * weights).sum() + sum(
+        (1 + r) * states[sum(sizes[: r + 1])].sum() for r in range(len(sizes))
+    )
+    wanted = torch.autograd.grad(loss, whole)
+    mine = [t.detach().split(sizes, 1)[rank].requires_grad_() for t in whole]
+
+    def layer(*args: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return symm_cp.gated_delta_rule(*args, group=group, chunk_size=4)
+
+    if compiled:
+        torch._dynamo.reset()
+        layer = torch.compile(layer, fullgraph=True)
+    out, final = layer(*mine)
+    torch.testing.assert_close(out, want.split(sizes, 1)[rank])
+    torch.testing.assert_close(final, want_final)
+    loss = (out * weights.split(sizes, 1)[rank]).sum() + (1 + rank) * final.sum()
+    for got, needed in zip(torch.autograd.grad(loss, mine), wanted, strict=True):
+        torch.testing.assert_close(got, needed.split(sizes, 1)[rank])
+
+
+@pytest.mark.parametrize("sizes", [[9], [8, 8], [5, 2, 9], [3, 0, 8, 1]])
+def test_equals_the_recurrence(ranks: Ranks, sizes: list[int]) -> None:
+    ranks.run(len(sizes), runs, sizes)
+
+
+@exhaustive
+@device.devices("cpu")
+def test_compiled(ranks: Ranks) -> None:
+    ranks.run(2, runs, [8, 8], compiled=True)
+
+
+def other_dtypes(group: dist.ProcessGroup) -> None:
+    """16-bit inputs are computed in float32: only they and the output are rounded."""
+    rank = group.rank()
+    for dtype in (torch.float32, torch.bfloat16):
+        whole = inputs(12, dtype)
+        want, _ = recurrence(*(t.double() for t in whole))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            mine = [t.split(6, 1)[rank] for t in whole]
+            out, final = symm_cp.gated_delta_rule(*mine, group=group, chunk_size=4)
+        assert (out.dtype, final.dtype) == (dtype, torch.float32)
+        eps = max(torch.finfo(dtype).eps, 50 * torch.finfo(torch.float32).eps)
+        torch.testing.assert_close(out.double(), want.split(6, 1)[rank], rtol=eps, atol=eps)
+
+
+def test_dtypes_under_autocast(ranks: Ranks) -> None:
+    ranks.run(2, other_dtypes)
+
+
+def refuses(group: dist.ProcessGroup) -> None:
+    q, k, v, g, beta = inputs(8, torch.float32)
+    with pytest.raises(ValueError, match=r"gated_delta_rule: query \[2, 8, 2, 5\] and key"):
+        symm_cp.gated_delta_rule(q, k[..., :3], v, g, beta, group=group)
+    with pytest.raises(ValueError, match="a multiple of its heads"):
+        symm_cp.gated_delta_rule(q, k, v[:, :, :3], g, beta, group=group)
+    with pytest.raises(ValueError, match=r"beta \[2, 8, 3\] must be \[2, 8, 4\]"):
+        symm_cp.gated_delta_rule(q, k, v, g, beta[..., :3], group=group)
+    with pytest.raises(ValueError, match="chunk_size=0 must be at least 1"):
+        symm_cp.gated_delta_rule(q, k, v, g, beta, group=group, chunk_size=0)
+    leaf = v.clone().requires_grad_()
+    out, _ = symm_cp.gated_delta_rule(q, k, leaf, g, beta, group=group)
+    (grad,) = torch.autograd.grad(out.square().sum(), leaf, create_graph=True)
+    with pytest.raises(NotImplementedError, match="second derivatives of gated_delta_rule"):
+        torch.autograd.grad(grad.sum(), leaf)
+
+
+def test_refuses_what_it_cannot_do(ranks: Ranks) -> None:
+    ranks.run(2, refuses)
+
+
+def passes_opcheck(group: dist.ProcessGroup) -> None:
+    keys, erased, values = (torch.randn(2, 3, 4, n) for n in (5, 5, 6))
+    args = [t.requires_grad_() for t in (keys, erased, values, torch.rand(2, 3))]
+    op = torch.ops.symm_mem._delta_rule_states.default
+    torch.library.opcheck(op, (*args, group.group_name))
+
+
+def test_opcheck(ranks: Ranks) -> None:
+    ranks.run(1, passes_opcheck)

@@ -275,6 +275,10 @@ def _collect_fake(
 # --- gradients -------------------------------------------------------------------------------
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])  # vmap knows it, unlike `flatten`
+
+
 def _setup_project(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weights, biases, _, *ctx.others = inputs
     ctx.has_biases = len(biases) > 0
@@ -286,14 +290,14 @@ def _project_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_x, local = torch.ops.symm_mem.project_from_heads(
         list(grads), [weight.mH for weight in weights], *ctx.others
     )
-    rows = x.flatten(0, 1)
+    rows = _rows(x)
     _, of_weights, of_biases, *rest = ctx.needs_input_grad
     grad_weights = [
-        rows.mH @ grad.flatten(0, 1) if needed else None
+        rows.mH @ _rows(grad) if needed else None
         for grad, needed in zip(local, of_weights, strict=True)
     ]
     grad_biases = [
-        grad.flatten(0, 1).sum(0) if needed else None
+        _rows(grad).sum(0) if needed else None
         for grad, needed in zip(local, of_biases, strict=False)
     ]
     return (grad_x, grad_weights, grad_biases, *(None for _ in rest))
@@ -310,13 +314,14 @@ def _collect_backward(
     ctx: Any, grad_out: torch.Tensor | None, grad_local: list[torch.Tensor | None]
 ) -> tuple[Any, ...]:
     count = len(ctx.features)
-    weights, local = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    saved = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+    weights, local = saved[:count], saved[count:]
     of_tensors: list[torch.Tensor | None] = [None] * count
     of_weights: list[torch.Tensor | None] = [None] * count
     if grad_out is not None:
         for index, needed in enumerate(ctx.needs_input_grad[1]):
             if needed:
-                of_weights[index] = local[index].flatten(0, 1).mH @ grad_out.flatten(0, 1)
+                of_weights[index] = _rows(local[index]).mH @ _rows(grad_out)
     equal = all(features == ctx.features[0] for features in ctx.features)
     if equal and grad_out is not None:
         of_tensors = torch.ops.symm_mem.project_to_heads(
@@ -331,7 +336,7 @@ def _collect_backward(
         ]
     for index, grad in enumerate(grad_local):
         if grad is not None:
-            heads = grad.unflatten(2, (-1, ctx.features[index])).transpose(1, 2)
+            heads = grad.reshape(*grad.shape[:2], -1, ctx.features[index]).transpose(1, 2)
             (more,) = torch.ops.symm_mem.exchange_heads(
                 [heads], True, *_options_of(ctx.others, index, count)
             )

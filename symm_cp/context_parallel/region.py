@@ -41,11 +41,13 @@ class ParallelRegion:
     kind: str | None = None
     # How attention is split over the group.
     method: Method = ALLGATHER
+    # These follow from the others. They may be given all the same, as FSDP2 does with mixed
+    # precision: it copies dataclasses among a module's inputs, such as the region of a mask.
     # The layouts as ops in graphs take them, as an input of the graph; None if samples have
     # different layouts, or a function chooses.
-    layouts: torch.Tensor | None = field(init=False, repr=False, compare=False)
+    layouts: torch.Tensor | None = field(default=None, repr=False, compare=False)
     # Whether all ranks hold equally many positions of each sequence.
-    even: bool = field(init=False, repr=False, compare=False)
+    even: bool = field(default=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layouts", self._layouts())

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -334,3 +334,33 @@ def test_a_model_of_transformers_by_its_plan(
     ranks: Ranks, method: str, sequence_parallel: bool
 ) -> None:
     ranks.run(4, llama_as_in_one_process, method, sequence_parallel)
+
+
+def mixed_precision_as_in_one_process(group: dist.ProcessGroup) -> None:
+    """FSDP2 casts the inputs of layers, masks among them; to their own dtype here."""
+    client, batch = Client("Mistral", {"sliding_window": 5}), causal_batch(LENGTH, padding="left")
+    expected = in_one_process_of(client, batch)
+    with world(group, "symm_cp"):
+        cp = init_device_mesh("cpu", (group.size(),), mesh_dim_names=("cp",))
+        model: Any = client.make("sdpa")
+        model.gradient_checkpointing_enable()
+        policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=cp, mp_policy=policy)
+        fully_shard(model, mesh=cp, mp_policy=policy)
+        local, reduce_loss = symm_cp.shard_batch(cp, batch, model=model, average_gradients=True)
+        balancer = reduce_loss.load_balancer
+        labels = local.pop("shift_labels")
+        local.pop("labels")
+        with symm_cp.context_parallel(cp, model=model, load_balancer=balancer):
+            logits = model(**local, **client.call).logits
+            loss = reduce_loss(target_loss(logits, labels))
+            loss.backward()
+        (whole,) = symm_cp.context_parallel_unshard(cp, [logits.detach()], [1], balancer)
+        actual = Result(loss.detach(), whole, dict(gradients(model)))
+        assert_same(actual, expected, batch, client.tolerance)
+
+
+@exhaustive
+def test_mixed_precision_of_fsdp2(ranks: Ranks) -> None:
+    ranks.run(2, mixed_precision_as_in_one_process)

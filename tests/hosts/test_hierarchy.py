@@ -24,7 +24,10 @@ from tests.hosts.fabric import fabric
 from tests.ops import (
     test_attention,
     test_attention_options,
+    test_exchange_heads,
     test_gradients,
+    test_head_groups,
+    test_head_projection,
     test_random,
     test_uneven,
 )
@@ -116,6 +119,18 @@ def on_hosts(
 @SPREADS
 def test_all_ops(ranks: Ranks, world_size: int, per_host: int) -> None:
     ranks.run(world_size, on_hosts, per_host, all_ops, random.randrange(1 << 30))
+
+
+def exchanges_of_heads(group: dist.ProcessGroup) -> None:
+    test_exchange_heads.exchanges(group)
+    test_head_projection.projects(group, True, torch.float64)
+    test_head_projection.collects(group, True, torch.float64)
+    test_head_groups.pipelines(group, 2, torch.float32)
+
+
+@SPREADS
+def test_exchanges_of_heads(ranks: Ranks, world_size: int, per_host: int) -> None:
+    ranks.run(world_size, on_hosts, per_host, exchanges_of_heads)
 
 
 def test_gradients_of_gathers(ranks: Ranks) -> None:

@@ -125,23 +125,30 @@ def step(accelerator: Accelerator, client: Client, batch: Batch) -> Result:
 
 
 def steps_as_in_one_process(
-    group: dist.ProcessGroup, names: list[str], dp: int, fsdp: bool, backend: str, layout: str
+    group: dist.ProcessGroup,
+    names: list[str],
+    dp: int,
+    fsdp: bool,
+    backend: str,
+    layout: str,
+    method: Any,
 ) -> None:
+    options = {"load_balancer": getattr(symm_cp, layout), "method": method}
     for name in names:  # FSDP's plugin keeps the class of the first model's layers
-        with accelerating(group, backend, load_balancer=getattr(symm_cp, layout)):
+        with accelerating(group, backend, **options):
             accelerator = accelerator_of(group.size() // dp, dp, fsdp=fsdp)
-            for options in ({}, {"padding": "right"}, {"documents": [9, 15]}):
-                client, batch = CLIENTS[name], causal_batch(24, **options)
+            for kind in ({}, {"padding": "right"}, {"documents": [9, 15]}):
+                client, batch = CLIENTS[name], causal_batch(24, **kind)
                 expected = in_one_process(client, batch)
                 actual = step(accelerator, client, batch)
                 assert_same(actual, expected, batch, client.tolerance)
 
 
 CASES = [
-    (2, ["Mistral"], 1, True, "gloo", "HeadTail"),
-    (2, ["Llama", "GptOss"], 1, True, "symm_cp", "Sequential"),
-    (2, ["Mistral"], 1, False, "symm_cp", "HeadTail"),
-    (4, ["Mistral"], 2, True, "symm_cp", "HeadTail"),
+    (2, ["Mistral"], 1, True, "gloo", "HeadTail", None),
+    (2, ["Llama", "GptOss"], 1, True, "symm_cp", "Sequential", "ulysses"),
+    (2, ["Mistral"], 1, False, "symm_cp", "HeadTail", "auto"),
+    (4, ["Mistral"], 2, True, "symm_cp", "HeadTail", "ulysses"),
 ]
 
 
@@ -185,7 +192,7 @@ def test_trainers_losses_and_weights_are_those_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("world_size", "names", "dp", "fsdp", "backend", "layout"), some(CASES[0], of=CASES)
+    ("world_size", "names", "dp", "fsdp", "backend", "layout", "method"), some(CASES[0], of=CASES)
 )
 def test_losses_and_gradients_are_those_of_one_process(
     ranks: Ranks,
@@ -195,8 +202,9 @@ def test_losses_and_gradients_are_those_of_one_process(
     fsdp: bool,
     backend: str,
     layout: str,
+    method: str | None,
 ) -> None:
-    results(ranks, world_size, steps_as_in_one_process, names, dp, fsdp, backend, layout)
+    results(ranks, world_size, steps_as_in_one_process, names, dp, fsdp, backend, layout, method)
 
 
 class Plain(nn.Module):

@@ -199,3 +199,13 @@ def test_squares_cover_a_causal_tile(rows: int, keys: int) -> None:
 def test_other_tiles_stay_as_they_are() -> None:
     for tile in (Tile(0, 4, 0, 8), Tile(0, 4, 0, 8, low=-1, high=2)):
         assert squares(tile) == (tile,)
+
+
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+def test_causal_masks_with_a_scale_that_is_not_positive(scale: float) -> None:
+    q, k, v = (torch.randn(1, 2, 40, 8, dtype=torch.float64) for _ in range(3))
+    out, lse = attention_kernels.forward(q, k, v, None, causal=True, scale=scale)
+    hidden = torch.ones(40, 40, dtype=torch.bool).triu(1)
+    scores = (scale * (q @ k.mT)).masked_fill(hidden, -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import symm_cp
 from symm_cp.memory import resolve
+from symm_cp.ops.attention import ulysses
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.heads import shares_of
 from symm_cp.ops.attention.methods import Method, split_by
@@ -173,6 +175,7 @@ def by_head() -> Any:
     return itertools.islice((case for case in flex.masks() if case[0].startswith("by ")), 3)
 
 
+@exhaustive
 def test_flex_masks_that_differ_between_heads_and_samples(ranks: Ranks) -> None:
     ranks.run(3, flex.plain, by_head, ULYSSES)
 
@@ -190,11 +193,10 @@ def mixed(group: dist.ProcessGroup, seed: int) -> None:
             case = combined(layout, chosen)
             case = replace(case, **chosen.choice(HEADS[:3]))
             by_keys.run(whole, case, chosen.randrange(1 << 30), **method.as_options())
-        for text, case in itertools.islice(flex.masks(), 0, None, 5):
+        for _, case in itertools.islice(flex.masks(), 0, None, 5):
             balancer = flex.HeadTail(case.visible.shape[2], 4)
             shape = (case.visible.shape[0], 4, 2, 8)
             mask = case.block_mask()
-            assert text
             flex.compare(whole, case, balancer, mask, shape=shape, method=method)
 
 
@@ -202,6 +204,46 @@ def mixed(group: dist.ProcessGroup, seed: int) -> None:
 def test_mixed_with_attention_by_keys(ranks: Ranks) -> None:
     for _ in range(5):
         ranks.run(4, mixed, random.randrange(1 << 30))
+
+
+# --- groups of heads, of which one travels while another is attended with ---------------------
+
+
+def test_groups_of_heads_are_apart() -> None:
+    for heads, kv_heads, ranks, most in ((8, 8, 2, 4), (12, 4, 2, 4), (7, 7, 3, 4), (16, 16, 3, 2)):
+        whole = shares_of("op", heads, kv_heads, ranks)
+        groups = whole.in_groups(most)
+        held = [min(end - begin for begin, end in whole.keys)]
+        assert len(groups) == min(most, *held)
+        for rank in range(ranks):
+            for parts, all_of_rank in (
+                ([group.queries[rank] for group in groups], whole.queries[rank]),
+                ([group.keys[rank] for group in groups], whole.keys[rank]),
+            ):
+                assert [i for part in parts for i in range(*part)] == list(range(*all_of_rank))
+            assert all(group.key_of_each(rank) is None for group in groups)
+    # Ranks that share key heads, and key heads that are shared unequally, take one group.
+    assert len(shares_of("op", 8, 2, 4).in_groups(4)) == 1
+    assert len(shares_of("op", 8, 2, 3).in_groups(4)) == 1
+
+
+def grouped(group: dist.ProcessGroup, seed: int) -> None:
+    chosen, W = random.Random(seed), group.size()
+    heads = ({"heads": 8, "kv_heads": 8}, {"heads": 4 * W, "kv_heads": 2 * W})
+    with mock.patch.object(ulysses, "_groups", return_value=3):
+        for layout in layouts(W):
+            case = replace(combined(layout, chosen), **chosen.choice(heads))
+            by_keys.run(group, case, seed, method="ulysses")
+        for cases in (by_head(), itertools.islice(flex.scores(), 0, None, 3)):
+            for _, case in cases:
+                balancer, shape = flex.HeadTail(case.visible.shape[2], W), (2, 4, 4, 8)
+                shape = (case.visible.shape[0], *shape[1:])
+                flex.compare(group, case, balancer, case.block_mask(), shape=shape, method=ULYSSES)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+def test_one_group_of_heads_after_the_other(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, grouped, random.randrange(1 << 30))
 
 
 # --- dropout, bits ---------------------------------------------------------------------------

@@ -39,6 +39,24 @@ class HeadShares:
         even = tuple(head // max(1, each) for head in range(end - first))
         return None if rest == 0 and looked_at == even else looked_at
 
+    def in_groups(self, most: int) -> tuple[HeadShares, ...]:
+        """Divides the heads of every rank into at most so many groups, equally many on all ranks.
+
+        No key head is in two groups; there is one group where ranks share key heads.
+        """
+        ranks = range(len(self.queries))
+        if self.keys_overlap or any(self.key_of_each(rank) is not None for rank in ranks):
+            return (self,)
+        count = max(1, min(most, *(end - begin for begin, end in self.keys)))
+        return tuple(self._group(index, count) for index in range(count))
+
+    def _group(self, index: int, count: int) -> HeadShares:
+        keys, size = [], self.group_size
+        for begin, end in self.keys:
+            split = Split.nearly_equal(end - begin, count)
+            keys.append((begin + split.start(index), begin + split.start(index + 1)))
+        return HeadShares(tuple((b * size, e * size) for b, e in keys), tuple(keys), size)
+
 
 @lru_cache(maxsize=64)
 def shares_of(op: str, heads: int, kv_heads: int, ranks: int) -> HeadShares:

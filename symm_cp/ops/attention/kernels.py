@@ -95,6 +95,9 @@ def forward(
     key, value, mask = _for_masks(query, key, value, mask)
     kind = kind or kind_of(query, key, mask, causal=causal, value=value)
     if kind == "cpu":
+        if causal and scale is not None and scale <= 0:
+            # The kernel scales the -inf of a causal mask, too.
+            query, scale = (-query, -scale) if scale < 0 else (torch.zeros_like(query), 1.0)
         return _cpu(query, key, value, 0.0, causal, attn_mask=mask, scale=scale)
     if causal:
         # Kernels other than the CPU's align a causal mask at the lower right.

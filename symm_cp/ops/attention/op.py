@@ -16,7 +16,6 @@ Source: ring attention (Liu et al., 2023); FlashAttention (Dao et al., 2022) for
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -71,7 +70,8 @@ def _by_heads(
     if method.name == "allgather":
         return None
     layouts = spread_of_queries(op, group, query, key, given)
-    return ulysses.call_of(op, method, group, spec, (query.shape[1], key.shape[1]), layouts)
+    heads = query.shape[1], key.shape[1]
+    return ulysses.call_of(op, method, group, spec, heads, layouts, query.device)
 
 
 def _attention_kernel(
@@ -85,9 +85,14 @@ def _attention_kernel(
         call = _by_heads(_FORWARD, group, spec, query, key, options)
     added = Added(options.get("sinks"), options.get("bias"))
     if call is not None:
-        return call.attend(
-            _FORWARD, tensors, added, partial(attend, _FORWARD, call.spec, call.of_keys)
-        )
+        by_heads = call
+
+        def attend_group(
+            index: int, tensors: Tensors, added: Added
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, added)
+
+        return call.attend(_FORWARD, tensors, added, attend_group)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
     return attend(_FORWARD, spec, group, tensors, added)
@@ -114,8 +119,15 @@ def _attention_backward_kernel(
     sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
-        of_heads = partial(attend_backward, _BACKWARD, call.spec, call.of_keys)
-        grads, of_bias = call.attend_backward(_BACKWARD, given, added, of_heads)
+        by_heads = call
+
+        def backward_of_group(
+            index: int, given: Given, added: Added, wide_keys: bool
+        ) -> tuple[Tensors, Grad]:
+            spec, of_keys = by_heads.specs[index], by_heads.of_keys
+            return attend_backward(_BACKWARD, spec, of_keys, given, added, wide_keys)
+
+        grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
     else:
         grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)

@@ -17,79 +17,40 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from functools import partial
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import runtime
+from symm_cp.devices import has_streams
 from symm_cp.hosts import on_this_host
 from symm_cp.memory import Group, resolve
 from symm_cp.ops.attention.attend import Added, Given
 from symm_cp.ops.attention.heads import HeadShares, shares_of
-from symm_cp.ops.attention.methods import Method
+from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.ops.attention.tiles import dense_features, empty_output, rows_first, wide
+from symm_cp.ops.attention.tiles import as_dtype, dense_features, empty_output, rows_first, wide
 from symm_cp.ops.common import group_of
-from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
+from symm_cp.ops.head_exchange import HeadPart, head_exchange
 from symm_cp.ops.head_exchange import rows_first as rows_of_heads
+from symm_cp.runtime.head_groups import HeadGroup, consume_in_groups
 from symm_cp.schedule.layout import SequenceLayout, sequential
 
-#: Computes attention of some heads, given query, key and value; its gradients, given whether those
-#: of keys and values are wanted in the dtype that sums are taken in.
-Attend: TypeAlias = Callable[[Tensors, Added], tuple[torch.Tensor, torch.Tensor]]
-AttendBackward: TypeAlias = Callable[[Given, Added, bool], tuple[Tensors, Grad]]
+#: Computes attention of a group of heads (its number), given query, key and value; its gradients,
+#: given whether those of keys and values are wanted in the dtype that sums are taken in.
+Attend: TypeAlias = Callable[[int, Tensors, Added], tuple[torch.Tensor, torch.Tensor]]
+AttendBackward: TypeAlias = Callable[[int, Given, Added, bool], tuple[Tensors, Grad]]
 
+# What queries, keys and values are of, in `UlyssesCall._pipeline`.
+_INPUTS = "qkk"
 
-class Part(NamedTuple):
-    """A tensor that is exchanged: its layout over the ranks, and each rank's heads of it."""
-
-    tensor: torch.Tensor
-    layout: SequenceLayout
-    heads: HeadRanges
-
-
-def to_heads(name: bytes, group: Group, parts: Sequence[Part]) -> list[torch.Tensor]:
-    """Returns (B, N_r, S, E) of each part, of which this rank gives (B, N, S_r, E). Collective."""
-    exchange = _exchange_of(group, parts, [part.tensor.shape for part in parts], to_heads=True)
-    tensors = [dense_features(part.tensor) for part in parts]
-    outputs = exchange.new_outputs(tensors)
-    runtime.of(tensors[0], group).exchange(group, exchange, tensors, outputs, name)
-    return outputs
-
-
-def to_sequence(
-    name: bytes, group: Group, parts: Sequence[Part], results: Sequence[torch.Tensor]
-) -> None:
-    """Writes (B, N, S_r, E) of each part, of which this rank gives (B, N_r, S, E). Collective.
-
-    Heads that several ranks give are added in rank order, in float32 for 16-bit types.
-    """
-    exchange = _exchange_of(group, parts, [result.shape for result in results], to_heads=False)
-    tensors = [dense_features(part.tensor) for part in parts]
-    outputs = [
-        result
-        if part.disjoint
-        else rows_of_heads(tensor, part.arriving_shape(group.rank, to_heads=False))
-        for result, part, tensor in zip(results, exchange.parts, tensors, strict=True)
-    ]
-    runtime.of(tensors[0], group).exchange(group, exchange, tensors, outputs, name)
-    for result, found in zip(results, exchange.summed(outputs), strict=True):
-        if found is not result:
-            result.copy_(found)
-
-
-def _exchange_of(
-    group: Group, parts: Sequence[Part], shapes: Sequence[torch.Size], *, to_heads: bool
-) -> HeadExchange:
-    """Returns the exchange of parts; `shapes` are those of the tensors that have all heads."""
-    of_parts = tuple(
-        HeadPart((B, N, part.layout.length, E), part.tensor.dtype, part.layout, part.heads)
-        for part, (B, N, _, E) in zip(parts, shapes, strict=True)
-    )
-    return head_exchange(group.rank, to_heads, of_parts)
+# Groups of heads, of which one travels while the one before it is attended with. On CPU the thread
+# that attends also copies: more than one group would only make the copies smaller.
+_GROUPS_ON_STREAMS = 4
 
 
 @contextlib.contextmanager
@@ -107,44 +68,43 @@ def telling(*groups: str) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class UlyssesCall:
-    """One call on this rank, around an attention of this rank's heads, `spec`.
+    """One call on this rank, around an attention of this rank's heads.
 
-    `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads.
-    `queries` and `keys` are how `group` spreads what it holds of them, `gathered_queries` and
-    `gathered_keys` how `of_keys` spreads what there is after the exchange.
+    `group` exchanges heads, `of_keys` (if any) gathers keys. `whole` is the spec of all heads,
+    `shares` and `specs` are those of each group of heads that is attended with at a time. `queries`
+    and `keys` are how `group` spreads what it holds of them, `gathered_queries` and `gathered_keys`
+    how `of_keys` spreads what there is after the exchange.
     """
 
     group: Group
     of_keys: Group | None
-    shares: HeadShares
     whole: AttentionSpec
-    spec: AttentionSpec
+    shares: tuple[HeadShares, ...]
+    specs: tuple[AttentionSpec, ...]
     queries: SequenceLayout
     keys: SequenceLayout
     gathered_queries: SequenceLayout
     gathered_keys: SequenceLayout
 
-    @property
-    def heads(self) -> tuple[int, int]:
-        """This rank's query heads."""
-        return self.shares.queries[self.group.rank]
+    def heads(self, index: int) -> tuple[int, int]:
+        """This rank's query heads in a group."""
+        return self.shares[index].queries[self.group.rank]
 
     def attend(
         self, op: str, tensors: Tensors, added: Added, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and its log-sum-exp of all heads. Collective."""
         query, key, value = tensors
+        lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
+        results = empty_output(dense_features(query), value.shape[3]), lse
+
+        def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            q, k, v = self._repeated(index, *arrived)
+            out, lse = attend(index, (q, k, v), self._slice(index, added))
+            return out, lse.unsqueeze(-1)
+
         name = self._name(op, query, key)
-        with telling(*self._names_of_keys):
-            of_heads = to_heads(name, self.group, self._inputs(query, key, value))
-        with telling(self.group.name):
-            out, lse = attend(self._repeated(*of_heads), self._slice(added))
-        results = (
-            empty_output(dense_features(query), value.shape[3]),
-            query.new_empty(query.shape[:3], dtype=wide(query.dtype)),
-        )
-        parts = [self._of_queries(out), self._of_queries(lse.unsqueeze(-1))]
-        to_sequence(name, self.group, parts, (results[0], results[1].unsqueeze(-1)))
+        self._pipeline(name, _INPUTS, tensors, work, "qq", (results[0], lse.unsqueeze(-1)))
         return results
 
     def attend_backward(
@@ -152,35 +112,91 @@ class UlyssesCall:
     ) -> tuple[Tensors, Grad]:
         """Returns the gradients of query, key and value, and that of the bias. Collective."""
         query, key, value, out, lse, grad_out, grad_lse = given
-        name = self._name(op, query, key, grad_lse is None)
-        rows = [out, grad_out, lse.unsqueeze(-1)]
+        tensors = [query, key, value, out, grad_out, lse.unsqueeze(-1)]
         if grad_lse is not None:
-            rows.append(grad_lse.unsqueeze(-1))
-        with telling(*self._names_of_keys):
-            parts = [*self._inputs(query, key, value), *map(self._of_queries, rows)]
-            q, k, v, *others = to_heads(name, self.group, parts)
-        out, grad_out, *of_rows = others
-        lse, *of_lse = (rows.squeeze(-1) for rows in of_rows)
-        q, k, v = self._repeated(q, k, v)
-        with telling(self.group.name):
+            tensors.append(grad_lse.unsqueeze(-1))
+        of_bias = None if added.bias is None else torch.zeros_like(added.bias)
+        # What several ranks add to is rounded once it is summed.
+        summed = self.shares[0].keys_overlap
+        dtype = wide(key.dtype) if summed else key.dtype
+        dtypes = query.dtype, dtype, dtype
+        results = tuple(
+            rows_first(t, t.shape, dtype) for t, dtype in zip(given[:3], dtypes, strict=True)
+        )
+
+        def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            q, k, v, out, grad_out, *of_rows = arrived
+            q, k, v = self._repeated(index, q, k, v)
+            lse, *of_lse = (rows.squeeze(-1) for rows in of_rows)
             inner = Given(q, k, v, out, lse, grad_out, of_lse[0] if of_lse else None)
-            grads, of_bias = attend_backward(inner, self._slice(added), self.shares.keys_overlap)
-            of_keys = [self._summed(grad) for grad in grads[1:]]
-        parts = [self._of_queries(grads[0]), *map(self._of_keys, of_keys)]
-        results = tuple(rows_first(t, t.shape, t.dtype) for t in (query, key, value))
-        to_sequence(name, self.group, parts, results)
-        if of_bias is not None and added.bias is not None:
-            of_heads, of_bias = of_bias, torch.zeros_like(added.bias)
-            of_bias[slice(*self.heads)] = of_heads
-        return results, of_bias
+            grads, of_heads = attend_backward(index, inner, self._slice(index, added), summed)
+            if of_bias is not None and of_heads is not None:
+                of_bias[slice(*self.heads(index))] = of_heads
+            return grads[0], *(self._summed(index, grad).to(dtype) for grad in grads[1:])
 
-    @property
-    def _names_of_keys(self) -> tuple[str, ...]:
-        return () if self.of_keys is None else (self.of_keys.name,)
+        name = self._name(op, query, key, grad_lse is None)
+        kinds = _INPUTS + "q" * (len(tensors) - 3)
+        self._pipeline(name, kinds, tensors, work, _INPUTS, results)
+        return tuple(as_dtype(grad, query.dtype) for grad in results), of_bias
 
-    def _slice(self, added: Added) -> Added:
-        """Returns what belongs to this rank's heads."""
-        heads = slice(*self.heads)
+    def _pipeline(
+        self,
+        name: bytes,
+        kinds: str,
+        given: Sequence[torch.Tensor],
+        work: Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        kinds_back: str,
+        outputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Exchanges tensors, works on what arrives, and exchanges its results to `outputs`.
+
+        All tensors have all heads. Each is of queries or of keys: "q" or "k" in `kinds`.
+        """
+        rank, given = self.group.rank, [dense_features(tensor) for tensor in given]
+        steps = []
+        for index, shares in enumerate(self.shares):
+            there = head_exchange(rank, True, self._parts(shares, kinds, given))
+            back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
+
+            def worked(arrived: Sequence[torch.Tensor], index: int = index) -> list[torch.Tensor]:
+                return [dense_features(result) for result in work(index, arrived)]
+
+            arrivals = partial(there.new_outputs, given)
+            steps.append(HeadGroup(there, given, arrivals, worked, back, outputs))
+        on = runtime.of(given[0], self.group)
+        if len(steps) > 1:
+            consume_in_groups(on, self.group, steps, given[0].device, name)
+            return
+        arrived = arrivals()
+        with telling(*self._names_of_keys):
+            on.exchange(self.group, there, given, arrived, name)
+        with telling(self.group.name):
+            results = worked(arrived)
+        del arrived
+        places = [
+            output
+            if part.disjoint
+            else rows_of_heads(output, part.arriving_shape(rank, to_heads=False))
+            for output, part in zip(outputs, back.parts, strict=True)
+        ]
+        on.exchange(self.group, back, results, places, name)
+        for output, found in zip(outputs, back.summed(places), strict=True):
+            if found is not output:
+                output.copy_(found)
+
+    def _parts(
+        self, shares: HeadShares, kinds: str, tensors: Sequence[torch.Tensor]
+    ) -> tuple[HeadPart, ...]:
+        spread = {"q": (self.queries, shares.queries), "k": (self.keys, shares.keys)}
+        parts = []
+        for kind, tensor in zip(kinds, tensors, strict=True):
+            (layout, ranges), (B, N, _, E) = spread[kind], tensor.shape
+            parts.append(HeadPart((B, N, layout.length, E), tensor.dtype, layout, ranges))
+        return tuple(parts)
+
+    def _slice(self, index: int, added: Added) -> Added:
+        """Returns what belongs to this rank's heads in a group."""
+        heads = slice(*self.heads(index))
         return Added(*(None if tensor is None else tensor[heads] for tensor in added))
 
     def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
@@ -190,35 +206,30 @@ class UlyssesCall:
             op = f"{op} over ranks {dist.get_process_group_ranks(members)}"
         return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
 
-    def _inputs(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[Part]:
-        return [self._of_queries(query), self._of_keys(key), self._of_keys(value)]
-
-    def _of_queries(self, tensor: torch.Tensor) -> Part:
-        return Part(tensor, self.queries, self.shares.queries)
-
-    def _of_keys(self, tensor: torch.Tensor) -> Part:
-        return Part(tensor, self.keys, self.shares.keys)
-
-    def _repeated(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Tensors:
+    def _repeated(
+        self, index: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Tensors:
         """Repeats key heads that unequally many query heads look at: kernels take no such."""
-        each = self.shares.key_of_each(self.group.rank)
+        each = self.shares[index].key_of_each(self.group.rank)
         if each is None:
             return query, key, value
-        index = torch.tensor(each, device=key.device)
-        return query, key.index_select(1, index), value.index_select(1, index)
+        heads = torch.tensor(each, device=key.device)
+        return query, key.index_select(1, heads), value.index_select(1, heads)
 
-    def _summed(self, grad: torch.Tensor) -> torch.Tensor:
+    def _summed(self, index: int, grad: torch.Tensor) -> torch.Tensor:
         """Adds up the gradients of repeated key heads."""
-        rank = self.group.rank
-        each = self.shares.key_of_each(rank)
+        each = self.shares[index].key_of_each(self.group.rank)
         if each is None:
             return grad
         B, _, S, E = grad.shape
-        begin, end = self.shares.keys[rank]
-        total = grad.new_zeros((B, end - begin, S, E), dtype=wide(grad.dtype))
+        total = grad.new_zeros((B, max(each) + 1, S, E), dtype=wide(grad.dtype))
         for head, key_head in enumerate(each):
             total[:, key_head] += grad[:, head]
         return total
+
+    @property
+    def _names_of_keys(self) -> tuple[str, ...]:
+        return () if self.of_keys is None else (self.of_keys.name,)
 
 
 def call_of(
@@ -228,6 +239,7 @@ def call_of(
     spec: AttentionSpec,
     heads: tuple[int, int],
     layouts: tuple[SequenceLayout, SequenceLayout],
+    device: torch.device,
 ) -> UlyssesCall:
     """Returns the call of all heads on this rank.
 
@@ -247,13 +259,21 @@ def call_of(
             grid.of_keys(queries),
             grid.of_keys(keys),
         )
-    shares = shares_of(op, *heads, of_heads.world_size)
     _, _, gathered_queries, gathered_keys = spread
-    first = shares.queries[of_heads.rank][0]
-    of_rank = replace(
-        spec,
-        layout=gathered_keys,
-        queries=None if spec.queries is None else gathered_queries,
-        head_offset=spec.head_offset + first if spec.dropout_p > 0 else 0,
+    shares = shares_of(op, *heads, of_heads.world_size).in_groups(_groups(group, device, grid))
+    specs = tuple(
+        replace(
+            spec,
+            layout=gathered_keys,
+            queries=None if spec.queries is None else gathered_queries,
+            head_offset=spec.head_offset + each.queries[of_heads.rank][0] if spec.dropout_p else 0,
+        )
+        for each in shares
     )
-    return UlyssesCall(of_heads, of_keys, shares, spec, of_rank, *spread)
+    return UlyssesCall(of_heads, of_keys, spec, shares, specs, *spread)
+
+
+def _groups(group: Group, device: torch.device, grid: Grid | None) -> int:
+    """Into how many groups heads are divided at most; one where keys are gathered meanwhile."""
+    on_streams = has_streams(device) and group.world_size > 1
+    return _GROUPS_ON_STREAMS if on_streams and grid is None else 1

@@ -13,6 +13,8 @@ from tests.pool import Ranks
 
 
 def runs_as_users_do(group: dist.ProcessGroup) -> None:
+    from diffusers.models.modeling_utils import ModelMixin
+
     import symm_cp.integrations.diffusers as integration
     from tests.integrations.diffusers.common import (
         CLIENTS,
@@ -34,7 +36,9 @@ def runs_as_users_do(group: dist.ProcessGroup) -> None:
     with pytest.raises(ZeroDivisionError):  # what diffusers does on CPU
         parallel(client, ring_of(group))
     integration.enable()
+    ours = vars(attention_dispatch).copy(), vars(ModelMixin).copy()
     integration.enable()
+    assert (vars(attention_dispatch), vars(ModelMixin)) == ours
     model = parallel(client, ring_of(group))
     assert_same(over_ranks(run_model(model, inputs), group), expected, client.tolerance)
 

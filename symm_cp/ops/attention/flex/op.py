@@ -14,7 +14,6 @@ Source: `torch.nn.attention.flex_attention` for the interface.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +53,7 @@ from symm_cp.ops.attention.tiles import (
     as_dtype,
     dense_features,
     grad_of_sinks,
+    wide,
 )
 from symm_cp.ops.attention.ulysses import UlyssesCall, call_of, telling
 from symm_cp.ops.common import attention_runs
@@ -243,8 +243,8 @@ class FlexAttention:
     masks: MaskTiles
     score_mod: Modifier | None = None
     captures: Rebinding | None = None
-    #: The exchange of heads around it.
-    by_heads: UlyssesCall | None = None
+    #: Instead of all that: an exchange of heads, and the attention of each group of them.
+    by_heads: tuple[UlyssesCall, tuple[FlexAttention, ...]] | None = None
 
     @staticmethod
     def of(
@@ -270,19 +270,23 @@ class FlexAttention:
         if method.name == "allgather":
             masks = MaskTiles(mask_mod, block_mask, (B, H), *layouts, group.rank, first)
             return FlexAttention(group, spec, masks, score_mod, captures)
-        call = call_of(_OP, method, group, spec, (H, key.shape[1]), layouts)
-        begin, end = call.heads
-        masks = MaskTiles(
-            mask_mod,
-            block_mask,
-            (B, end - begin),
-            call.gathered_queries,
-            call.gathered_keys,
-            place_of(call.of_keys)[0],
-            first + begin,
-            block_heads=call.heads,
-        )
-        return FlexAttention(call.of_keys, call.spec, masks, score_mod, captures, call)
+        heads = H, key.shape[1]
+        call = call_of(_OP, method, group, spec, heads, layouts, query.device)
+        of_heads = []
+        for index, spec_of_heads in enumerate(call.specs):
+            begin, end = call.heads(index)
+            masks = MaskTiles(
+                mask_mod,
+                block_mask,
+                (B, end - begin),
+                call.gathered_queries,
+                call.gathered_keys,
+                place_of(call.of_keys)[0],
+                first + begin,
+                block_heads=(begin, end),
+            )
+            of_heads.append(FlexAttention(call.of_keys, spec_of_heads, masks, score_mod, captures))
+        return replace(of_heads[0], by_heads=(call, tuple(of_heads)))
 
     def forward(
         self,
@@ -298,7 +302,10 @@ class FlexAttention:
         attention_runs.count += 1
         tensors, added = (query, key, value), Added(sinks, bias)
         if self.by_heads is not None:
-            return self.by_heads.attend(_OP, tensors, added, self._attend)
+            call, of_heads = self.by_heads
+            return call.attend(
+                _OP, tensors, added, lambda index, *args: of_heads[index]._attend(*args)
+            )
         return self._attend(tensors, added)
 
     def _attend(self, tensors: Tensors, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
@@ -344,16 +351,21 @@ class FlexAttention:
             of_inputs = fake_like(query), fake_like(key), fake_like(value)
             return of_inputs, (sinks, bias), tuple(torch.empty_like(t) for t in captured)
         given, added = Given(query, key, value, out, lse, grad_out, grad_lse), Added(sinks, bias)
-        of_captured: list[torch.Tensor] = []
-        attend_backward = partial(self._attend_backward, captured, of_captured)
+        sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in captured]
         if self.by_heads is not None:
-            name = f"{_OP}_backward"
-            grads, of_bias = self.by_heads.attend_backward(name, given, added, attend_backward)
+            call, of_heads = self.by_heads
+            grads, of_bias = call.attend_backward(
+                f"{_OP}_backward",
+                given,
+                added,
+                lambda index, *args: of_heads[index]._attend_backward(captured, sums, *args),
+            )
         else:
-            grads, of_bias = attend_backward(given, added, False)
+            grads, of_bias = self._attend_backward(captured, sums, given, added, False)
         of_sinks = None
         if sinks is not None:
             of_sinks = grad_of_sinks(sinks, grad_out, grad_lse, out, lse)
+        of_captured = (grad.to(tensor.dtype) for grad, tensor in zip(sums, captured, strict=True))
         return grads, (of_sinks, of_bias), tuple(of_captured)
 
     def _attend_backward(
@@ -364,7 +376,7 @@ class FlexAttention:
         added: Added,
         wide_keys: bool,
     ) -> tuple[Tensors, Grad]:
-        """Returns the gradients of query, key, value and bias; appends those of captured tensors.
+        """Returns the gradients of query, key, value and bias; adds to those of captured tensors.
 
         With `wide_keys` those of keys and values are not rounded to their dtype.
         """
@@ -402,10 +414,8 @@ class FlexAttention:
             of_bias = None if added.bias is None else kernels.grad_bias(added.bias)
             return (kernels.grad_query(), *of_keys), of_bias
         of_query = as_dtype(gradients.grad_query.total, query.dtype)
-        of_captured += [
-            grad.to(tensor.dtype)
-            for grad, tensor in zip(gradients.grad_captured, captured, strict=True)
-        ]
+        for total, grad in zip(of_captured, gradients.grad_captured, strict=True):
+            total.add_(grad)
         return (of_query, *of_keys), None
 
     def _indices(self, owner: int) -> Indices:

@@ -106,7 +106,7 @@ def runs(group: dist.ProcessGroup, sizes: list[int], compiled: bool = False) -> 
     wanted, *of_parameters = torch.autograd.grad((want * weights).sum(), leaves)
     if compiled:
         torch._dynamo.reset()
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, backend="aot_eager")
     rank = group.rank()
     mine = whole.detach().split(sizes, 1)[rank].requires_grad_()
     found = block(mine, group, sizes)

@@ -389,7 +389,9 @@ class FlexAttention:
         kernels: Backward | None = None
         scored = ScoredTiles.of(query, spec, place_of(self.group)[0], added.bias)
         if self.score_mod is None and (grad_lse is None or scored is not None):
-            kernels = Backward(grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse)
+            kernels = Backward(
+                grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=added.bias
+            )
         else:
             score_mod, leaves = self.score_mod, captured
             if self.captures is not None:

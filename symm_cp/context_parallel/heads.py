@@ -158,10 +158,10 @@ def ulysses_projection(
         biases: (H * E,) of each matrix.
         group, load_balancer, heads: as for `sequence_to_heads`.
 
-    Returns (B, h, S, E) of each matrix, with the heads of a position in one run of memory.
-    Differentiable, any number of times; the gradient of a bias or a weight is this rank's part, to
-    be summed over ranks. Autocast as for matmuls. Errors as for `sequence_to_heads`. Source:
-    DeepSpeed-Ulysses (Jacobs et al., 2023), torch's `_pipelined_produce_and_all2all`.
+    Returns a contiguous tensor of shape (B, h, S, E) for each matrix. Differentiable, any number of
+    times; the gradient of a bias or a weight is this rank's part, to be summed over ranks. Autocast
+    as for matmuls. Errors as for `sequence_to_heads`. Source: DeepSpeed-Ulysses (Jacobs et al.,
+    2023), torch's `_pipelined_produce_and_all2all`.
     """
     name = group_name(group)
     one = isinstance(weights, torch.Tensor)

@@ -78,7 +78,8 @@ def enable(
             matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`; those
             whose product is all-reduced (on CPU) become `fused_matmul_all_reduce`.
         context_parallel: all-gathers of keys and values that feed scaled-dot-product attention
-            become `fused_all_gather_attention`, with its backward.
+            become `fused_all_gather_attention`, with its backward; `exchange_heads` next to
+            projections becomes `project_to_heads` or `project_from_heads`.
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide
             behind become `_low_contention_*`, waited for as late as possible.
         strict: compiling raises `UnfusedError` when a collective next to a matmul or attention is

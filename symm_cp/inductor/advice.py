@@ -32,7 +32,8 @@ _BY_REASON = {
     "not followed": "do what lies between the collective and the matmul before the collective",
     "several tensors at once": "call the collective once for each tensor",
     "no fused op exists for all_to_all": (
-        "if it is for attention, symm_cp.all_gather_attention hides what is sent behind computation"
+        "if it exchanges a sequence for heads, symm_cp.sequence_to_heads and heads_to_sequence "
+        "copy straight to where the heads belong, and are fused with projections next to them"
     ),
     "no fused op exists for broadcast": "broadcast what stays the same once, outside of the graph",
 }

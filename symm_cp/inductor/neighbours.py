@@ -83,9 +83,11 @@ def feeding(node: Node) -> list[Node]:
 
 
 def record_called(graph: Graph) -> None:
-    """Records the ops of `symm_mem` that the program itself calls."""
+    """Records the ops of `symm_mem` that the program itself calls, unless a pass has done so."""
+    known = recorded()
     for node in graph.nodes:
-        if getattr(node.target, "namespace", "") == "symm_mem" and not is_ours(node):
+        called = getattr(node.target, "namespace", "") == "symm_mem" and not is_ours(node)
+        if called and node.name not in known:
             name = _packet(node)
             record(Decision(node.name, _group_of(node), name, "called by the program"))
 

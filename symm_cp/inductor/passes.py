@@ -16,6 +16,7 @@ from symm_cp.inductor.all_reduce import replace_all_reduces
 from symm_cp.inductor.attention import fuse_attention
 from symm_cp.inductor.decisions import Decision, Report, record, recording
 from symm_cp.inductor.gather import fuse_gathers
+from symm_cp.inductor.heads import fuse_projections
 from symm_cp.inductor.low_contention import sink_collectives
 from symm_cp.inductor.neighbours import record_called, record_others
 from symm_cp.inductor.options import Options
@@ -83,6 +84,8 @@ def _refuse(report: Report) -> None:
 
 def fuse_post_grad(graph: Graph, options: Options) -> None:
     """Rewrites a forward or a backward graph."""
+    if options.context_parallel:
+        fuse_projections(graph, options)
     record_called(graph)
     if options.async_tp:
         fuse_scatters(graph, options)

@@ -19,7 +19,7 @@ from symm_cp import runtime
 from symm_cp.ops import autocast
 from symm_cp.ops.common import check_matrices, group_of, lib, register_kernel
 from symm_cp.ops.exchange_heads import checked_exchange, exchange_fake, exchange_name
-from symm_cp.ops.head_exchange import HeadExchange, rows_first
+from symm_cp.ops.head_exchange import HeadExchange
 from symm_cp.ops.products import Sum
 from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import new_result
@@ -83,13 +83,10 @@ class _Projection:
         biases: Sequence[torch.Tensor],
     ) -> None:
         self.exchange = exchange
-        self.batch, self.rows, _ = x.shape
+        self.batch = x.shape[0]
         self.x = x.reshape(-1, x.shape[2])
         self.weights, self.biases = weights, biases
-        self.outputs = [
-            rows_first(x, part.arriving_shape(exchange.rank, to_heads=True))
-            for part in exchange.parts
-        ]
+        self.outputs = exchange.new_outputs([x for _ in exchange.parts])
 
     def multiply(self, index: int, rank: int, out: torch.Tensor) -> None:
         """Writes the heads of a rank, (B * s, h * E)."""
@@ -113,13 +110,8 @@ class _Projection:
         """Multiplies what stays here."""
         rank = self.exchange.rank
         for index, (part, output) in enumerate(zip(self.exchange.parts, self.outputs, strict=True)):
-            spans, columns = part.layout.spans(rank), part.heads(rank) * part.shape[3]
-            if not spans or columns == 0:
-                continue
-            if self.batch == 1 and len(spans) == 1:
-                (span,) = spans
-                own = output.transpose(1, 2)[0, span.start : span.start + span.length]
-                self.multiply(index, rank, own.flatten(1))
+            columns = part.heads(rank) * part.shape[3]
+            if len(self.x) * columns == 0:
                 continue
             memory = new_result(output, (len(self.x), columns))
             self.multiply(index, rank, memory)
@@ -179,14 +171,7 @@ def _project_fake(
     *options: Any,
 ) -> list[torch.Tensor]:
     products = _projected(x, weights, biases, features)
-    results = exchange_fake(products, True, group_name, *options)
-    return [rows_first_fake(result) for result in results]
-
-
-def rows_first_fake(like: torch.Tensor) -> torch.Tensor:
-    """Returns a fake tensor as `rows_first` makes it."""
-    batch, heads, rows, features = like.shape
-    return like.new_empty(batch, rows, heads, features).transpose(1, 2)
+    return exchange_fake(products, True, group_name, *options)
 
 
 def _check_collected(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
@@ -290,6 +275,10 @@ def _collect_fake(
 # --- gradients -------------------------------------------------------------------------------
 
 
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])  # vmap knows it, unlike `flatten`
+
+
 def _setup_project(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weights, biases, _, *ctx.others = inputs
     ctx.has_biases = len(biases) > 0
@@ -301,14 +290,14 @@ def _project_backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     grad_x, local = torch.ops.symm_mem.project_from_heads(
         list(grads), [weight.mH for weight in weights], *ctx.others
     )
-    rows = x.flatten(0, 1)
+    rows = _rows(x)
     _, of_weights, of_biases, *rest = ctx.needs_input_grad
     grad_weights = [
-        rows.mH @ grad.flatten(0, 1) if needed else None
+        rows.mH @ _rows(grad) if needed else None
         for grad, needed in zip(local, of_weights, strict=True)
     ]
     grad_biases = [
-        grad.flatten(0, 1).sum(0) if needed else None
+        _rows(grad).sum(0) if needed else None
         for grad, needed in zip(local, of_biases, strict=False)
     ]
     return (grad_x, grad_weights, grad_biases, *(None for _ in rest))
@@ -325,13 +314,14 @@ def _collect_backward(
     ctx: Any, grad_out: torch.Tensor | None, grad_local: list[torch.Tensor | None]
 ) -> tuple[Any, ...]:
     count = len(ctx.features)
-    weights, local = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
+    saved = ctx.saved_tensors  # once: a checkpoint recomputes them each time
+    weights, local = saved[:count], saved[count:]
     of_tensors: list[torch.Tensor | None] = [None] * count
     of_weights: list[torch.Tensor | None] = [None] * count
     if grad_out is not None:
         for index, needed in enumerate(ctx.needs_input_grad[1]):
             if needed:
-                of_weights[index] = local[index].flatten(0, 1).mH @ grad_out.flatten(0, 1)
+                of_weights[index] = _rows(local[index]).mH @ _rows(grad_out)
     equal = all(features == ctx.features[0] for features in ctx.features)
     if equal and grad_out is not None:
         of_tensors = torch.ops.symm_mem.project_to_heads(
@@ -346,7 +336,7 @@ def _collect_backward(
         ]
     for index, grad in enumerate(grad_local):
         if grad is not None:
-            heads = grad.unflatten(2, (-1, ctx.features[index])).transpose(1, 2)
+            heads = grad.reshape(*grad.shape[:2], -1, ctx.features[index]).transpose(1, 2)
             (more,) = torch.ops.symm_mem.exchange_heads(
                 [heads], True, *_options_of(ctx.others, index, count)
             )

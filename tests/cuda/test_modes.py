@@ -23,7 +23,7 @@ def described(mode: dict[str, Any]) -> str:
     return " ".join(f"{name}={value}" for name, value in mode.items())
 
 
-@pytest.mark.parametrize("turn", some(0, of=range(12)))
+@pytest.mark.parametrize("turn", some(0, of=range(6)))
 @pytest.mark.parametrize("world_size", some(3, of=[2, 3, 4]))
 def test_mixes_on_any_machine(ranks: Ranks, world_size: int, turn: int) -> None:
     mode = random_mode(random.Random(random.randrange(1 << 30)))

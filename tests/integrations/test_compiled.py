@@ -211,13 +211,13 @@ def test_first_call_of_a_layer(ranks: Ranks) -> None:
     ranks.run(2, first_call, timeout=600)
 
 
-def with_mode(group: dist.ProcessGroup, mode: str) -> None:
-    problem = Problem(group, ONE_LAYER, backend="inductor", mode=mode)
+def with_mode(group: dist.ProcessGroup) -> None:
+    problem = Problem(group, ONE_LAYER, backend="inductor", mode="max-autotune")
     problem.check(LENGTH, documents=DOCUMENTS)
     problem.check(LENGTH, documents=DOCUMENTS)
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_modes_of_the_compiler(ranks: Ranks, mode: str) -> None:
-    ranks.run(2, with_mode, mode, timeout=600)
+def test_modes_of_the_compiler(ranks: Ranks) -> None:
+    """The one that changes anything on the CPU."""
+    ranks.run(2, with_mode, timeout=600)

@@ -78,6 +78,18 @@ def calls(group: dist.ProcessGroup, dtype: torch.dtype = torch.float64) -> dict[
             [rand(5, rank), rand(rank, 3), rand(3)],
         ),
         "all_gather_kv": Call(lambda k, v: list(OPS.all_gather_kv(k, v, 2, name)), [k, v]),
+        "exchange_heads": Call(
+            lambda x, y: OPS.exchange_heads([x, y], True, name),
+            [rand(1, W, 3, 4), rand(1, W, 3, 2)],
+        ),
+        "project_to_heads": Call(
+            lambda x, w, b: OPS.project_to_heads(x, [w, w], [b, b], 2, name),
+            [rand(1, 3, 4), rand(4, 2 * W), rand(2 * W)],
+        ),
+        "project_from_heads": Call(
+            lambda x, w: OPS.project_from_heads([x], [w], name)[:1],
+            [rand(1, 2, 3 * W, 4), rand(8 * W, 3)],
+        ),
         "exchange_halo": Call(lambda x: [OPS.exchange_halo(x, 1, 2, 0, name)], [x]),
         "scan_states": Call(
             lambda x, t: [OPS.scan_states(x, t, True, False, name)], [rand(2, 3, 4), rand(2, 3, 3)]
@@ -120,6 +132,9 @@ NAMES = (
     "fused_matmul_reduce_scatter",
     "fused_matmul_all_reduce",
     "all_gather_kv",
+    "exchange_heads",
+    "project_to_heads",
+    "project_from_heads",
     "exchange_halo",
     "scan_states",
     "_low_contention_all_gather",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.distributed as dist
 
@@ -88,3 +90,49 @@ def test_no_option_takes_memory_for_every_query_and_key(ranks: Ranks) -> None:
             # A mask of one byte for each pair would take this much for this rank's rows.
             pairs = LONG // world_size * LONG
             assert max(peaks) < pairs / 2, (world_size, peaks, pairs)
+
+
+# Shards of 2 MiB, which take as much memory as they have bytes: see symm_cp/results.py.
+BY_HEADS = (4, 8, 256, 64)
+
+
+def method_peaks(group: dist.ProcessGroup, method: str) -> tuple[list[int], int]:
+    """The most bytes of a forward and of a backward pass, and those of a slot."""
+    group = dist.new_group(list(range(group.size())))  # with a workspace of its own
+    q, k, v = (torch.randn(BY_HEADS, requires_grad=True) for _ in range(3))
+
+    def forward() -> torch.Tensor:
+        out: torch.Tensor = torch.ops.symm_mem.fused_all_gather_attention(
+            q, k, v, group.group_name, method=method
+        )[0]
+        return out
+
+    grad = torch.randn(q.shape)
+
+    def backward() -> None:
+        torch.autograd.grad(out, (q, k, v), grad)
+
+    out = forward()
+    backward()  # makes the workspace
+    dist.barrier(group)
+    out = forward()
+    peaks = [peak_of(forward), peak_of(backward)]
+    return peaks, resolve(group.group_name).workspace("sync").slot_bytes
+
+
+def test_memory_of_each_method(ranks: Ranks) -> None:
+    """In shards, tensors of all heads of this rank's part of the sequence: what the README says."""
+    shard = 4 * math.prod(BY_HEADS)
+    kernels = 5 * shard // 8  # log-sum-exps, and buffers that do not depend on the sizes
+    for world_size in (2, 4):
+        for (forward, backward), slot in ranks.run(world_size, method_peaks, "allgather"):
+            assert forward <= 2 * shard + kernels, (world_size, forward / shard)
+            assert backward <= 7 * shard + kernels, (world_size, backward / shard)
+            assert slot == (2 + 2 * world_size) * shard
+        for (forward, backward), slot in ranks.run(world_size, method_peaks, "ulysses"):
+            # Queries, keys, values and the output of this rank's heads; or instead the output.
+            assert forward <= 4 * shard + kernels, (world_size, forward / shard)
+            # What the forward pass had, the gradient of the output, which the kernel copies, and
+            # the other gradients twice: as kernels return them, and as sums.
+            assert backward <= 12 * shard + kernels, (world_size, backward / shard)
+            assert slot <= 1 << 20, (world_size, slot)  # exchanged in pieces

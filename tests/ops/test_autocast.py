@@ -24,6 +24,8 @@ CASTING = (
     "fused_all_gather_matmul",
     "fused_matmul_reduce_scatter",
     "fused_matmul_all_reduce",
+    "project_to_heads",
+    "project_from_heads",
     "fused_all_gather_attention",
     "flex_all_gather_attention",
 )

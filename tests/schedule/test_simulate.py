@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from symm_cp.schedule import Compute, Copy, Schedule, Signal, Step, Wait
-from symm_cp.schedule.patterns import ALL_GATHER_AND_CONSUME, ALL_GATHER_AND_POLL
+from symm_cp.schedule.patterns import (
+    ALL_GATHER_AND_CONSUME,
+    ALL_GATHER_AND_POLL,
+    EXCHANGE_AND_CONSUME,
+)
 from symm_cp.schedule.simulate import DeadlockError, simulate
 from tests.schedule.calls import PLACES, Place
 
@@ -45,6 +49,23 @@ def test_a_pulled_pipeline_takes_the_longer_of_copies_and_kernels(
     slower = max(ranks * kernel, ranks * copy)
     assert slower <= timeline.total * (1 + 1e-9)
     assert timeline.total <= slower + min(kernel, copy) + copy
+
+
+@settings(deadline=None)  # the first example builds schedules
+@given(st.integers(1, 6), st.integers(1, 5), TIMES, TIMES)
+def test_exchanges_hide_behind_the_work_of_their_step(
+    ranks: int, steps: int, kernel: float, copy: float
+) -> None:
+    """A pipeline over groups of heads takes the longer of work and pulls in each step."""
+
+    def cost(rank: int, step: Step) -> float:
+        if isinstance(step, Compute):
+            return kernel if step.kernel == "consume" else 0.0
+        return copy if isinstance(step, Copy) else 0.0
+
+    schedules = EXCHANGE_AND_CONSUME.staged().schedules(ranks)
+    timeline = simulate([schedules] * steps, cost)
+    assert timeline.total == pytest.approx(steps * max(kernel, (ranks - 1) * copy))
 
 
 @settings(deadline=None)  # the first example builds schedules

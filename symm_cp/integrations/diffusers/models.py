@@ -21,6 +21,11 @@ from symm_cp.integrations.diffusers.configs import spread_of
 _OP = "enable_parallelism"
 _CPU = torch.device("cpu")
 
+# Models, and what in their plans is not cut once at the beginning and gathered once at the end.
+_WITHOUT_GRADIENTS = {
+    "HeliosTransformer3DModel": "cuts and gathers the sequence in every block",
+}
+
 
 def _context_parallel(config: Any) -> ContextParallelConfig | None:
     if isinstance(config, ContextParallelConfig):
@@ -37,8 +42,20 @@ def checking(enable_parallelism: Callable[..., None]) -> Callable[..., None]:
             _check_processors(self)
         enable_parallelism(self, config=config, cp_plan=cp_plan)
         _find_parameters(self)
+        if _context_parallel(config) is not None and type(self).__name__ in _WITHOUT_GRADIENTS:
+            self.register_forward_pre_hook(_refuse_gradients)
 
     return enabled
+
+
+def _refuse_gradients(model: ModelMixin, args: tuple[Any, ...]) -> None:
+    """Raises where the sum of gradients over ranks would not be those of one process."""
+    if torch.is_grad_enabled() and any(p.requires_grad for p in model.parameters()):
+        name = type(model).__name__
+        raise NotImplementedError(
+            f"{_OP}: {name} {_WITHOUT_GRADIENTS[name]}: gradients would be wrong; call it under "
+            "torch.no_grad()"
+        )
 
 
 def _find_parameters(model: ModelMixin) -> None:
@@ -57,7 +74,7 @@ def _check_processors(model: ModelMixin) -> None:
     for name, module in model.named_modules():
         if isinstance(module, AttentionModuleMixin | Attention | MochiAttention):
             processor = module.processor
-            if not hasattr(processor, "_parallel_config"):
+            if processor is not None and not hasattr(processor, "_parallel_config"):
                 raise NotImplementedError(
                     f"{_OP}: {type(model).__name__}.{name} attends by "
                     f"{type(processor).__name__}, which knows of no other ranks: it would see only "

@@ -90,13 +90,20 @@ class UlyssesCall:
         """This rank's query heads in a group."""
         return self.shares[index].queries[self.group.rank]
 
+    @property
+    def mesh_groups(self) -> tuple[str, ...]:
+        """The groups of a mesh of two dimensions."""
+        return () if self.of_keys is None else (self.group.name, self.of_keys.name)
+
     def attend(
         self, op: str, tensors: Tensors, added: Added, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and its log-sum-exp of all heads. Collective."""
         query, key, value = tensors
-        lse = query.new_empty(query.shape[:3], dtype=wide(query.dtype))
-        results = empty_output(dense_features(query), value.shape[3]), lse
+
+        def new_results() -> Tensors:
+            lse = query.new_empty((*query.shape[:3], 1), dtype=wide(query.dtype))
+            return empty_output(dense_features(query), value.shape[3]), lse
 
         def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             q, k, v = self._repeated(index, *arrived)
@@ -104,8 +111,8 @@ class UlyssesCall:
             return out, lse.unsqueeze(-1)
 
         name = self._name(op, query, key)
-        self._pipeline(name, _INPUTS, tensors, work, "qq", (results[0], lse.unsqueeze(-1)))
-        return results
+        out, lse = self._pipeline(name, _INPUTS, tensors, work, "qq", new_results)
+        return out, lse.squeeze(-1)
 
     def attend_backward(
         self, op: str, given: Given, added: Added, attend_backward: AttendBackward
@@ -120,9 +127,10 @@ class UlyssesCall:
         summed = self.shares[0].keys_overlap
         dtype = wide(key.dtype) if summed else key.dtype
         dtypes = query.dtype, dtype, dtype
-        results = tuple(
-            rows_first(t, t.shape, dtype) for t, dtype in zip(given[:3], dtypes, strict=True)
-        )
+
+        def new_results() -> Tensors:
+            inputs = zip(given[:3], dtypes, strict=True)
+            return tuple(rows_first(t, t.shape, dtype) for t, dtype in inputs)
 
         def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             q, k, v, out, grad_out, *of_rows = arrived
@@ -136,7 +144,7 @@ class UlyssesCall:
 
         name = self._name(op, query, key, grad_lse is None)
         kinds = _INPUTS + "q" * (len(tensors) - 3)
-        self._pipeline(name, kinds, tensors, work, _INPUTS, results)
+        results = self._pipeline(name, kinds, tensors, work, _INPUTS, new_results)
         return tuple(as_dtype(grad, query.dtype) for grad in results), of_bias
 
     def _pipeline(
@@ -146,33 +154,47 @@ class UlyssesCall:
         given: Sequence[torch.Tensor],
         work: Callable[[int, Sequence[torch.Tensor]], Sequence[torch.Tensor]],
         kinds_back: str,
-        outputs: Sequence[torch.Tensor],
-    ) -> None:
-        """Exchanges tensors, works on what arrives, and exchanges its results to `outputs`.
+        new_outputs: Callable[[], Tensors],
+    ) -> Tensors:
+        """Exchanges tensors, works on what arrives, and exchanges its results to new outputs.
 
         All tensors have all heads. Each is of queries or of keys: "q" or "k" in `kinds`.
         """
-        rank, given = self.group.rank, [dense_features(tensor) for tensor in given]
-        steps = []
+        given = [dense_features(tensor) for tensor in given]
+        if len(self.shares) == 1:
+            return self._at_once(name, kinds, given, partial(work, 0), kinds_back, new_outputs)
+        outputs, steps = new_outputs(), []
         for index, shares in enumerate(self.shares):
-            there = head_exchange(rank, True, self._parts(shares, kinds, given))
-            back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
-
-            def worked(arrived: Sequence[torch.Tensor], index: int = index) -> list[torch.Tensor]:
-                return [dense_features(result) for result in work(index, arrived)]
-
+            there, back = (
+                head_exchange(self.group.rank, to_heads, self._parts(shares, of, tensors))
+                for to_heads, of, tensors in ((True, kinds, given), (False, kinds_back, outputs))
+            )
             arrivals = partial(there.new_outputs, given)
-            steps.append(HeadGroup(there, given, arrivals, worked, back, outputs))
+            steps.append(HeadGroup(there, given, arrivals, partial(work, index), back, outputs))
         on = runtime.of(given[0], self.group)
-        if len(steps) > 1:
-            consume_in_groups(on, self.group, steps, given[0].device, name)
-            return
-        arrived = arrivals()
+        consume_in_groups(on, self.group, steps, given[0].device, name)
+        return outputs
+
+    def _at_once(
+        self,
+        name: bytes,
+        kinds: str,
+        given: Sequence[torch.Tensor],
+        work: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
+        kinds_back: str,
+        new_outputs: Callable[[], Tensors],
+    ) -> Tensors:
+        """As `_pipeline`, with one group of heads."""
+        rank, shares, on = self.group.rank, self.shares[0], runtime.of(given[0], self.group)
+        there = head_exchange(rank, True, self._parts(shares, kinds, given))
         with telling(*self._names_of_keys):
+            arrived = there.new_outputs(given)
             on.exchange(self.group, there, given, arrived, name)
         with telling(self.group.name):
-            results = worked(arrived)
-        del arrived
+            results = [dense_features(result) for result in work(arrived)]
+        arrived.clear()  # before there is memory for more
+        outputs = new_outputs()
+        back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
         places = [
             output
             if part.disjoint
@@ -183,6 +205,7 @@ class UlyssesCall:
         for output, found in zip(outputs, back.summed(places), strict=True):
             if found is not output:
                 output.copy_(found)
+        return outputs
 
     def _parts(
         self, shares: HeadShares, kinds: str, tensors: Sequence[torch.Tensor]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import diffusers
+import pytest
 import torch
 import torch.distributed as dist
 from diffusers.models import attention_dispatch as attention_dispatch
@@ -84,6 +85,36 @@ def qwen_inputs_with_padding(text: int, image: int) -> Inputs:
     return qwen_inputs(text, image) | {"encoder_hidden_states_mask": mask}
 
 
+def flux2_inputs(text: int, image: int) -> Inputs:
+    inputs = flux_inputs(text, image)
+    del inputs["pooled_projections"]
+    ids = {
+        "img_ids": torch.arange(4.0 * image).view(1, image, 4) % 7,
+        "txt_ids": torch.arange(4.0 * text).view(1, text, 4) % 5,
+    }
+    return {**inputs, **{name: of.expand(SAMPLES, -1, -1) for name, of in ids.items()}}
+
+
+def minimax_inputs(text: int, image: int) -> Inputs:
+    """Text, video and sound in one sequence, in turns."""
+    sound, length = 4, text + image
+    kinds = torch.arange(length) * 7 % length  # a permutation: kinds and timesteps are mixed
+    tags = torch.where(kinds < text, 1, torch.where(kinds < text + sound, 2, 0))
+    indices = [torch.nonzero(tags == tag).flatten() for tag in range(3)]
+    return {
+        "hidden_states": noise(SAMPLES, image - sound, 16),
+        "audio_hidden_states": noise(SAMPLES, sound, 6),
+        "encoder_hidden_states": noise(SAMPLES, text, 24),
+        "timestep": times(),
+        "timestep_indices": torch.arange(length) % 2,
+        "token_tags": tags,
+        "position_ids": torch.arange(3 * length).view(length, 3) % 11,
+        "video_indices": indices[0],
+        "text_indices": indices[1],
+        "audio_indices": indices[2],
+    }
+
+
 def ltx_inputs(text: int, image: int) -> Inputs:
     mask = torch.ones(SAMPLES, text, dtype=torch.int64)
     mask[1, -2:] = 0
@@ -126,6 +157,31 @@ _FLUX = {
     "guidance_embeds": True,
     "axes_dims_rope": (2, 2, 4),
 }
+_FLUX2 = {
+    "in_channels": 4,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "attention_head_dim": 8,
+    "num_attention_heads": 4,
+    "joint_attention_dim": 24,
+    "timestep_guidance_channels": 16,
+    "axes_dims_rope": (2, 2, 2, 2),
+}
+_MINIMAX = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "hidden_size": 24,
+    "num_layers": 2,
+    "num_refiner_layers": 1,
+    "ffn_dim": 32,
+    "in_channels": 4,
+    "audio_in_channels": 6,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "time_embed_hidden_dim": 16,
+    "time_embed_dim": 8,
+    "rope_freq_dim": 2,
+}
 _WAN = {
     "num_attention_heads": 4,
     "attention_head_dim": 12,
@@ -156,7 +212,23 @@ _LTX = {
     "caption_channels": 24,
 }
 
+_HELIOS = {
+    "num_attention_heads": 4,
+    "attention_head_dim": 12,
+    "in_channels": 4,
+    "out_channels": 4,
+    "text_dim": 24,
+    "freq_dim": 16,
+    "ffn_dim": 16,
+    "num_layers": 40,  # as its plan has it
+    "rope_dim": (4, 4, 4),
+    "guidance_cross_attn": False,
+    "zero_history_timestep": False,
+    "has_multi_term_memory_patch": False,
+}
+
 CLIENTS = {
+    "helios": Client("HeliosTransformer3DModel", _HELIOS, wan_inputs),
     "flux": Client("FluxTransformer2DModel", _FLUX),
     "flux of 3 heads": Client("FluxTransformer2DModel", {**_FLUX, "num_attention_heads": 3}),
     "wan": Client("WanTransformer3DModel", _WAN, wan_inputs),
@@ -168,6 +240,9 @@ CLIENTS = {
     ),
     "qwen": Client("QwenImageTransformer2DModel", _QWEN, qwen_inputs),
     "qwen with padding": Client("QwenImageTransformer2DModel", _QWEN, qwen_inputs_with_padding),
+    "flux2": Client("Flux2Transformer2DModel", _FLUX2, flux2_inputs),
+    "chronoedit": Client("ChronoEditTransformer3DModel", _WAN, wan_inputs),
+    "minimax": Client("MiniMaxH3Transformer3DModel", _MINIMAX, minimax_inputs),
     "ltx": Client("LTXVideoTransformer3DModel", _LTX, ltx_inputs),
 }
 
@@ -180,6 +255,12 @@ class Result:
     grads: dict[str, torch.Tensor | None]
 
 
+def output_of(model: nn.Module, inputs: Inputs) -> torch.Tensor:
+    """Returns all outputs of a model as one tensor."""
+    outs = model(**inputs, return_dict=False)
+    return torch.cat([out.flatten(1) for out in outs], 1)
+
+
 def run_model(model: nn.Module, inputs: Inputs) -> Result:
     """Runs forward and backward from one loss of the whole output."""
     # Leaves, so that their gradients are compared, too.
@@ -188,7 +269,7 @@ def run_model(model: nn.Module, inputs: Inputs) -> Result:
         for name, value in inputs.items()
         if isinstance(value, torch.Tensor) and value.is_floating_point() and "id" not in name
     }
-    (out,) = model(**{**inputs, **leaves}, return_dict=False)
+    out = output_of(model, {**inputs, **leaves})
     weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64).view(out.shape).sin()
     (out * weights + out.square()).sum().backward()
     named = {**dict(model.named_parameters()), **leaves}
@@ -237,6 +318,24 @@ def assert_same(actual: Result, expected: Result, tolerance: float) -> None:
             continue
         assert got is not None, f"{name} has no gradient"
         assert_near(f"gradient of {name}", got, want, tolerance, floor)
+
+
+def check_inference(
+    client: Client, degrees: Mapping[str, Any], *, lengths: tuple[int, int]
+) -> None:
+    """Compares the output only, of a client whose gradients are refused."""
+    torch.manual_seed(5)
+    inputs = client.inputs(*lengths)
+    symm_cp.integrations.diffusers.enable()
+    try:
+        with torch.no_grad():
+            expected = output_of(client.make(), inputs)
+            model = parallel(client, diffusers.ContextParallelConfig(**degrees))
+            assert_near("output", output_of(model, inputs), expected, client.tolerance)
+        with pytest.raises(NotImplementedError, match="gradients would be wrong"):
+            output_of(model, inputs)
+    finally:
+        symm_cp.integrations.diffusers.disable()
 
 
 def check_client(

@@ -10,7 +10,10 @@ import torch.distributed as dist
 from tests.exhaustive import exhaustive
 from tests.pool import Ranks
 
-NAMES = ("flux", "wan", "wan by position", "wan from image", "qwen", "qwen with padding", "ltx")
+NAMES = (
+    *("flux", "flux2", "wan", "wan by position", "wan from image", "chronoedit"),
+    *("qwen", "qwen with padding", "ltx", "minimax"),
+)
 
 
 def checks(
@@ -69,3 +72,22 @@ def test_ulysses_of_any_length(ranks: Ranks, name: str, world_size: int) -> None
 @exhaustive
 def test_heads_that_ranks_do_not_divide(ranks: Ranks) -> None:
     ranks.run(4, checks, ("flux of 3 heads",), DEGREES["ulysses 2"])
+
+
+def infers(group: dist.ProcessGroup, degrees: dict[str, Any], **how: Any) -> None:
+    from tests.integrations.diffusers.common import CLIENTS, check_inference
+
+    check_inference(CLIENTS["helios"], degrees, **how)
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("degrees", "lengths"),
+    [
+        ({"ring_degree": 4}, (8, 16)),
+        (DEGREES["ring 2 and ulysses 2"], (8, 16)),
+        ({"ring_degree": 4, "ring_anything": True}, (9, 15)),
+    ],
+)
+def test_inference_only(ranks: Ranks, degrees: dict[str, Any], lengths: tuple[int, int]) -> None:
+    ranks.run(4, infers, degrees, lengths=lengths)

@@ -22,7 +22,7 @@ import torch
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, ulysses
+from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -80,7 +80,7 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    with ulysses.telling(*options.get("method_groups") or ()):
+    with mesh_calls.telling(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
         call = _by_heads(_FORWARD, group, spec, query, key, options)
     added = Added(options.get("sinks"), options.get("bias"))
@@ -113,7 +113,7 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    with ulysses.telling(*options.get("method_groups") or ()):
+    with mesh_calls.telling(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
         call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     sinks, _ = added = Added(options.get("sinks"), options.get("bias"))

@@ -1,6 +1,7 @@
 """Attention under windows, documents and chunks against its share of full attention.
 
-A mask that leaves a tenth of the pairs of queries and keys should take a tenth of the time. Also
+A mask that leaves a tenth of the pairs of queries and keys should take a tenth of the time: that of
+"full", and that of "torch", full attention by torch's kernel to keys that are there already. Also
 what sinks and a soft cap cost. `--case masks` or `--case scores` runs a part.
 
 python benchmarks/attention_masks.py --ranks 2 --json benchmarks/results/attention_masks.json
@@ -102,6 +103,15 @@ class _Calls:
 
         return run
 
+    def by_torch(self, way: str) -> Callable[[], object]:
+        """Full attention of this rank's queries to all keys, which it has, by torch's kernel."""
+        inputs = [self._parts[0], *self.whole[1:]]
+        if way == "forward":
+            return lambda: F.scaled_dot_product_attention(*inputs)
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        out = F.scaled_dot_product_attention(*leaves)
+        return lambda: torch.autograd.grad(out, leaves, out.detach(), retain_graph=True)
+
     def check(self, options: dict[str, Any]) -> None:
         """Compares some rows with dense attention."""
         out = self(*self._parts, is_causal=True, **options)
@@ -123,14 +133,17 @@ def _mask_cases(group: dist.ProcessGroup, layout: str, dtype: torch.dtype) -> It
             calls.check(options)
 
     def of_share(row: Row) -> dict[str, object]:
-        return {"of_share": {name: row.ratio(name) / share for name, share in shares.items()}}
+        return {
+            of: {name: row.ratio(name) / row.ratio(full) / share for name, share in shares.items()}
+            for of, full in (("of_share", "full"), ("of_torch", "torch"))
+        }
 
     for way in ("forward", "backward"):
         made = calls.forward if way == "forward" else calls.backward
         named = {name: made(is_causal=True, **options) for name, options in masks.items()}
         yield Case(
             f"masks {way} {str(dtype)[6:]}, {layout}",
-            {"full": made(), **named},
+            {"full": made(), **named, "torch": calls.by_torch(way)},
             check if way == "forward" else lambda: None,
             after=of_share,
         )
@@ -162,12 +175,15 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
 
 def table(rows: list[Written]) -> str:
     """Returns how many times its share of full attention each mask takes."""
-    lines = [
-        f"{row['case']}: " + ", ".join(f"{n} {x:.2f}" for n, x in row["of_share"].items())
-        for row in rows
-        if "of_share" in row
-    ]
-    return "\n".join(["time divided by (share of the pairs x time of full attention)", *lines])
+    lines = []
+    for key, full in (("of_share", "full attention"), ("of_torch", "torch's on local keys")):
+        lines.append(f"time divided by (share of the pairs x time of {full})")
+        lines += [
+            f"{row['case']}: " + ", ".join(f"{n} {x:.2f}" for n, x in row[key].items())
+            for row in rows
+            if key in row
+        ]
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from benchmarks.harness import Case, main
 from symm_cp.ops.attention import native_tiles, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Scoring, Sight
+from tests import tile_kernels
 
 BATCH, HEADS, ROWS, FEATURES, WINDOW = 1, 8, 2048, 64, 512
 Kinds = dict[str, tuple[Scoring, Sight]]
@@ -81,9 +82,11 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             backward[name] = partial(flash_backward, grad, q, k, v, *out, 0.0, causal, **rest)
         for name, (scoring, sight) in ours.items():
             given = (scoring, sight)
-            forward[name] = partial(native_tiles.forward, q, k, v, *given)
+            forward[name] = partial(tile_kernels.forward, native_tiles, q, k, v, *given)
             out = forward[name]()
-            backward[name] = partial(native_tiles.backward, grad, q, k, v, *out, *given)
+            backward[name] = partial(
+                tile_kernels.backward, native_tiles, grad, q, k, v, *out, *given
+            )
 
         def check_forward(q=q, k=k, v=v, forward=forward) -> None:  # type: ignore[no-untyped-def]
             for name, given in ours.items():
@@ -93,7 +96,9 @@ def cases(group: dist.ProcessGroup) -> Iterator[Case]:
             tensors=(grad, q, k, v), forward=forward, backward=backward
         ) -> None:
             for name, given in ours.items():
-                expected = tiles_by_matmuls.backward(*tensors, *forward[name](), *given, None)
+                expected = tile_kernels.backward(
+                    tiles_by_matmuls, *tensors, *forward[name](), *given
+                )
                 _check(name, backward[name]()[:3], expected[:3])
 
         kind = str(dtype)[6:]

@@ -31,16 +31,20 @@ inline int64_t padded(int64_t count) {
   return round_up(std::max<int64_t>(count, 1), kTileElements);
 }
 
-// Copies rows, with zeros up to `stride`.
-inline void copy_rows(const BFloat16* from, int64_t from_stride, int64_t rows, int64_t columns,
-                      BFloat16* to, int64_t stride) {
-  for (int64_t i = 0; i < rows; ++i) {
-    std::copy_n(from + i * from_stride, columns, to + i * stride);
-    std::fill(to + i * stride + columns, to + (i + 1) * stride, BFloat16{});
-  }
+#if defined(CPUBLAS_BRGEMM_F32F32F32)
+inline void transpose_floats(const float* in, int64_t in_stride, int64_t rows, int64_t columns,
+                             float* out, int64_t out_stride) {
+  transpose(reinterpret_cast<const uint32_t*>(in), in_stride, rows, columns,
+            reinterpret_cast<uint32_t*>(out), out_stride);
 }
 
-#if defined(CPUBLAS_BRGEMM_F32F32F32)
+// Row-major C (m, n) = A (m, k) B (k, n), plus C when `adds`.
+inline void multiply_block(int64_t m, int64_t n, int64_t k, const float* a, int64_t a_stride,
+                           const float* b, int64_t b_stride, bool adds, float* c,
+                           int64_t c_stride) {
+  at::native::cpublas::brgemm(m, n, k, a_stride, b_stride, c_stride, adds, a, b, c, false);
+}
+
 // Whether torch multiplies small blocks of float32 without packing them first.
 inline bool multiplies_blocks() {
   static const bool can = [] {
@@ -76,10 +80,8 @@ class BlockedForward {
       const TileSizes& sizes = in.sizes;
       at::parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
-          transpose(
-              reinterpret_cast<const uint32_t*>(in.key.at(i / sizes.groups, i % sizes.groups, 0)),
-              in.key.row, sizes.keys, sizes.features,
-              reinterpret_cast<uint32_t*>(keys.get() + i * key_size), key_stride);
+          transpose_floats(in.key.at(i / sizes.groups, i % sizes.groups, 0), in.key.row, sizes.keys,
+                           sizes.features, keys.get() + i * key_size, key_stride);
       });
     }
 
@@ -102,22 +104,103 @@ class BlockedForward {
   void scores(int64_t first, int64_t columns, float* out, int64_t stride) {
     const TileInputs<float>& in = shared_.in;
     const float* keys = shared_.keys.get() + (b_ * in.sizes.groups + g_) * shared_.key_size + first;
-    at::native::cpublas::brgemm(rows_, columns, in.sizes.features, in.query.row, shared_.key_stride,
-                                stride, false, query_, keys, out, false);
+    multiply_block(rows_, columns, in.sizes.features, query_, in.query.row, keys,
+                   shared_.key_stride, false, out, stride);
   }
 
   void add_values(int64_t first, int64_t columns, const float* weights, int64_t stride, bool adds,
                   float* out) {
     const TileInputs<float>& in = shared_.in;
     const int64_t features = in.sizes.value_features;
-    at::native::cpublas::brgemm(rows_, features, columns, stride, in.value.row, features, adds,
-                                weights, in.value.at(b_, g_, first), out, false);
+    multiply_block(rows_, features, columns, weights, stride, in.value.at(b_, g_, first),
+                   in.value.row, adds, out, features);
   }
 
  private:
   const Shared& shared_;
   const float* query_ = nullptr;
   int64_t b_ = 0, g_ = 0, rows_ = 0;
+};
+
+// The backward pass of float32; sums over rows as in `PackedBackward`.
+class BlockedBackward {
+ public:
+  using Number = float;
+  using Weight = float;
+  static constexpr int64_t kAlign = 1;
+  static constexpr int64_t kBandRows = 32;
+
+  BlockedBackward(const TileInputs<float>& inputs, const TileGradients<float>& grads, int64_t b,
+                  int64_t g, int64_t most_rows, int64_t most_columns)
+      : in_(inputs),
+        grads_(grads),
+        b_(b),
+        g_(g),
+        row_stride_(padded(most_rows) + 16),
+        key_stride_(padded(most_columns) + 16),
+        keys_(in_.sizes.features * key_stride_),
+        values_(in_.sizes.value_features * key_stride_),
+        query_columns_(in_.sizes.features * row_stride_),
+        grad_columns_(in_.sizes.value_features * row_stride_),
+        grad_keys_(in_.sizes.features * key_stride_),
+        grad_values_(in_.sizes.value_features * key_stride_) {}
+  ~BlockedBackward() { at::native::cpublas::brgemm_release(false); }
+  BlockedBackward(const BlockedBackward&) = delete;
+  BlockedBackward& operator=(const BlockedBackward&) = delete;
+
+  void enter_keys(int64_t first, int64_t columns) {
+    const TileSizes& sizes = in_.sizes;
+    key_ = first, columns_ = columns;
+    transpose_floats(in_.key.at(b_, g_, first), in_.key.row, columns, sizes.features, keys_.get(),
+                     key_stride_);
+    transpose_floats(in_.value.at(b_, g_, first), in_.value.row, columns, sizes.value_features,
+                     values_.get(), key_stride_);
+    std::fill_n(grad_keys_.get(), sizes.features * key_stride_, 0.0f);
+    std::fill_n(grad_values_.get(), sizes.value_features * key_stride_, 0.0f);
+  }
+
+  void enter_rows(int64_t h, int64_t first, int64_t count) {
+    const TileSizes& sizes = in_.sizes;
+    h_ = h, row_ = first, rows_ = count;
+    query_ = in_.query.at(b_, h, first), grad_out_ = in_.grad_out.at(b_, h, first);
+    transpose_floats(query_, in_.query.row, count, sizes.features, query_columns_.get(),
+                     row_stride_);
+    transpose_floats(grad_out_, in_.grad_out.row, count, sizes.value_features, grad_columns_.get(),
+                     row_stride_);
+  }
+
+  void products(int64_t first, int64_t columns, float* scores, float* through, int64_t stride) {
+    multiply_block(rows_, columns, in_.sizes.features, query_, in_.query.row, keys_.get() + first,
+                   key_stride_, false, scores, stride);
+    multiply_block(rows_, columns, in_.sizes.value_features, grad_out_, in_.grad_out.row,
+                   values_.get() + first, key_stride_, false, through, stride);
+  }
+
+  void add_gradients(int64_t first, int64_t columns, const float* weights, const float* back,
+                     int64_t stride) {
+    const TileSizes& sizes = in_.sizes;
+    multiply_block(sizes.value_features, columns, rows_, grad_columns_.get(), row_stride_, weights,
+                   stride, true, grad_values_.get() + first, key_stride_);
+    multiply_block(sizes.features, columns, rows_, query_columns_.get(), row_stride_, back, stride,
+                   true, grad_keys_.get() + first, key_stride_);
+    multiply_block(rows_, sizes.features, columns, back, stride, in_.key.at(b_, g_, key_ + first),
+                   in_.key.row, true, grads_.query.at(b_, h_, row_), grads_.query.row);
+  }
+
+  void leave_keys() {
+    add_transposed(grad_keys_.get(), key_stride_, in_.sizes.features, columns_,
+                   grads_.key.at(b_, g_, key_), grads_.key.row);
+    add_transposed(grad_values_.get(), key_stride_, in_.sizes.value_features, columns_,
+                   grads_.value.at(b_, g_, key_), grads_.value.row);
+  }
+
+ private:
+  const TileInputs<float>& in_;
+  const TileGradients<float>& grads_;
+  int64_t b_, g_, row_stride_, key_stride_;
+  Scratch<float> keys_, values_, query_columns_, grad_columns_, grad_keys_, grad_values_;
+  const float *query_ = nullptr, *grad_out_ = nullptr;
+  int64_t h_ = 0, key_ = 0, columns_ = 0, row_ = 0, rows_ = 0;
 };
 #endif
 
@@ -126,7 +209,7 @@ class PackedForward {
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
-  static constexpr int64_t kBandRows = symm_cp::kBandRows;
+  static constexpr int64_t kBandRows = 32;
 
   // All keys and values, packed.
   struct Shared {
@@ -167,8 +250,8 @@ class PackedForward {
     const TileInputs<BFloat16>& in = shared_.in;
     group_ = b * in.sizes.groups + in.sizes.group_of(h);
     rows_ = count;
-    copy_rows(in.query.at(b, h, first), in.query.row, count, in.sizes.features, query_.get(),
-              shared_.features);
+    copy_rows(bits_of(in.query.at(b, h, first)), in.query.row, count, in.sizes.features,
+              bits_of(query_.get()), shared_.features);
   }
 
   void scores(int64_t first, int64_t columns, float* out, int64_t stride) {
@@ -198,6 +281,7 @@ class PackedBackward {
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
+  static constexpr int64_t kBandRows = symm_cp::kBandRows;
 
   PackedBackward(const TileInputs<BFloat16>& inputs, const TileGradients<float>& grads, int64_t b,
                  int64_t g, int64_t most_rows, int64_t most_columns)
@@ -242,11 +326,14 @@ class PackedBackward {
     const TileSizes& sizes = in_.sizes;
     h_ = h, row_ = first, rows_ = count;
     const BFloat16 *query = in_.query.at(b_, h, first), *grad = in_.grad_out.at(b_, h, first);
-    copy_rows(query, in_.query.row, count, sizes.features, query_.get(), features_);
-    copy_rows(grad, in_.grad_out.row, count, sizes.value_features, grad_out_.get(),
-              value_features_);
-    transpose(query, in_.query.row, sizes.features, query_columns_.get());
-    transpose(grad, in_.grad_out.row, sizes.value_features, grad_columns_.get());
+    copy_rows(bits_of(query), in_.query.row, count, sizes.features, bits_of(query_.get()),
+              features_);
+    copy_rows(bits_of(grad), in_.grad_out.row, count, sizes.value_features,
+              bits_of(grad_out_.get()), value_features_);
+    transpose(bits_of(query), in_.query.row, count, sizes.features, bits_of(query_columns_.get()),
+              most_rows_, padded(count));
+    transpose(bits_of(grad), in_.grad_out.row, count, sizes.value_features,
+              bits_of(grad_columns_.get()), most_rows_, padded(count));
   }
 
   void products(int64_t first, int64_t columns, float* scores, float* through, int64_t stride) {
@@ -274,27 +361,13 @@ class PackedBackward {
   }
 
   void leave_keys() {
-    write(grad_keys_.get(), in_.sizes.features, grads_.key);
-    write(grad_values_.get(), in_.sizes.value_features, grads_.value);
+    add_transposed(grad_keys_.get(), key_stride_, in_.sizes.features, columns_,
+                   grads_.key.at(b_, g_, key_), grads_.key.row);
+    add_transposed(grad_values_.get(), key_stride_, in_.sizes.value_features, columns_,
+                   grads_.value.at(b_, g_, key_), grads_.value.row);
   }
 
  private:
-  // Rows of `columns` features to rows of features, with zeros behind.
-  void transpose(const BFloat16* from, int64_t stride, int64_t columns, BFloat16* to) const {
-    const int64_t terms = padded(rows_);
-    for (int64_t c = 0; c < columns; ++c) {
-      for (int64_t i = 0; i < rows_; ++i) to[c * most_rows_ + i] = from[i * stride + c];
-      std::fill(to + c * most_rows_ + rows_, to + c * most_rows_ + terms, BFloat16{});
-    }
-  }
-
-  void write(const float* from, int64_t features, const Strided<float>& grad) const {
-    for (int64_t j = 0; j < columns_; ++j) {
-      float* row = grad.at(b_, g_, key_ + j);
-      for (int64_t c = 0; c < features; ++c) row[c] = from[c * key_stride_ + j];
-    }
-  }
-
   const TileInputs<BFloat16>& in_;
   const TileGradients<float>& grads_;
   int64_t b_, g_, features_, value_features_, most_rows_, key_stride_;

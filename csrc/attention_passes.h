@@ -13,6 +13,8 @@ namespace symm_cp {
 
 // Rows and columns of a block.
 constexpr int64_t kRows = 128, kColumns = 512;
+// Keys whose gradients a backward pass under a narrow band sums up together.
+constexpr int64_t kBandKeys = 4096;
 
 inline DType number_of(const at::Tensor& tensor) {
   return static_cast<DType>(tensor.scalar_type());
@@ -60,12 +62,11 @@ inline int64_t balanced(int64_t length, int64_t most) {
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
 }
 
-// Rows of a block of `rows`. With a band that hides much, smaller blocks waste less.
+// Whether a band hides much: then smaller blocks of rows waste less.
 template <class A>
-int64_t rows_in_block(const TileTerms<A>& terms, int64_t rows, int64_t keys, int64_t band_rows) {
+bool is_narrow(const TileTerms<A>& terms, int64_t keys) {
   const bool is_band = keys > terms.high && -keys < terms.low;
-  const bool is_narrow = is_band && 2 * kColumns > terms.high - terms.low;
-  return balanced(rows, is_narrow ? band_rows : kRows);
+  return is_band && 2 * kColumns > terms.high - terms.low;
 }
 
 // --- forward -----------------------------------------------------------------------------------
@@ -127,10 +128,7 @@ class Forward {
     for (int64_t i = 0; i < count; ++i) {
       const A factor = weigh_row(scores_.get() + i * stride_, weights_of(i),
                                  block_.row(b, h, first + i), states_[i]);
-      if (adds && factor != 1) {
-        A* row = sums_.get() + i * features;
-        for (int64_t c = 0; c < features; ++c) row[c] *= factor;
-      }
+      if (adds && factor != 1) scale_row(sums_.get() + i * features, factor, features);
     }
     products_.add_values(column, columns, weights_of(0), stride_, adds, sums_.get());
   }
@@ -140,14 +138,26 @@ class Forward {
     if (!any) std::fill_n(sums_.get(), count * sizes_.value_features, A{0});
     for (int64_t i = 0; i < count; ++i) {
       const RowState<A>& state = states_[i];
-      const A base = state.largest == kNothing ? 0 : state.largest;
-      // A row that sees no key: its sums are 0, or NaN by a value that is.
-      const bool blind = state.sum == 0;
       A* sums = sums_.get() + i * sizes_.value_features;
-      if (blind) std::fill_n(sums, sizes_.value_features, A{0});
-      store_row(sums, blind ? A{0} : 1 / state.sum, out_.at(b, h, first + i), out_.dtype,
-                sizes_.value_features);
-      *lse_.at(b, h, first + i) = blind ? kNothing : base + std::log(state.sum);
+      A& lse = *lse_.at(b, h, first + i);
+      A factor = 1 / state.sum, share = 0;
+      if (state.sum == 0) {  // a row that sees no key: its sums are 0, or NaN by a value that is
+        if (lse != kNothing) continue;
+        std::fill_n(sums, sizes_.value_features, A{0});
+        factor = 0;
+      } else {
+        const A part = (state.largest == kNothing ? 0 : state.largest) + std::log(state.sum);
+        if (lse == kNothing) {
+          lse = part;
+        } else {
+          const A top = std::max(lse, part);
+          const A before = std::exp(lse - top), now = std::exp(part - top);
+          share = before / (before + now);
+          factor *= now / (before + now);
+          lse = top + std::log(before + now);
+        }
+      }
+      store_row(sums, factor, share, out_.at(b, h, first + i), out_.dtype, sizes_.value_features);
     }
   }
 
@@ -169,7 +179,8 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
             const at::Tensor& out, const at::Tensor& lse) {
   const TileSizes& sizes = inputs.sizes;
   const typename Products::Shared shared(inputs);
-  const int64_t step = rows_in_block(terms, sizes.rows, sizes.keys, Products::kBandRows);
+  const int64_t step =
+      balanced(sizes.rows, is_narrow(terms, sizes.keys) ? Products::kBandRows : kRows);
   const int64_t blocks = (sizes.rows + step - 1) / step;
   for_tasks(sizes.samples * sizes.heads * blocks, [&](int64_t begin, int64_t end) {
     Forward<Products> forward(sizes, terms, shared, step, out, lse);
@@ -183,7 +194,7 @@ void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& te
 
 // --- backward ----------------------------------------------------------------------------------
 
-// The gradients of one group of keys of one sample; its heads of queries are no other task's.
+// Adds the gradients of one group of keys of one sample; its heads of queries are no other task's.
 template <class Products, class T>
 class Backward {
  public:
@@ -196,13 +207,19 @@ class Backward {
            Strided<const A> lse, Strided<const A> inner, A* grad_bias, int64_t b, int64_t g)
       : sizes_(inputs.sizes),
         terms_(terms),
-        products_(inputs, grads, b, g, kRows, kColumns),
-        block_(terms, kColumns),
-        scores_(kRows * kStride),
-        through_(kRows * kStride),
-        weights_(kInPlace ? 0 : kRows * kStride),
-        back_(kInPlace ? 0 : kRows * kStride),
-        bias_row_(grad_bias == nullptr ? 0 : kStride),
+        narrow_(is_narrow(terms, sizes_.keys)),
+        // Under a narrow band a block of rows sees few keys of many, so it is entered once for all.
+        most_rows_(std::min(narrow_ ? Products::kBandRows : kRows, sizes_.rows)),
+        most_keys_(std::min(narrow_ ? kBandKeys : kColumns, sizes_.keys)),
+        most_columns_(std::min(most_keys_, 2 * kColumns + kRows) + Products::kAlign),
+        stride_(round_up(most_columns_, kTileElements) + 32),
+        products_(inputs, grads, b, g, most_rows_, most_keys_),
+        block_(terms, most_columns_),
+        scores_(most_rows_ * stride_),
+        through_(most_rows_ * stride_),
+        weights_(kInPlace ? 0 : most_rows_ * stride_),
+        back_(kInPlace ? 0 : most_rows_ * stride_),
+        bias_row_(grad_bias == nullptr ? 0 : stride_),
         lse_(lse),
         inner_(inner),
         grad_bias_(grad_bias),
@@ -211,11 +228,11 @@ class Backward {
 
   void run() {
     const int64_t heads = sizes_.heads / sizes_.groups;
-    for (int64_t key = 0; key < sizes_.keys; key += kColumns) {
-      const int64_t columns = std::min(kColumns, sizes_.keys - key);
+    for (int64_t key = 0; key < sizes_.keys; key += most_keys_) {
+      const int64_t columns = std::min(most_keys_, sizes_.keys - key);
       const Columns seen = terms_.rows_of(key, key + columns - 1, sizes_.rows);
       if (seen.begin >= seen.end) continue;
-      const int64_t step = rows_in_block(terms_, seen.end - seen.begin, sizes_.keys, kBandRows);
+      const int64_t step = balanced(seen.end - seen.begin, most_rows_);
       products_.enter_keys(key, columns);
       for (int64_t h = g_ * heads; h < (g_ + 1) * heads; ++h)
         for (int64_t row = seen.begin; row < seen.end; row += step)
@@ -225,7 +242,6 @@ class Backward {
   }
 
  private:
-  static constexpr int64_t kStride = kColumns + 32;
   static constexpr bool kInPlace = std::is_same_v<A, Weight>;
 
   void add_block(int64_t h, int64_t first, int64_t count, int64_t key, int64_t keys) {
@@ -236,7 +252,7 @@ class Backward {
     if (begin >= end) return;
     const int64_t columns = round_up(end - begin, Products::kAlign);
     products_.enter_rows(h, first, count);
-    products_.products(begin, columns, scores_.get(), through_.get(), kStride);
+    products_.products(begin, columns, scores_.get(), through_.get(), stride_);
     block_.enter(key + begin, end - begin, columns);
     Weight *weights, *back;
     if constexpr (kInPlace) {
@@ -247,18 +263,20 @@ class Backward {
     A* bias_row = grad_bias_ == nullptr ? nullptr : bias_row_.get();
     for (int64_t i = 0; i < count; ++i) {
       const RowTerms<A> terms = block_.row(b_, h, first + i);
-      const int64_t at = i * kStride;
+      const int64_t at = i * stride_;
       gradient_row(scores_.get() + at, through_.get() + at, weights + at, back + at, bias_row,
                    terms, *lse_.at(b_, h, first + i), *inner_.at(b_, h, first + i));
       if (bias_row != nullptr)
         block_.add_grad_bias(bias_row, terms, first + i,
                              grad_bias_ + (b_ * sizes_.heads + h) * terms_.distances);
     }
-    products_.add_gradients(begin, columns, weights, back, kStride);
+    products_.add_gradients(begin, columns, weights, back, stride_);
   }
 
   const TileSizes& sizes_;
   const TileTerms<A>& terms_;
+  const bool narrow_;
+  const int64_t most_rows_, most_keys_, most_columns_, stride_;
   Products products_;
   BlockTerms<A> block_;
   Scratch<A> scores_, through_;

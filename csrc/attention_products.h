@@ -128,6 +128,7 @@ class PlainBackward {
   using Number = A;
   using Weight = A;
   static constexpr int64_t kAlign = 1;
+  static constexpr int64_t kBandRows = symm_cp::kBandRows;
 
   PlainBackward(const TileInputs<A>& inputs, const TileGradients<A>& grads, int64_t b, int64_t g,
                 int64_t, int64_t)

@@ -1,6 +1,7 @@
 #include "attention_rows.h"
 
 #include <algorithm>
+#include <array>
 #include <type_traits>
 
 #include "vector_math.h"
@@ -76,6 +77,53 @@ void clear_unseen(Weight* row, int64_t begin, int64_t end, int64_t columns) {
   std::fill(row + end, row + columns, Weight{});
 }
 
+// Transposes are made of squares of 16 x 16 numbers of 32 bits, and parts of some at the ends.
+constexpr int64_t kBlock = 16;
+
+template <class Run>
+void for_blocks(int64_t rows, int64_t columns, const Run& run) {
+  for (int64_t row = 0; row < rows; row += kBlock)
+    for (int64_t column = 0; column < columns; column += kBlock)
+      run(row, column, std::min(kBlock, rows - row), std::min(kBlock, columns - column));
+}
+
+#if defined(__AVX512F__)
+using Square = std::array<__m512i, kBlock>;
+
+inline __attribute__((always_inline)) Square load_square(const uint32_t* from, int64_t stride) {
+  Square rows;
+  for (size_t i = 0; i < rows.size(); ++i)
+    rows[i] = _mm512_loadu_si512(from + static_cast<int64_t>(i) * stride);
+  return rows;
+}
+
+// Pairs of numbers, then pairs of pairs within 128 bits, then those of 4 rows, then of 8.
+inline __attribute__((always_inline)) Square transposed(const Square& rows) {
+  Square a, b;
+  for (size_t i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+  }
+  for (size_t i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (size_t i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_i32x4(b[i], b[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_i32x4(b[i + 8], b[i + 12], 0xdd);
+  }
+  for (size_t i = 0; i < 8; ++i) {
+    b[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+    b[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+  }
+  return b;
+}
+#endif
+
 }  // namespace
 
 template <class A, class Weight>
@@ -144,11 +192,19 @@ template <class A>
 A product_of_rows(const void* left, const void* right, DType dtype, int64_t count) {
   const auto add = [&](auto type) {
     using T = decltype(type);
+    constexpr int64_t kSums = 16;  // beside each other, as a sum in order takes no vectors
     const T *a = static_cast<const T*>(left), *b = static_cast<const T*>(right);
-    A sum = 0;
-    for (int64_t i = 0; i < count; ++i)
-      sum += static_cast<A>(Conversion<T>::load(a[i])) * static_cast<A>(Conversion<T>::load(b[i]));
-    return sum;
+    const auto product = [&](int64_t i) {
+      return static_cast<A>(Conversion<T>::load(a[i])) * static_cast<A>(Conversion<T>::load(b[i]));
+    };
+    A sums[kSums] = {};
+    int64_t first = 0;
+    for (; first + kSums <= count; first += kSums)
+      for (int64_t i = 0; i < kSums; ++i) sums[i] += product(first + i);
+    for (; first < count; ++first) sums[first % kSums] += product(first);
+    for (int64_t width = kSums / 2; width > 0; width /= 2)
+      for (int64_t i = 0; i < width; ++i) sums[i] += sums[i + width];
+    return sums[0];
   };
   switch (dtype) {
     case DType::kFloat64: return add(double{});
@@ -159,18 +215,38 @@ A product_of_rows(const void* left, const void* right, DType dtype, int64_t coun
 }
 
 template <class A>
-void store_row(const A* from, A factor, void* to, DType dtype, int64_t count) {
+void store_row(const A* from, A factor, A share, void* to, DType dtype, int64_t count) {
   const auto write = [&](auto type) {
     using T = decltype(type);
     using Sum = typename Conversion<T>::Sum;
+    T* row = static_cast<T*>(to);
+    if (share == 0) {
+      for (int64_t i = 0; i < count; ++i)
+        row[i] = Conversion<T>::store(static_cast<Sum>(from[i] * factor));
+      return;
+    }
     for (int64_t i = 0; i < count; ++i)
-      static_cast<T*>(to)[i] = Conversion<T>::store(static_cast<Sum>(from[i] * factor));
+      row[i] = Conversion<T>::store(
+          static_cast<Sum>(static_cast<A>(Conversion<T>::load(row[i])) * share + from[i] * factor));
   };
   switch (dtype) {
     case DType::kFloat64: return write(double{});
     case DType::kBfloat16: return write(BFloat16{});
     case DType::kFloat16: return write(_Float16{});
     default: return write(float{});
+  }
+}
+
+template <class A>
+void scale_row(A* row, A factor, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) row[i] *= factor;
+}
+
+void copy_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,
+               int64_t out_stride) {
+  for (int64_t row = 0; row < rows; ++row) {
+    std::copy_n(in + row * in_stride, columns, out + row * out_stride);
+    std::fill(out + row * out_stride + columns, out + (row + 1) * out_stride, uint16_t{0});
   }
 }
 
@@ -193,18 +269,70 @@ void interleave_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_
 
 void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint32_t* out,
                int64_t out_stride) {
-  int64_t row = 0;
+  for_blocks(rows, columns, [&](int64_t row, int64_t column, int64_t height, int64_t width) {
+    const uint32_t* from = in + row * in_stride + column;
+    uint32_t* to = out + column * out_stride + row;
 #if defined(__AVX512F__)
-  const __m512i steps =
-      _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                         _mm512_set1_epi32(static_cast<int>(in_stride)));
-  for (; row + 16 <= rows; row += 16)
-    for (int64_t c = 0; c < columns; ++c)
-      _mm512_storeu_si512(out + c * out_stride + row,
-                          _mm512_i32gather_epi32(steps, in + row * in_stride + c, 4));
+    if (height == kBlock && width == kBlock) {
+      const Square square = transposed(load_square(from, in_stride));
+      for (int64_t c = 0; c < kBlock; ++c) _mm512_storeu_si512(to + c * out_stride, square[c]);
+      return;
+    }
 #endif
-  for (; row < rows; ++row)
-    for (int64_t c = 0; c < columns; ++c) out[c * out_stride + row] = in[row * in_stride + c];
+    for (int64_t r = 0; r < height; ++r)
+      for (int64_t c = 0; c < width; ++c) to[c * out_stride + r] = from[r * in_stride + c];
+  });
+}
+
+void transpose(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,
+               int64_t out_stride, int64_t padded) {
+  const bool even = in_stride % 2 == 0 && reinterpret_cast<uintptr_t>(in) % 4 == 0;
+  for_blocks(rows, columns / 2, [&](int64_t row, int64_t pair, int64_t height, int64_t width) {
+    const uint16_t* from = in + row * in_stride + 2 * pair;
+    uint16_t* to = out + 2 * pair * out_stride + row;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    if (even && height == kBlock && width == kBlock) {
+      const Square square =
+          transposed(load_square(reinterpret_cast<const uint32_t*>(from), in_stride / 2));
+      for (int64_t c = 0; c < kBlock; ++c) {
+        const __m256i low = _mm512_cvtepi32_epi16(square[c]);
+        const __m256i high = _mm512_cvtepi32_epi16(_mm512_srli_epi32(square[c], 16));
+        std::memcpy(to + 2 * c * out_stride, &low, sizeof(low));
+        std::memcpy(to + (2 * c + 1) * out_stride, &high, sizeof(high));
+      }
+      return;
+    }
+#endif
+    static_cast<void>(even);
+    for (int64_t r = 0; r < height; ++r)
+      for (int64_t c = 0; c < 2 * width; ++c) to[c * out_stride + r] = from[r * in_stride + c];
+  });
+  if (columns % 2 != 0)
+    for (int64_t r = 0; r < rows; ++r)
+      out[(columns - 1) * out_stride + r] = in[r * in_stride + columns - 1];
+  for (int64_t c = 0; c < columns; ++c)
+    std::fill(out + c * out_stride + rows, out + c * out_stride + padded, uint16_t{0});
+}
+
+void add_transposed(const float* in, int64_t in_stride, int64_t rows, int64_t columns, float* out,
+                    int64_t out_stride) {
+  for_blocks(rows, columns, [&](int64_t row, int64_t column, int64_t height, int64_t width) {
+    const float* from = in + row * in_stride + column;
+    float* to = out + column * out_stride + row;
+#if defined(__AVX512F__)
+    if (height == kBlock && width == kBlock) {
+      const Square square =
+          transposed(load_square(reinterpret_cast<const uint32_t*>(from), in_stride));
+      for (int64_t c = 0; c < kBlock; ++c) {
+        float* sums = to + c * out_stride;
+        _mm512_storeu_ps(sums, _mm512_loadu_ps(sums) + _mm512_castsi512_ps(square[c]));
+      }
+      return;
+    }
+#endif
+    for (int64_t c = 0; c < width; ++c)
+      for (int64_t r = 0; r < height; ++r) to[c * out_stride + r] += from[r * in_stride + c];
+  });
 }
 
 void transpose_pairs(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,
@@ -236,7 +364,9 @@ template void gradient_row(const double*, const double*, double*, double*, doubl
                            const RowTerms<double>&, double, double);
 template float product_of_rows(const void*, const void*, DType, int64_t);
 template double product_of_rows(const void*, const void*, DType, int64_t);
-template void store_row(const float*, float, void*, DType, int64_t);
-template void store_row(const double*, double, void*, DType, int64_t);
+template void store_row(const float*, float, float, void*, DType, int64_t);
+template void store_row(const double*, double, double, void*, DType, int64_t);
+template void scale_row(float*, float, int64_t);
+template void scale_row(double*, double, int64_t);
 
 }  // namespace symm_cp

@@ -50,18 +50,35 @@ void gradient_row(const A* scores, const A* through, Weight* weights, Weight* gr
 template <class A>
 A product_of_rows(const void* left, const void* right, DType dtype, int64_t count);
 
-// Writes a row times `factor` as another dtype.
+// Writes a row times `factor` as another dtype; adds it to what is there times `share`, which is
+// not read if that is 0.
 template <class A>
-void store_row(const A* from, A factor, void* to, DType dtype, int64_t count);
+void store_row(const A* from, A factor, A share, void* to, DType dtype, int64_t count);
+
+// Multiplies a row.
+template <class A>
+void scale_row(A* row, A factor, int64_t count);
 
 // Rows of 16-bit numbers to pairs of rows: out[r / 2][c][r % 2] = in[r][c]. A missing last row is
 // 0, and so are rows up to `padded`, an even number.
 void interleave_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns,
                      uint16_t* out, int64_t out_stride, int64_t padded);
 
+// Rows, with zeros up to `out_stride`.
+void copy_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,
+               int64_t out_stride);
+
 // out[c][r] = in[r][c].
 void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint32_t* out,
                int64_t out_stride);
+
+// The same of 16-bit numbers, with zeros for the rows up to `padded`.
+void transpose(const uint16_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint16_t* out,
+               int64_t out_stride, int64_t padded);
+
+// out[c][r] += in[r][c].
+void add_transposed(const float* in, int64_t in_stride, int64_t rows, int64_t columns, float* out,
+                    int64_t out_stride);
 
 // Pairs of columns to pairs of rows: out[c / 2][r][c % 2] = in[r][c]. Columns from `columns` to
 // `padded`, an even number, are 0.

@@ -1,8 +1,6 @@
 // The ops that attend to one tile, with what torch's kernels lack: explained in
 // symm_cp/ops/attention/native_tiles.py.
 #include <ATen/ops/empty.h>
-#include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -158,12 +156,6 @@ at::Tensor readable(const at::Tensor& tensor, at::ScalarType dtype) {
   return dense ? converted : converted.contiguous();
 }
 
-// By rows with adjacent heads, as torch's kernels return it.
-at::Tensor rows_first(const TileSizes& sizes, int64_t heads, int64_t rows, int64_t features,
-                      const at::TensorOptions& options) {
-  return pooled_empty({sizes.samples, rows, heads, features}, options).zero_().transpose(1, 2);
-}
-
 bool by_tiles(const at::Tensor& query) {
   return query.scalar_type() == at::kBFloat16 && at::native::cpublas::could_pack(at::kBFloat16);
 }
@@ -176,88 +168,120 @@ TileInputs<T> inputs_of(const TileSizes& sizes, const at::Tensor& query, const a
 
 // --- ops ---------------------------------------------------------------------------------------
 
-std::tuple<at::Tensor, at::Tensor> attention_tile(const at::Tensor& query, const at::Tensor& key,
-                                                  const at::Tensor& value, const Options& options) {
-  const TileSizes sizes = check_sizes(query, key, value);
-  const bool is_double = query.scalar_type() == at::kDouble, packs = by_tiles(query);
-  const auto wide = is_double ? at::kDouble : at::kFloat;
-  const at::Tensor out =
-      rows_first(sizes, sizes.heads, sizes.rows, sizes.value_features, query.options());
-  const at::Tensor lse =
-      at::full({sizes.samples, sizes.heads, sizes.rows}, -std::numeric_limits<double>::infinity(),
-               query.options().dtype(wide));
-  if (lse.numel() == 0 || sizes.keys == 0) return {out, lse};
-  const auto as = packs ? at::kBFloat16 : wide;
-  const at::Tensor q = readable(query, as), k = readable(key, as), v = readable(value, as);
-  std::vector<at::Tensor> kept;
-  if (is_double) {
-    attend<PlainForward<double>>(inputs_of<double>(sizes, q, k, v),
-                                 terms_of<double>(options, sizes, kept), out, lse);
-  } else {
-    const TileTerms<float> terms = terms_of<float>(options, sizes, kept);
-    if (packs) attend<PackedForward>(inputs_of<BFloat16>(sizes, q, k, v), terms, out, lse);
+bool is_blocked(const TileSizes& sizes) {
 #if defined(CPUBLAS_BRGEMM_F32F32F32)
-    else if (multiplies_blocks() && sizes.features > 0 && sizes.value_features > 0)
-      attend<BlockedForward>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
+  return multiplies_blocks() && sizes.features > 0 && sizes.value_features > 0;
+#else
+  return false;
 #endif
-    else
-      attend<PlainForward<float>>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
-  }
-  return {out, lse};
 }
 
+void check_result(const at::Tensor& tensor, at::IntArrayRef sizes, at::ScalarType dtype,
+                  const char* name) {
+  TORCH_CHECK_VALUE(tensor.sizes() == sizes && tensor.scalar_type() == dtype,
+                    "attention_tile: ", name, " must be ", sizes, " of ", dtype, ", not ",
+                    tensor.sizes(), " of ", tensor.scalar_type());
+  TORCH_CHECK_VALUE(tensor.dim() < 4 || tensor.size(3) <= 1 || tensor.stride(3) == 1,
+                    "attention_tile: the features of ", name, " must be contiguous");
+}
+
+at::ScalarType wide(const at::Tensor& query) {
+  return query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+void attention_tile(const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+                    const at::Tensor& out, const at::Tensor& lse, const Options& options) {
+  const TileSizes sizes = check_sizes(query, key, value);
+  check_result(out, {sizes.samples, sizes.heads, sizes.rows, sizes.value_features},
+               out.scalar_type() == query.scalar_type() ? query.scalar_type() : wide(query), "out");
+  check_result(lse, {sizes.samples, sizes.heads, sizes.rows}, wide(query), "lse");
+  if (lse.numel() == 0) return;
+  const bool packs = by_tiles(query);
+  const auto as = packs ? at::kBFloat16 : wide(query);
+  const at::Tensor q = readable(query, as), k = readable(key, as), v = readable(value, as);
+  std::vector<at::Tensor> kept;
+  if (query.scalar_type() == at::kDouble) {
+    attend<PlainForward<double>>(inputs_of<double>(sizes, q, k, v),
+                                 terms_of<double>(options, sizes, kept), out, lse);
+    return;
+  }
+  const TileTerms<float> terms = terms_of<float>(options, sizes, kept);
+  if (packs) return attend<PackedForward>(inputs_of<BFloat16>(sizes, q, k, v), terms, out, lse);
+#if defined(CPUBLAS_BRGEMM_F32F32F32)
+  if (is_blocked(sizes))
+    return attend<BlockedForward>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
+#endif
+  attend<PlainForward<float>>(inputs_of<float>(sizes, q, k, v), terms, out, lse);
+}
+
+at::Tensor attention_inner(const at::Tensor& grad_out, const at::Tensor& out,
+                           const std::optional<at::Tensor>& grad_lse) {
+  TORCH_CHECK_VALUE(grad_out.dim() == 4 && grad_out.sizes() == out.sizes(),
+                    "attention_inner: shapes differ: ", grad_out.sizes(), " and ", out.sizes());
+  const at::Tensor inner = at::empty(out.sizes().slice(0, 3), out.options().dtype(wide(out)));
+  if (inner.numel() == 0) return inner;
+  const at::Tensor grad = readable(grad_out, out.scalar_type()),
+                   result = readable(out, out.scalar_type());
+  std::optional<at::Tensor> less;
+  if (grad_lse) less = grad_lse->to(wide(out));
+  if (out.scalar_type() == at::kDouble)
+    fill_inner<double>(grad, result, less, inner);
+  else
+    fill_inner<float>(grad, result, less, inner);
+  return inner;
+}
+
+// What is added to, in the order of the schema.
+struct Gradients {
+  at::Tensor query, key, value;
+  std::optional<at::Tensor> bias;
+};
+
 template <class Products, class T>
-void run_backward(const TileInputs<T>& inputs, const Options& options,
-                  const std::array<at::Tensor, 3>& grads, const at::Tensor& lse,
-                  const at::Tensor& inner, const at::Tensor& grad_bias) {
+void run_backward(const TileInputs<T>& inputs, const Options& options, const Gradients& grads,
+                  const at::Tensor& lse, const at::Tensor& inner) {
   using A = typename Products::Number;
   std::vector<at::Tensor> kept;
   const TileTerms<A> terms = terms_of<A>(options, inputs.sizes, kept);
-  const TileGradients<A> to{strided<A>(grads[0]), strided<A>(grads[1]), strided<A>(grads[2])};
-  A* bias = grad_bias.defined() ? grad_bias.mutable_data_ptr<A>() : nullptr;
+  const TileGradients<A> to{strided<A>(grads.query), strided<A>(grads.key),
+                            strided<A>(grads.value)};
+  A* bias = grads.bias ? grads.bias->mutable_data_ptr<A>() : nullptr;
   attend_backward<Products, T>(inputs, terms, to, lse, inner, bias);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_tile_backward(
-    const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
-    const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
-    const std::optional<at::Tensor>& grad_lse, const Options& options) {
+void attention_tile_backward(const at::Tensor& grad_out, const at::Tensor& query,
+                             const at::Tensor& key, const at::Tensor& value, const at::Tensor& lse,
+                             const at::Tensor& inner, const Gradients& grads,
+                             const Options& options) {
   const TileSizes sizes = check_sizes(query, key, value);
-  const bool is_double = query.scalar_type() == at::kDouble, packs = by_tiles(query);
-  const auto wide = is_double ? at::kDouble : at::kFloat;
-  const auto numbers = query.options().dtype(wide);
-  const std::array<at::Tensor, 3> grads{
-      rows_first(sizes, sizes.heads, sizes.rows, sizes.features, numbers),
-      rows_first(sizes, sizes.groups, sizes.keys, sizes.features, numbers),
-      rows_first(sizes, sizes.groups, sizes.keys, sizes.value_features, numbers)};
-  at::Tensor grad_bias;
-  if (options.bias)
-    grad_bias = at::zeros({sizes.samples, sizes.heads, options.bias->size(1)}, numbers);
-  if (sizes.samples * sizes.heads * sizes.rows > 0 && sizes.keys > 0) {
-    const auto as = packs ? at::kBFloat16 : wide;
-    const at::Tensor q = readable(query, as), k = readable(key, as), v = readable(value, as);
-    const at::Tensor grad = readable(grad_out, as), result = readable(out, as);
-    const at::Tensor inner = at::empty({sizes.samples, sizes.heads, sizes.rows}, numbers);
-    // exp(score - inf) is 0.
-    const at::Tensor seen = lse.to(wide).masked_fill(
-        lse.eq(-std::numeric_limits<double>::infinity()), std::numeric_limits<double>::infinity());
-    std::optional<at::Tensor> less;
-    if (grad_lse) less = grad_lse->to(wide);
-    const auto run = [&]<class Products, class T>() {
-      fill_inner<typename Products::Number>(grad, result, less, inner);
-      TileInputs<T> inputs = inputs_of<T>(sizes, q, k, v);
-      inputs.grad_out = strided<const T>(grad);
-      run_backward<Products, T>(inputs, options, grads, seen, inner, grad_bias);
-    };
-    if (is_double)
-      run.template operator()<PlainBackward<double>, double>();
-    else if (packs)
-      run.template operator()<PackedBackward, BFloat16>();
-    else
-      run.template operator()<PlainBackward<float>, float>();
-  }
-  if (grad_bias.defined()) grad_bias = grad_bias.sum(0);
-  return {grads[0], grads[1], grads[2], grad_bias};
+  const auto numbers = wide(query);
+  check_result(grads.query, query.sizes(), numbers, "grad_query");
+  check_result(grads.key, key.sizes(), numbers, "grad_key");
+  check_result(grads.value, value.sizes(), numbers, "grad_value");
+  check_result(lse, {sizes.samples, sizes.heads, sizes.rows}, numbers, "lse");
+  check_result(inner, lse.sizes(), numbers, "inner");
+  TORCH_CHECK_VALUE(
+      !grads.bias || (options.bias && grads.bias->is_contiguous() &&
+                      grads.bias->sizes() ==
+                          at::IntArrayRef{sizes.samples, sizes.heads, options.bias->size(1)}),
+      "attention_tile: grad_bias must be contiguous: a bias for each of ", sizes.samples,
+      " samples");
+  if (sizes.samples * sizes.heads * sizes.rows == 0 || sizes.keys == 0) return;
+  const bool packs = by_tiles(query);
+  const auto as = packs ? at::kBFloat16 : numbers;
+  const at::Tensor q = readable(query, as), k = readable(key, as), v = readable(value, as);
+  const at::Tensor grad = readable(grad_out, as);
+  const auto run = [&]<class Products, class T>() {
+    TileInputs<T> inputs = inputs_of<T>(sizes, q, k, v);
+    inputs.grad_out = strided<const T>(grad);
+    run_backward<Products, T>(inputs, options, grads, lse, inner);
+  };
+  if (numbers == at::kDouble) return run.template operator()<PlainBackward<double>, double>();
+  if (packs) return run.template operator()<PackedBackward, BFloat16>();
+#if defined(CPUBLAS_BRGEMM_F32F32F32)
+  if (is_blocked(sizes)) return run.template operator()<BlockedBackward, float>();
+#endif
+  run.template operator()<PlainBackward<float>, float>();
 }
 
 }  // namespace
@@ -271,37 +295,49 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> attention_tile_backwa
 using OptionalTensor = const std::optional<at::Tensor>&;
 
 TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
-  m.def("attention_tile(Tensor query, Tensor key, Tensor value, " SYMM_CP_TILE_OPTIONS
-        ") -> (Tensor, Tensor)",
-        torch::dispatch(
-            c10::DispatchKey::CPU,
-            [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
-               OptionalTensor mask, std::optional<int64_t> low, std::optional<int64_t> high,
-               double scale, std::optional<double> softcap, OptionalTensor bias, int64_t bias_zero,
-               OptionalTensor query_positions, OptionalTensor key_positions, double dropout_p,
-               int64_t dropout_seed, int64_t sample_offset, int64_t head_offset) {
-              return attention_tile(
-                  query, key, value,
-                  {mask, low, high, scale, softcap, bias, bias_zero, query_positions, key_positions,
-                   dropout_p, dropout_seed, sample_offset, head_offset});
-            }));
+  m.def(
+      "attention_tile(Tensor query, Tensor key, Tensor value, Tensor(a!) out, Tensor(b!) "
+      "lse, " SYMM_CP_TILE_OPTIONS ") -> ()",
+      torch::dispatch(
+          c10::DispatchKey::CPU,
+          [](const at::Tensor& query, const at::Tensor& key, const at::Tensor& value,
+             const at::Tensor& out, const at::Tensor& lse, OptionalTensor mask,
+             std::optional<int64_t> low, std::optional<int64_t> high, double scale,
+             std::optional<double> softcap, OptionalTensor bias, int64_t bias_zero,
+             OptionalTensor query_positions, OptionalTensor key_positions, double dropout_p,
+             int64_t dropout_seed, int64_t sample_offset, int64_t head_offset) {
+            attention_tile(query, key, value, out, lse,
+                           {mask, low, high, scale, softcap, bias, bias_zero, query_positions,
+                            key_positions, dropout_p, dropout_seed, sample_offset, head_offset});
+          }));
+  m.def("attention_inner(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor",
+        torch::dispatch(c10::DispatchKey::CPU, &attention_inner));
   m.def(
       "attention_tile_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, "
-      "Tensor out, Tensor lse, Tensor? grad_lse, " SYMM_CP_TILE_OPTIONS
-      ") -> (Tensor, Tensor, Tensor, Tensor)",
-      torch::dispatch(c10::DispatchKey::CPU,
-                      [](const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
-                         const at::Tensor& value, const at::Tensor& out, const at::Tensor& lse,
-                         OptionalTensor grad_lse, OptionalTensor mask, std::optional<int64_t> low,
-                         std::optional<int64_t> high, double scale, std::optional<double> softcap,
-                         OptionalTensor bias, int64_t bias_zero, OptionalTensor query_positions,
-                         OptionalTensor key_positions, double dropout_p, int64_t dropout_seed,
-                         int64_t sample_offset, int64_t head_offset) {
-                        return attention_tile_backward(
-                            grad_out, query, key, value, out, lse, grad_lse,
-                            {mask, low, high, scale, softcap, bias, bias_zero, query_positions,
-                             key_positions, dropout_p, dropout_seed, sample_offset, head_offset});
-                      }));
+      "Tensor lse, Tensor inner, Tensor(a!) grad_query, Tensor(b!) grad_key, "
+      "Tensor(c!) grad_value, Tensor(d!)? grad_bias, " SYMM_CP_TILE_OPTIONS ") -> ()",
+      torch::dispatch(
+          c10::DispatchKey::CPU,
+          [](const at::Tensor& grad_out, const at::Tensor& query, const at::Tensor& key,
+             const at::Tensor& value, const at::Tensor& lse, const at::Tensor& inner,
+             const at::Tensor& grad_query, const at::Tensor& grad_key, const at::Tensor& grad_value,
+             OptionalTensor grad_bias, OptionalTensor mask, std::optional<int64_t> low,
+             std::optional<int64_t> high, double scale, std::optional<double> softcap,
+             OptionalTensor bias, int64_t bias_zero, OptionalTensor query_positions,
+             OptionalTensor key_positions, double dropout_p, int64_t dropout_seed,
+             int64_t sample_offset, int64_t head_offset) {
+            attention_tile_backward(
+                grad_out, query, key, value, lse, inner,
+                {grad_query, grad_key, grad_value, grad_bias},
+                {mask, low, high, scale, softcap, bias, bias_zero, query_positions, key_positions,
+                 dropout_p, dropout_seed, sample_offset, head_offset});
+          }));
+  // Whether this processor multiplies small blocks of the dtype: then these are faster than
+  // torch's.
+  m.def("attention_has_blocks(ScalarType dtype) -> bool", [](at::ScalarType dtype) {
+    if (dtype == at::kBFloat16) return at::native::cpublas::could_pack(at::kBFloat16);
+    return dtype == at::kFloat && is_blocked({1, 1, 1, 1, 1, 1, 1});
+  });
 }
 
 }  // namespace symm_cp

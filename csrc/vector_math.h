@@ -77,6 +77,23 @@ inline void store(BFloat16* to, Vector<float> vector) {
 inline Vector<float> exponential(Vector<float> x) {
   constexpr float kLeast = -87.33654f, kMost = 88.72283f;
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to whole numbers
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  // Half the instructions of the code below, which takes a third of a block's time. Of NaN and a
+  // number these minima and maxima are the second operand, NaN.
+  const __m512 most = _mm512_min_ps(_mm512_set1_ps(kMost + 1), x);
+  const __m512 bounded = _mm512_max_ps(_mm512_set1_ps(kLeast), most);
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(kLeast), _CMP_NLT_UQ);
+  const __m512 whole = bounded * 1.44269504f + kRound - kRound;
+  const __m512 rest = (bounded - whole * 0.693359375f) + whole * 2.12194440e-4f;
+  // The polynomial of degree 6 with the least relative error, 3e-9, up to ln 2 / 2.
+  __m512 power = rest * 0.00138144672f + 0.00836878084f;
+  power = power * rest + 0.0416683927f;
+  power = power * rest + 0.166665196f;
+  power = power * rest + 0.49999994f;
+  power = power * rest + 1.0f;
+  power = power * rest + 1.0f;
+  return _mm512_maskz_scalef_ps(normal, power, whole);
+#else
   const Vector<float> low = broadcast(kLeast), high = broadcast(kMost);
   Vector<float> y = x < low ? low : x;
   y = y > high ? high : y;
@@ -97,6 +114,7 @@ inline Vector<float> exponential(Vector<float> x) {
   p = p * first * second;
   p = x > high ? broadcast(std::numeric_limits<float>::infinity()) : p;
   return x < low ? broadcast(0.0f) : p;
+#endif
 }
 
 inline Vector<double> exponential(Vector<double> x) {
@@ -138,8 +156,12 @@ inline Vector<double> hyperbolic_tangent(Vector<double> x) {
   return x;
 }
 
+// No element is NaN.
 template <class A>
 inline A largest_of(Vector<A> vector) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if constexpr (sizeof(A) == 4) return _mm512_reduce_max_ps(vector);
+#endif
   A most = vector[0];
   for (int64_t i = 1; i < kLanesOf<A>; ++i) most = vector[i] > most ? vector[i] : most;
   return most;
@@ -147,6 +169,9 @@ inline A largest_of(Vector<A> vector) {
 
 template <class A>
 inline A sum_of(Vector<A> vector) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  if constexpr (sizeof(A) == 4) return _mm512_reduce_add_ps(vector);
+#endif
   for (int64_t width = kLanesOf<A> / 2; width > 0; width /= 2)
     for (int64_t i = 0; i < width; ++i) vector[i] += vector[i + width];
   return vector[0];

@@ -7,6 +7,10 @@ rounding of each part to the dtype and of the merged sum: for W parts of one row
 add up to 1, at most twice what a dense result rounds. A further factor of 2 is for largest errors
 of a few hundred elements differing by chance. In float64 the reference errs as well, so nothing is
 known of the dense error there: it is taken to grow as the root of the number of terms.
+
+The gradient of a score is the difference of two sums over the features of a value. Where a row sees
+one key these are equal, and what is left of them is their rounding, which has the size not of the
+result but of the terms (`Problem.terms`).
 """
 
 from __future__ import annotations
@@ -78,6 +82,27 @@ class Problem:
             lse = torch.where(lse == -torch.inf, lse, approximate)
         return {"out": out, "lse": lse, **dict(zip(inputs, found, strict=True))}
 
+    def terms(self) -> dict[str, float]:
+        """The size of the terms of the gradients of q and k: the largest root of their squares."""
+        q, k, v = (t.double() for t in (self.q, self.k, self.v))
+        if not (q.numel() and k.numel()):
+            return {}
+        repeats = q.shape[1] // k.shape[1]
+        keys, values = (t.repeat_interleave(repeats, 1) for t in (k, v))
+        exact = self.solve(torch.float64)
+        bias = None if self.bias is None else self.bias.double()
+        lse = exact["lse"].detach().masked_fill(exact["lse"] == -torch.inf, torch.inf)
+        weights = (self._scores(q, keys, bias) - lse.unsqueeze(-1)).exp()
+        through = self.grad_out.double().square() @ values.square().mT
+        if self.kept is not None:
+            through = through * self.kept / (1 - self.dropout_p) ** 2
+        inner = (self.grad_out * exact["out"].detach()).square().sum(-1, keepdim=True)
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        of_scores = weights.square() * (through + inner) * scale**2
+        of_keys = (of_scores.mT @ q.square()).unflatten(1, (-1, repeats)).sum(2)
+        squares = {"q": of_scores @ keys.square(), "k": of_keys}
+        return {name: float(square.max()) ** 0.5 for name, square in squares.items()}
+
     def _scores(self, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         scores = (q @ k.mT) * scale
@@ -98,12 +123,13 @@ def check(
     dtype: torch.dtype,
     terms: int | None = None,
     dropped: float = 0.0,
-    slack: float = SLACK,
+    size: float = 1.0,
 ) -> None:
     """Raises `AssertionError` unless these rows of a result are right to what the dtype allows.
 
     `terms` are those of a sum over rows, by default those of a row. `dropped` is the share of
     weights that dropout drops: what is left of a row with one key is multiplied by the others.
+    `size` is that of the terms of a sum, if they may be larger than the result.
     """
     expected, reference = exact.detach()[:, :, rows], dense.detach().double()
     assert actual.shape == expected.shape, (name, actual.shape, expected.shape)
@@ -115,11 +141,9 @@ def check(
     if terms is None:
         terms = exact.shape[2] + exact.shape[-1] if dtype == torch.float64 else 1
     unit = torch.finfo(dtype).eps * terms**0.5 / (1 - dropped)
-    # Where a row sees one key its gradient is a difference of equal sums over the features: what
-    # is left of it is their rounding, in the dtype that sums are taken in.
     wide = dtype if dtype == torch.float64 else torch.float32
     sums = torch.finfo(wide).eps * exact.shape[-1] if exact.dim() == 4 else 0.0
-    bound = slack * (float(error) + (unit + sums) * max(1.0, float(largest)))
+    bound = SLACK * (float(error) + (unit + sums) * max(1.0, size, float(largest)))
     off = (actual.detach().double() - expected).masked_fill(~expected.isfinite(), 0).abs()
     worst = float(off.max()) if off.numel() else 0.0
     assert worst <= bound, f"{name}: off by {worst:.3g}, bound {bound:.3g}"

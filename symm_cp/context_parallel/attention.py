@@ -117,11 +117,11 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    like = query
-    query, key, value = telling_peers(name, _local_parts, query, key, value, name)
-    documents = telling_peers(name, _document_options, cu_seqlens)
+    like, told = query, split.told(name)
+    query, key, value = telling_peers(told, _local_parts, query, key, value, name)
+    documents = telling_peers(told, _document_options, cu_seqlens)
     if is_dtensor(like):
-        sinks, bias = telling_peers(name, _local_options, like, name, sinks, bias, dropout_p)
+        sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,

@@ -65,7 +65,7 @@ def _states_kernel(
     keys, erased, values, decay = (contiguous(t) for t in (keys, erased, values, decay))
     written = new_result(values, values.shape)
     states = new_result(values, (rows, chunks + 1, features, width))
-    split = pieces_of(rows, rows * features * width * values.element_size())
+    split = pieces_of(rows)
     taken = keys.transpose(-1, -2)
 
     def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:
@@ -107,7 +107,7 @@ def _grads_kernel(
     )
     total_written = new_result(grad_written, grad_written.shape)
     totals = new_result(grad_states, (rows, chunks, features, width))
-    split = pieces_of(rows, rows * features * width * grad_states.element_size())
+    split = pieces_of(rows)
     transposed = erased.transpose(-1, -2)
 
     def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:

@@ -64,10 +64,9 @@ def _check(state: torch.Tensor, transition: torch.Tensor, matrices: bool) -> Non
         )
 
 
-def pieces_of(rows: int, nbytes: int) -> Split:
-    """How rows that are computed apart are divided into the pieces of a relay."""
-    most = max(1, min(rows, _MOST_PIECES, nbytes // _PIECE_BYTES))
-    return Split.nearly_equal(rows, most)
+def pieces_of(rows: int, most: int = _MOST_PIECES) -> Split:
+    """How rows that are computed apart are divided into the pieces of a relay: at most so many."""
+    return Split.nearly_equal(rows, max(1, min(rows, _MOST_PIECES, most)))
 
 
 def _kernel(
@@ -86,7 +85,7 @@ def _kernel(
         for t in (state, transition)
     )
     result = new_result(own, rows)
-    split = pieces_of(rows[0], result.numel() * dtype.itemsize)
+    split = pieces_of(rows[0], result.numel() * dtype.itemsize // _PIECE_BYTES)
     states, factors, results = (split.parts(t) for t in (own, factor, result))
 
     def step(piece: int, received: torch.Tensor | None, passed: torch.Tensor | None) -> None:

@@ -212,6 +212,55 @@ def pairs(layout: SequenceLayout, mask: Mask, rank: int) -> int:
     )
 
 
+@lru_cache(maxsize=256)
+def seen_by_peers(
+    layout: SequenceLayout, masks: tuple[Mask, ...], queries: SequenceLayout | None = None
+) -> tuple[tuple[int, int], ...]:
+    """For each rank, the first row of its keys that queries of others may see, and the last's end.
+
+    `masks` are those of the samples. The limits may be too wide.
+    """
+    queries = layout if queries is None else queries
+    found = []
+    for owner in range(layout.world_size):
+        others = [rank for rank in range(layout.world_size) if rank != owner]
+        spans = [span for rank in others for span in queries.spans(rank)]
+        rows = [
+            (k.row + max(first, k.start) - k.start, k.row + min(end, k.start + k.length) - k.start)
+            for mask in masks
+            for first, end in (_positions_seen(q, mask, layout.length) for q in spans)
+            for k in _visible(layout.spans(owner), mask.keys)
+            if max(first, k.start) < min(end, k.start + k.length)
+        ]
+        found.append((min(row for row, _ in rows), max(end for _, end in rows)) if rows else (0, 0))
+    return tuple(found)
+
+
+def _positions_seen(q: Span, mask: Mask, length: int) -> tuple[int, int]:
+    """The first position that some queries of a span may see, and the end of the last."""
+    last = q.start + q.length - 1
+    first = 0 if mask.left is None else q.start - mask.left
+    end = length if mask.right is None else last + mask.right + 1
+    if mask.documents is not None:
+        edges = mask.documents
+        first = max(first, edges[bisect_right(edges, q.start) - 1])
+        end = min(end, edges[bisect_right(edges, last)])
+    return first, end
+
+
+def most_parts(tiles: Sequence[Tile]) -> int:
+    """The largest number of tiles that a row of queries is in."""
+    most = 0
+    for _, group in itertools.groupby(sorted(tiles, key=_sample), key=_sample):
+        ends = [change for t in group for change in ((t.q_begin, 1), (t.q_end, -1))]
+        most = max([most, *itertools.accumulate(step for _, step in sorted(ends))])
+    return most
+
+
+def _sample(tile: Tile) -> int:
+    return tile.b_begin
+
+
 def _ascends(spans: tuple[Span, ...]) -> bool:
     # Rows in sequence order: then causal by row is causal by position, even with gaps.
     return all(a.start < b.start for a, b in itertools.pairwise(spans))

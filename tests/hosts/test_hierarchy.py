@@ -19,16 +19,19 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import env, hosts, liveness, memory, native
 from symm_cp.schedule.layout import head_tail
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.hosts.fabric import fabric
 from tests.ops import (
     test_attention,
     test_attention_options,
+    test_delta_rule,
     test_exchange_heads,
     test_gradients,
+    test_halo,
     test_head_groups,
     test_head_projection,
     test_random,
+    test_scan,
     test_uneven,
 )
 from tests.pool import Ranks
@@ -131,6 +134,19 @@ def exchanges_of_heads(group: dist.ProcessGroup) -> None:
 @SPREADS
 def test_exchanges_of_heads(ranks: Ranks, world_size: int, per_host: int) -> None:
     ranks.run(world_size, on_hosts, per_host, exchanges_of_heads)
+
+
+def recurrent(group: dist.ProcessGroup) -> None:
+    sizes = [3, 1, 6, 2][: group.size()]
+    test_halo.exchanges(group, sizes, [torch.float32])
+    test_scan.scans(group, [torch.float64])
+    test_delta_rule.runs(group, sizes)
+
+
+@exhaustive
+@SPREADS
+def test_recurrent_layers(ranks: Ranks, world_size: int, per_host: int) -> None:
+    ranks.run(world_size, on_hosts, per_host, recurrent)
 
 
 def test_gradients_of_gathers(ranks: Ranks) -> None:

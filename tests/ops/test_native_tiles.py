@@ -23,8 +23,8 @@ from symm_cp.ops.attention import native_tiles, philox, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Scoring, Sight
 from tests import processors
 from tests.exhaustive import exhaustive, some
+from tests.tile_kernels import KERNELS, backward, forward
 
-KERNELS = {"native": native_tiles, "matmuls": tiles_by_matmuls}
 #: Round-offs of results of about one: of the dtype, and of sums of some hundred terms.
 TOLERANCE = {
     torch.float64: 1e-11,
@@ -121,7 +121,7 @@ class Tile:
 
     def run(self, kernel: Any) -> dict[str, torch.Tensor]:
         """The same by a kernel."""
-        out, lse = kernel.forward(self.q, self.k, self.v, self.scoring, self.sight)
+        out, lse = forward(kernel, self.q, self.k, self.v, self.scoring, self.sight)
         grads = _backward(kernel, self, out, lse)
         names = ("out", "lse", "query", "key", "value", "bias")
         found = zip(names, (out, lse, *grads), strict=True)
@@ -132,7 +132,7 @@ def _backward(
     kernel: Any, tile: Tile, out: torch.Tensor, lse: torch.Tensor
 ) -> tuple[torch.Tensor | None, ...]:
     given = (tile.grad_out, tile.q, tile.k, tile.v, out, lse, tile.scoring, tile.sight)
-    result: tuple[torch.Tensor | None, ...] = kernel.backward(*given, grad_lse=tile.grad_lse)
+    result: tuple[torch.Tensor | None, ...] = backward(kernel, *given, grad_lse=tile.grad_lse)
     return result
 
 
@@ -284,7 +284,7 @@ def test_keys_in_parts_with_a_sink(kernel: str) -> None:
     merged = torch.zeros_like(out), sink.detach().view(-1, 1).expand_as(lse)
     grad_q, others = torch.zeros_like(q), []
     for key, value in parts:
-        found, found_lse = run.forward(tile.q, key, value, tile.scoring, tile.sight)
+        found, found_lse = forward(run, tile.q, key, value, tile.scoring, tile.sight)
         total = torch.logaddexp(merged[1], found_lse)
         weights = [torch.exp(part - total).unsqueeze(-1) for part in (merged[1], found_lse)]
         merged = weights[0] * merged[0] + weights[1] * found, total
@@ -317,7 +317,7 @@ def test_nan_behind_a_band_is_not_seen(kernel: str) -> None:
     tile = _random_tile(torch.float32, 8, 8)
     tile = replace(tile, sight=Sight(high=0))
     tile.k[:, :, 5, 0] = torch.nan
-    out, lse = KERNELS[kernel].forward(tile.q, tile.k, tile.v, tile.scoring, tile.sight)
+    out, lse = forward(KERNELS[kernel], tile.q, tile.k, tile.v, tile.scoring, tile.sight)
     assert not out[:, :, :5].isnan().any()
     assert not lse[:, :, :5].isnan().any()
     assert out[:, :, 5:].isnan().all()
@@ -338,7 +338,7 @@ def test_sizes_of_zero(kernel: str, empty: str) -> None:
         scoring = Scoring(scale=0.5, softcap=3.0, bias=bias, bias_zero=3)
         sight = Sight(low=7) if empty == "band" else Sight()
         run = KERNELS[kernel]
-        out, lse = run.forward(q, k, v, scoring, sight)
+        out, lse = forward(run, q, k, v, scoring, sight)
         assert out.shape == (B, G, S, V)
         assert lse.dtype == wide
         if empty in ("K", "band"):
@@ -346,7 +346,9 @@ def test_sizes_of_zero(kernel: str, empty: str) -> None:
             assert (lse == -torch.inf).all()
         elif empty == "E":
             torch.testing.assert_close(lse, torch.full_like(lse, K).log())
-        grads = run.backward(grad, q, k, v, out, lse, scoring, sight, grad_lse=torch.ones_like(lse))
+        grads = backward(
+            run, grad, q, k, v, out, lse, scoring, sight, grad_lse=torch.ones_like(lse)
+        )
         for tensor, given in zip(grads, (q, k, v, bias), strict=True):
             assert tensor.shape == given.shape
             assert tensor.dtype == wide
@@ -386,7 +388,7 @@ def _kept_by(
     q = torch.zeros(1, heads, len(queries), 8)
     k, v = torch.zeros(1, heads, K, 8), torch.eye(K).expand(1, heads, K, K)
     sight = Sight(query_positions=torch.tensor(queries), key_positions=torch.tensor(keys))
-    out, lse = kernel.forward(q, k, v, scoring, sight)
+    out, lse = forward(kernel, q, k, v, scoring, sight)
     torch.testing.assert_close(lse, torch.full_like(lse, K).log())
     kept = out[0] != 0
     weight = torch.full_like(out[0][kept], 1 / K / (1 - scoring.dropout_p))
@@ -504,7 +506,7 @@ def test_bits_do_not_depend_on_vectors(options: str, tmp_path: Path) -> None:
 def test_bad_scoring(changed: dict[str, Any], error: type[Exception], words: str) -> None:
     q, k = torch.zeros(1, 2, 5, 4), torch.zeros(1, 2, 5, 4)
     with pytest.raises(error, match=words):
-        native_tiles.forward(q, k, k, Scoring(scale=1.0, **changed), Sight())
+        forward(native_tiles, q, k, k, Scoring(scale=1.0, **changed), Sight())
 
 
 def test_bad_tensors() -> None:
@@ -516,12 +518,12 @@ def test_bad_tensors() -> None:
         (torch.zeros(2, 5, 4), torch.zeros(2, 5, 4), "4 dimensions"),
     ):
         with pytest.raises(ValueError, match=words):
-            native_tiles.forward(q, key, value, scoring, Sight())
+            forward(native_tiles, q, key, value, scoring, Sight())
     with pytest.raises(TypeError, match="dtypes differ"):
-        native_tiles.forward(q, q.double(), q, scoring, Sight())
+        forward(native_tiles, q, q.double(), q, scoring, Sight())
     for positions, words in (
         (torch.arange(4), "must be 5 contiguous int64 numbers"),
         (torch.arange(5) - 1, "must not be negative"),
     ):
         with pytest.raises(ValueError, match=words):
-            native_tiles.forward(q, q, q, scoring, Sight(query_positions=positions))
+            forward(native_tiles, q, q, q, scoring, Sight(query_positions=positions))

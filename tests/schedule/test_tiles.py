@@ -14,7 +14,9 @@ from symm_cp.schedule.tiles import (
     for_samples,
     in_bands,
     in_rows,
+    most_parts,
     pairs,
+    seen_by_peers,
     squares,
     tiles,
     tiles_of_rows,
@@ -172,3 +174,36 @@ def test_many_documents_are_cut_in_time() -> None:
     edges = tuple(range(0, 20001, 10))
     layout = sequential(20000, 2)
     assert len(tiles(layout, Mask(right=0, documents=edges), 0, 0)) == 1000
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems)
+def test_peers_see_no_other_rows(problem: tuple[SequenceLayout, Mask]) -> None:
+    layout, mask = problem
+    for owner, (first, end) in enumerate(seen_by_peers(layout, (mask,))):
+        assert 0 <= first <= end <= layout.lengths[owner]
+        for rank in set(range(layout.world_size)) - {owner}:
+            for tile in tiles(layout, mask, rank, owner):
+                assert first <= tile.k_begin <= tile.k_end <= end
+
+
+def test_peers_see_few_rows_of_windows_and_documents() -> None:
+    assert seen_by_peers(sequential(64, 2), (Mask(5, 0),)) == ((27, 32), (0, 0))
+    # Rank 0 holds the first and the last quarter.
+    assert seen_by_peers(head_tail(64, 2), (Mask(5, 0),)) == ((11, 16), (27, 32))
+    assert seen_by_peers(sequential(64, 4), (Mask(0, 3),)) == ((0, 0), *[(0, 3)] * 3)
+    documents = Mask(None, 0, (0, 20, 32, 40, 64))
+    assert seen_by_peers(sequential(64, 2), (documents,)) == ((0, 0), (0, 0))
+    both = (documents, Mask(None, 0, (0, 30, 34, 64)))
+    assert seen_by_peers(sequential(64, 2), both) == ((30, 32), (0, 0))
+    assert seen_by_peers(sequential(64, 2), (Mask(keys=((3, 9), (40, 41))),)) == ((3, 9), (8, 9))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems)
+def test_most_parts(problem: tuple[SequenceLayout, Mask]) -> None:
+    layout, mask = problem
+    for rank, length in enumerate(layout.lengths):
+        found = [t for owner in range(layout.world_size) for t in tiles(layout, mask, rank, owner)]
+        most = max((sum(t.q_begin <= i < t.q_end for t in found) for i in range(length)), default=0)
+        assert most_parts(found) == most

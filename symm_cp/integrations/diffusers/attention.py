@@ -8,6 +8,7 @@ both together. The order of all positions makes no difference, since queries see
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -104,16 +105,14 @@ def _attend(
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     _check(refused, forward_op)
     if mask is not None:
-        _check_mask(mask, tensors[1])
+        _check_mask(mask, tensors[1], options["scale"])
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
-    lengths, layouts = None, None
+    layouts, key_mask, features = None, None, value.shape[3]
     if spread.uneven:
-        lengths, layouts = sequences.spread_over(spread.group, query.shape[2], key.shape[2])
-    key_mask, features = None, value.shape[3]
-    if mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1:
-        sizes = None if lengths is None else lengths.tolist()
-        key_mask = sequences.gathered(mask[:, 0, 0].T, spread.group, sizes).T
-    elif mask is not None:
+        layouts = sequences.spread_over(spread.group, query.shape[2], key.shape[2])
+    if mask is not None and mask.dtype == torch.bool and mask.shape[1] == 1 and not spread.uneven:
+        key_mask = sequences.gathered(mask[:, 0, 0].T, spread.group).T
+    elif mask is not None:  # also where graphs do not know how much the others hold
         if options["scale"] is None:
             options["scale"] = query.shape[3] ** -0.5
         query, key, value = _with_bias(query, key, value, mask, options["scale"])
@@ -135,16 +134,18 @@ def _attend(
 def _with_bias(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scale: float
 ) -> _Tensors:
-    """Returns tensors with one more feature, 1 in queries, which adds the mask to their scores.
+    """Returns tensors with one more feature, a constant in queries, which adds the mask to scores.
 
-    So it travels with the keys that it is about.
+    So the mask travels with the keys that it is about.
     """
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=key.dtype).masked_fill(~mask, -torch.inf)
     # CUDA kernels need a multiple of 8 features.
     padding = 1 if query.device.type == "cpu" else -query.shape[3] % 8 or 8
-    of_keys = (mask / scale).to(key.dtype).mT.expand(*key.shape[:3], 1)
-    query = F.pad(F.pad(query, (0, 1), value=1.0), (0, padding - 1))
+    # About 1 / scale, so that the mask keeps its range, and a power of two, which does not round.
+    constant = 2.0 ** round(-math.log2(scale))
+    of_keys = (mask / (scale * constant)).to(key.dtype).mT.expand(*key.shape[:3], 1)
+    query = F.pad(F.pad(query, (0, 1), value=constant), (0, padding - 1))
     key = F.pad(torch.cat((key, of_keys), -1), (0, padding - 1))
     return query, key, F.pad(value, (0, padding))
 
@@ -163,7 +164,7 @@ def _check(refused: dict[str, Any], forward_op: Any) -> None:
         )
 
 
-def _check_mask(mask: torch.Tensor, key: torch.Tensor) -> None:
+def _check_mask(mask: torch.Tensor, key: torch.Tensor, scale: float | None) -> None:
     B, S_k, G, _ = key.shape
     fits = mask.dim() == 4 and mask.shape[0] in (1, B) and mask.shape[1] in (1, G)
     if not fits or mask.shape[2:] != (1, S_k):
@@ -171,3 +172,5 @@ def _check_mask(mask: torch.Tensor, key: torch.Tensor) -> None:
             f"{_OP}: attn_mask has shape {list(mask.shape)}, must be ({B} or 1, {G} or 1, 1, "
             f"{S_k}): of the keys of this rank, equal for all queries"
         )
+    if scale is not None and scale <= 0:
+        raise NotImplementedError(f"{_OP}: {scale=} with attn_mask, must be positive")

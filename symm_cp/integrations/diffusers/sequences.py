@@ -27,15 +27,15 @@ def lengths_of(length: int, group: str) -> torch.Tensor:
     return gathered(torch.full((1,), length, dtype=torch.int64), group)
 
 
-def spread_over(group: str, queries: int, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how many keys each rank holds, and how keys and queries are spread. Collective.
+def spread_over(group: str, queries: int, keys: int) -> torch.Tensor:
+    """Returns how keys and queries are spread, of which this rank holds so many. Collective.
 
-    `queries` and `keys` are what this rank holds; the second result is as attention takes layouts.
+    As a tensor that attention takes for a load balancer, of values that graphs need not know.
     """
     of_keys = lengths_of(keys, group)
     if queries == keys:
-        return of_keys, in_rank_order(of_keys)
-    return of_keys, in_rank_order(of_keys, lengths_of(queries, group))
+        return in_rank_order(of_keys)
+    return in_rank_order(of_keys, lengths_of(queries, group))
 
 
 class _Whole(torch.autograd.Function):

@@ -2,6 +2,8 @@
 
 In reading order:
 
+    mesh_calls  what ranks tell each other that fail on a mesh of two dimensions
+    choice      the faster method, by the simulator
     options     the options of the ops, as their schemas have them
     spec        what a call computes: the options, checked (checks, spread, masks), as one
                 `AttentionSpec`

@@ -19,6 +19,7 @@ from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_g
 from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.spec import AttentionSpec, value_features_of
 from symm_cp.ops.attention.tiles import Backward, Forward, as_dtype, dense_features
+from symm_cp.schedule.tiles import most_parts
 
 
 class Added(NamedTuple):
@@ -47,13 +48,16 @@ def attend(
     query, key, value = tensors
     rank, ranks = place_of(group)
     tiles = [spec.tiles(rank, owner, query.shape[2]) for owner in range(ranks)]
-    query, parts = dense_features(query), sum(map(len, tiles))
+    query, parts = dense_features(query), most_parts([tile for some in tiles for tile in some])
     scored = ScoredTiles.of(query, spec, rank, added.bias)
     forward = Forward(query, spec, parts, sinks=added.sinks, scored=scored)
 
+    def first_row(owner: int) -> int:
+        return 0 if owner == rank else spec.sent_rows(owner).start
+
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         for tile in tiles[owner]:
-            forward.add(tile, shards[0], shards[1], owner)
+            forward.add(tile, shards[0], shards[1], owner, first_row(owner))
 
     consume_keys(op, spec, group, key, value, consume)
     return forward.result()
@@ -66,8 +70,9 @@ def attend_backward(
     given: Given,
     added: Added,
     wide_keys: bool = False,
+    bias_grad: bool = True,
 ) -> tuple[Tensors, Grad]:
-    """Returns the gradients of query, key and value, and that of the bias. Collective.
+    """Returns the gradients of query, key and value, and that of the bias if wanted. Collective.
 
     With `wide_keys` those of keys and values are not rounded to their dtype.
     """
@@ -80,17 +85,22 @@ def attend_backward(
         spec, given = _with_grad_lse(spec, given)
     query, key, value, out, lse, grad_out, grad_lse = given
     rows = query.shape[2]
-    backward = Backward(grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse)
+    bias = added.bias if bias_grad else None
+    backward = Backward(
+        grad_out, query, out, lse, spec, scored=scored, grad_lse=grad_lse, bias=bias
+    )
 
     def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
-        tiles = spec.tiles(rank, owner, rows)
-        backward.add_tiles(tiles, shards[0], shards[1], partials, owner)
+        tiles, first = spec.tiles(rank, owner, rows), 0
+        if owner != rank:
+            first = spec.sent_rows(owner).start
+        backward.add_tiles(tiles, shards[0], shards[1], partials, owner, first)
 
     of_keys = reduce_gradients(op, spec, group, key, value, consume)
     if not wide_keys:
         of_keys = tuple(as_dtype(grad, key_dtype) for grad in of_keys)
     grads = zip((backward.grad_query(), *of_keys), (E, E, V), strict=True)
-    of_bias = None if added.bias is None else backward.grad_bias(added.bias)
+    of_bias = None if bias is None else backward.grad_bias(bias)
     return tuple(grad[..., :features] for grad, features in grads), of_bias
 
 

@@ -4,7 +4,7 @@ Shapes: query (B, H, S, E), key and value (B, G, K, E) for a divisor G of H, fea
 `mask` is additive, (S, K) or with leading dimensions; `causal` lets query i see keys 0 to i.
 
     CPU    torch's flash kernel: every dtype and mask, any number of features; plain matmuls for few
-           keys, where the flash kernel loses NaN.
+           keys, where the flash kernel loses NaN. Most tiles are left to native_tiles.py, though.
     CUDA   what torch would choose for the same attention, so that `sdpa_kernel` etc. apply: cuDNN,
            flash or memory-efficient; plain matmuls for what none of them supports. So, too, on
            devices of other types. Forward and backward passes are chosen for separately: all of

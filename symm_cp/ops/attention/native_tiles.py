@@ -14,12 +14,18 @@ computed. Scores that are NaN spread to their row, and to the gradients.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
-from symm_cp.ops.attention import tiles_by_matmuls
-from symm_cp.ops.attention.scoring import Scoring, Sight
+from symm_cp.ops.attention import kernels, tiles_by_matmuls
+from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
 
-__all__ = ["Scoring", "Sight", "backward", "forward"]
+
+@cache
+def has_blocks(dtype: torch.dtype) -> bool:
+    """Whether the processor multiplies small blocks of a dtype: then these beat torch's kernels."""
+    return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
 
 
 def _options(scoring: Scoring, sight: Sight) -> tuple[object, ...]:
@@ -41,45 +47,61 @@ def _options(scoring: Scoring, sight: Sight) -> tuple[object, ...]:
     )
 
 
-def forward(
+def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     scoring: Scoring,
     sight: Sight,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns out (B, H, S, V) in the query's dtype and lse (B, H, S) in float32 or float64.
+    out: torch.Tensor,
+    lse: torch.Tensor,
+) -> None:
+    """Merges attention to further keys into `out` and `lse`.
 
-    A row that sees no key has out 0 and lse -inf.
+    `out` (B, H, S, V) is of the query's dtype or that of `lse` (B, H, S), float32 or float64. A row
+    that has seen no key has lse -inf and, on CPU, anything in `out`; one that still sees none then
+    has 0.
     """
     if query.device.type == "cpu":
         options = _options(scoring, sight)
-        return torch.ops.symm_cp.attention_tile(query, key, value, *options)  # type: ignore[no-any-return]
-    return tiles_by_matmuls.forward(query, key, value, scoring, sight)
+        torch.ops.symm_cp.attention_tile(query, key, value, out, lse, *options)
+        return
+    kernels.merge(out, lse, *tiles_by_matmuls.forward(query, key, value, scoring, sight))
 
 
-def backward(
+def inner_products(
+    grad_out: torch.Tensor, out: torch.Tensor, grad_lse: torch.Tensor | None
+) -> torch.Tensor:
+    """Returns what the gradients of a row's scores have in common, (B, H, S) in the dtype of lse.
+
+    `grad_lse` (B, H, S) is what flows back to lse.
+    """
+    if out.device.type == "cpu":
+        return torch.ops.symm_cp.attention_inner(grad_out, out, grad_lse)  # type: ignore[no-any-return]
+    wide = tiles_by_matmuls.wide_dtype(out.dtype)
+    inner = (grad_out.to(wide) * out.to(wide)).sum(-1)
+    return inner if grad_lse is None else inner - grad_lse.to(wide)
+
+
+def add_gradients(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
     lse: torch.Tensor,
+    inner: torch.Tensor,
     scoring: Scoring,
     sight: Sight,
-    *,
-    grad_lse: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Returns the gradients of query, key, value and bias (None without one), in lse's dtype.
+    grads: Gradients,
+) -> None:
+    """Adds the gradients by a tile to `grads`, which have lse's dtype.
 
-    `out` and `lse` are those of all keys, of which the tile's are a part: -inf or inf marks rows
-    that see none at all. `grad_lse` (B, H, S) is what flows back to lse.
+    `lse` and `inner` (see `inner_products`) are those of all keys, of which the tile's are a part;
+    lse is inf in rows that see no key.
     """
     if query.device.type == "cpu":
-        grads = torch.ops.symm_cp.attention_tile_backward(
-            grad_out, query, key, value, out, lse, grad_lse, *_options(scoring, sight)
+        torch.ops.symm_cp.attention_tile_backward(
+            grad_out, query, key, value, lse, inner, *grads, *_options(scoring, sight)
         )
-        return grads if scoring.bias is not None else (*grads[:3], None)
-    return tiles_by_matmuls.backward(
-        grad_out, query, key, value, out, lse, scoring, sight, grad_lse
-    )
+        return
+    tiles_by_matmuls.add_gradients(grad_out, query, key, value, lse, inner, scoring, sight, grads)

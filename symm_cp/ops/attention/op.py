@@ -22,7 +22,7 @@ import torch
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, ulysses
+from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -80,7 +80,7 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    with ulysses.telling(*options.get("method_groups") or ()):
+    with mesh_calls.telling(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
         call = _by_heads(_FORWARD, group, spec, query, key, options)
     added = Added(options.get("sinks"), options.get("bias"))
@@ -113,10 +113,10 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    with ulysses.telling(*options.get("method_groups") or ()):
+    with mesh_calls.telling(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
         call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
-    sinks, bias = added = Added(options.get("sinks"), options.get("bias"))
+    sinks, _ = added = Added(options.get("sinks"), options.get("bias"))
     given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
         by_heads = call
@@ -125,15 +125,17 @@ def _attention_backward_kernel(
             index: int, given: Given, added: Added, wide_keys: bool
         ) -> tuple[Tensors, Grad]:
             spec, of_keys = by_heads.specs[index], by_heads.of_keys
-            return attend_backward(_BACKWARD, spec, of_keys, given, added, wide_keys)
+            return attend_backward(
+                _BACKWARD, spec, of_keys, given, added, wide_keys, bias_grad=bias_grad
+            )
 
         grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
     else:
-        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added)
+        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
-    if bias is not None and bias_grad and of_bias is not None:
+    if of_bias is not None:
         grad_bias = of_bias
     of_inputs = (heads_in_rows(grad, own_memory=True) for grad in grads)
     return *of_inputs, grad_sinks, grad_bias

@@ -37,16 +37,21 @@ def consume_keys(
 ) -> None:
     """Calls `consume([key, value], owner)` for the shards of all ranks as they arrive. Collective.
 
+    Those of peers have the rows `spec.sent_rows(owner)`, and this rank's all.
     `details` are further things that must be identical on all ranks. Without a group this rank's
     shard is all there is.
     """
+    shard = [dense_features(key), dense_features(value)]
     if group is None:
-        consume([dense_features(key), dense_features(value)], 0)
+        consume(shard, 0)
         return
+    rank, sent = group.rank, _sent(spec, group.rank, shard)
     runtime.of(key, group).all_gather_and_consume(
         group,
-        [dense_features(key), dense_features(value)],
-        consume,
+        sent,
+        lambda shards, owner: consume(
+            shard if owner == rank and sent is not shard else shards, owner
+        ),
         spec.call_name(op, key, *details),
         shapes=spec.shard_shapes(key),
     )
@@ -69,20 +74,30 @@ def reduce_gradients(
     Calls `consume([key, value], owner, partials)` for the shards of all ranks as they arrive, which
     writes this rank's part of their gradients to `partials`, of the shapes of keys and values.
     """
-    partials = spec.grad_shapes(key)
-    rank = 0 if group is None else group.rank
-    total = new_result(key, partials[rank], wide(key.dtype))
     shard = [dense_features(key), dense_features(value)]
+    numbers = sum(tensor.numel() for tensor in shard)
+    memory = new_result(key, (numbers,), wide(key.dtype))
+    grads = _grads_in(memory, shard)
     if group is None:
-        consume(shard, 0, _grads_in(total, shard))
-        return _grads_in(total, shard)
+        consume(shard, 0, grads)
+        return grads
+    partials = spec.grad_shapes(key)
+    rank, sent = group.rank, _sent(spec, group.rank, shard)
+    # What peers add to: all, or a copy of the rows that they see.
+    total = memory if sent is shard else new_result(key, partials[rank], wide(key.dtype))
+    shared = [grad[:, :, spec.sent_rows(rank)] for grad in grads] if sent is not shard else []
 
     def write(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
-        consume(shards, owner, _grads_in(partial, shards))
+        if owner != rank or sent is shard:
+            consume(shards, owner, _grads_in(partial, shards))
+            return
+        consume(shard, owner, grads)
+        for part, rows in zip(_grads_in(partial, sent), shared, strict=True):
+            part.copy_(rows)
 
     runtime.of(key, group).consume_and_reduce_scatter(
         group,
-        shard,
+        sent,
         write,
         total,
         spec.call_name(op, key, *details),
@@ -90,7 +105,18 @@ def reduce_gradients(
         partials=partials,
         ring=spec.method == "alltoall",
     )
-    return _grads_in(total, shard)
+    if shared:
+        for rows, part in zip(shared, _grads_in(total, sent), strict=True):
+            rows.copy_(part)
+    return grads
+
+
+def _sent(spec: AttentionSpec, rank: int, shard: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the rows of this rank's keys and values that peers are sent: `shard` if all."""
+    rows = spec.sent_rows(rank)
+    if rows.stop - rows.start == shard[0].shape[2]:
+        return shard
+    return [tensor[:, :, rows] for tensor in shard]
 
 
 def _grads_in(memory: torch.Tensor, shard: Sequence[torch.Tensor]) -> Tensors:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -40,3 +41,15 @@ class Sight:
     high: int | None = None
     query_positions: torch.Tensor | None = None
     key_positions: torch.Tensor | None = None
+
+
+class Gradients(NamedTuple):
+    """What gradients are added to, with the shapes of the tensors that they are of.
+
+    But `bias` is (B, H, D): samples are added up in the end. None if it is not wanted.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    bias: torch.Tensor | None = None

@@ -29,7 +29,19 @@ from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spread import spread_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.tiles import NO_MASK, Mask, Tile, for_samples, tiles, tiles_of_rows
+from symm_cp.schedule.tiles import (
+    NO_MASK,
+    Mask,
+    Tile,
+    for_samples,
+    seen_by_peers,
+    tiles,
+    tiles_of_rows,
+)
+
+# Of more masks than this, which differ from sample to sample, peers are sent all keys: finding out
+# which they see would cost more than it saves.
+_MOST_MASKS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,22 +137,35 @@ class AttentionSpec:
             return tiles(self.layout, mask, rank, owner, self.queries)
         return tiles_of_rows(self.layout, mask.keys, rows, owner)  # maybe of another sequence
 
+    def sent_rows(self, owner: int) -> slice:
+        """Returns the rows of a rank's keys and values that its peers are sent."""
+        masks = (self.mask,) if isinstance(self.mask, Mask) else tuple(set(self.mask))
+        related = all(mask.relates_positions and not mask.is_causal for mask in masks)
+        if not related or len(masks) > _MOST_MASKS:
+            return slice(0, self.layout.lengths[owner])
+        return slice(*seen_by_peers(self.layout, masks, self.queries)[owner])
+
+    def _sent_lengths(self) -> list[int]:
+        sent = map(self.sent_rows, range(self.layout.world_size))
+        return [rows.stop - rows.start for rows in sent]
+
     def shard_shapes(self, key: torch.Tensor) -> list[tuple[tuple[int, ...], ...]] | None:
-        """Returns the shapes of each rank's keys and values; None when all are as this rank's."""
-        if len(set(self.layout.lengths)) == 1:
+        """Returns the shapes of the keys and values that ranks send; None when all are equal."""
+        lengths = self._sent_lengths()
+        if len(set(lengths)) == 1:
             return None
         B, G, _, E = key.shape
         V = self.features(key)
-        return [((B, G, length, E), (B, G, length, V)) for length in self.layout.lengths]
+        return [((B, G, length, E), (B, G, length, V)) for length in lengths]
 
     def features(self, key: torch.Tensor) -> int:
         """Returns the number of features of a value."""
         return key.shape[3] if self.value_features is None else self.value_features
 
     def grad_shapes(self, key: torch.Tensor) -> list[tuple[int, ...]]:
-        """Returns the shapes of the gradients of each rank's keys and values, one after another."""
+        """Returns the shapes of the gradients of what each rank sends, one after another."""
         B, G, _, E = key.shape
-        return [(B * length * G * (E + self.features(key)),) for length in self.layout.lengths]
+        return [(B * length * G * (E + self.features(key)),) for length in self._sent_lengths()]
 
     def call_name(self, op: str, key: torch.Tensor, *details: object) -> bytes:
         """Names a call for errors, and so that ranks notice when their specs differ.

@@ -1,4 +1,6 @@
-"""Attention tile by tile: torch's kernels on parts of the keys, merged as they arrive.
+"""Attention tile by tile: kernels on parts of the keys, merged as they arrive.
+
+Which kernel computes a tile, torch's or this project's, is said by `_own`.
 
 Shapes: B batch, H query heads, G key/value heads (a divisor of H), S rows, E features of a head.
 Partial results are merged in float32 (float64 for float64), so that errors do not grow with the
@@ -14,6 +16,7 @@ import torch
 from symm_cp.devices.kept import kept
 from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scored import ScoredTiles
+from symm_cp.ops.attention.scoring import Gradients
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.results import new_result
 from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
@@ -118,16 +121,33 @@ def _hidden(tile: Tile, query: torch.Tensor, spec: AttentionSpec, owner: int) ->
     return _TileMask() if hidden is None else _TileMask(mask=additive(hidden[0], query.dtype))
 
 
+# The fewest queries and keys for which this project's kernels are faster than torch's.
+_OWN_LENGTH = 128
+
+
 def _own(
-    scored: ScoredTiles | None, tile: Tile, query: torch.Tensor, spec: AttentionSpec
+    scored: ScoredTiles | None,
+    tile: Tile,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    spec: AttentionSpec,
+    *,
+    backward: bool = False,
 ) -> ScoredTiles | None:
     """What this project's kernels are told of a tile; None if torch's compute it.
 
-    They compute what `scored` is given for and, on CPU, bands: in one call, and with little waste.
+    They compute what `scored` is given for and, on CPU, bands, of which they waste little, and what
+    they are faster at: tiles that are not small. Their backward pass takes a thread for each group
+    of key heads.
     """
-    if scored is None and query.device.type == "cpu" and not (tile.full or tile.causal):
-        return ScoredTiles(query, spec)
-    return scored
+    if scored is not None or query.device.type != "cpu":
+        return scored
+    if tile.full or tile.causal:
+        length = min(tile.q_end - tile.q_begin, tile.k_end - tile.k_begin)
+        few_threads = not backward or torch.get_num_threads() <= key.shape[0] * key.shape[1]
+        if length < _OWN_LENGTH or not few_threads or not native_tiles.has_blocks(query.dtype):
+            return None
+    return ScoredTiles(query, spec)
 
 
 # Rows in a tile that needs a mask only because the device's kernels take none beside a causal one.
@@ -158,16 +178,16 @@ def _queries(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
     return _rows(tensor, tile.q_begin, tile.q_end, tile.samples)
 
 
-def _keys(tile: Tile, tensor: torch.Tensor) -> torch.Tensor:
-    return _rows(tensor, tile.k_begin, tile.k_end, tile.samples)
+def _keys(tile: Tile, tensor: torch.Tensor, first: int = 0) -> torch.Tensor:
+    return _rows(tensor, tile.k_begin - first, tile.k_end - first, tile.samples)
 
 
 class Forward:
     """The attention of one rank's queries, merged over parts of the keys.
 
-    `parts` is the number of tiles, if known. Two are merged in the dtype of the queries: their sum
-    is rounded only once. `sinks` (H,) are one more score in every row, of a value of zero. `scored`
-    is given where torch's kernels do not suffice.
+    `parts` is the number of tiles that a row is in, if known. Two are merged in the dtype of the
+    queries: their sum is rounded only once. `sinks` (H,) are one more score in every row, of a
+    value of zero. `scored` is given where torch's kernels do not suffice.
     """
 
     def __init__(
@@ -188,13 +208,16 @@ class Forward:
         self._like = empty_output(query, features, device="meta")
         self._merged: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add(self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int) -> None:
-        """Adds a tile of the keys and values of rank `owner`."""
+    def add(
+        self, tile: Tile, key: torch.Tensor, value: torch.Tensor, owner: int, first: int = 0
+    ) -> None:
+        """Adds a tile of the keys and values of rank `owner`, of which `first` is the first row."""
         for part in _for_kernels(tile, self._query, self._spec):
-            own = _own(self._scored, part, self._query, self._spec)
+            own = _own(self._scored, part, self._query, key, self._spec)
             mask_of = _mask_of if own is None else _hidden
             causal, mask, blind = mask_of(part, self._query, self._spec, owner)
-            self.add_masked(part, key, value, mask, owner, blind=blind, is_causal=causal)
+            given = (part, key, value, mask, owner)
+            self.add_masked(*given, blind=blind, is_causal=causal, first=first)
 
     def add_masked(
         self,
@@ -206,15 +229,16 @@ class Forward:
         *,
         blind: torch.Tensor | None = None,
         is_causal: bool = False,
+        first: int = 0,
     ) -> None:
         """Adds a tile under an additive mask; `blind` marks rows that see no key of it."""
-        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
+        q, k, v = _queries(tile, self._query), *(_keys(tile, t, first) for t in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
-        own = _own(self._scored, tile, self._query, self._spec)
+        own = _own(self._scored, tile, self._query, key, self._spec)
         if own is not None:
-            scoring, sight = own.scoring(tile), own.sight(tile, owner, mask)
-            self.merge(tile, *native_tiles.forward(q, k, v, scoring, sight))
+            merged = (_queries(tile, tensor) for tensor in self._so_far())
+            native_tiles.attend(q, k, v, own.scoring(tile), own.sight(tile, owner, mask), *merged)
             return
         out, lse = kernels.forward(q, k, v, mask, causal=is_causal, scale=self._spec.scale)
         if blind is not None:  # the kernel returns 0 for them
@@ -223,22 +247,30 @@ class Forward:
 
     def merge(self, tile: Tile, out: torch.Tensor, lse: torch.Tensor) -> None:
         """Merges attention of a tile's rows to its keys; may keep and change `out` and `lse`."""
-        if self._merged is None:
-            if out.shape == self._like.shape and out.stride() == self._like.stride():
-                self._merged = out.to(self._dtype), lse
-                return
-            self._merged = self._nothing()
-        merged, merged_lse = (_queries(tile, tensor) for tensor in self._merged)
+        like = self._like
+        if self._merged is None and (out.shape, out.stride()) == (like.shape, like.stride()):
+            self._merged = out.to(self._dtype), lse
+            return
+        merged, merged_lse = (_queries(tile, tensor) for tensor in self._so_far())
         kernels.merge(merged, merged_lse, out, lse)
 
-    def _nothing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        query = self._query
-        out = torch.zeros_like(self._like, dtype=self._dtype, device=query.device)
-        return out, query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
+    def _so_far(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._merged is None:
+            query, on_cpu = self._query, self._query.device.type == "cpu"
+            # On CPU rows that see no key are zeroed in the end, if there are any.
+            new = torch.empty_like if on_cpu else torch.zeros_like
+            out = new(self._like, dtype=self._dtype, device=query.device)
+            lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
+            self._merged = out, lse
+        return self._merged
 
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
-        out, lse = self._merged or self._nothing()
+        out, lse = self._so_far()
+        if out.device.type == "cpu":
+            blind = lse == -torch.inf
+            if blind.any():
+                out.masked_fill_(blind.unsqueeze(-1), 0.0)
         if self._sinks is not None:
             lse = _with_sinks(out, lse, self._sinks)
         return as_dtype(out, self._query.dtype), lse.contiguous()
@@ -287,6 +319,11 @@ class Total:
             rows.add_(part)
         self._empty = False
 
+    def rows(self, begin: int, end: int, samples: slice = _ALL) -> torch.Tensor:
+        """Returns some rows of some samples, to add to."""
+        self.finish()
+        return _rows(self.total, begin, end, samples)
+
     def finish(self) -> None:
         """Writes zeros if nothing was added."""
         if self._empty:
@@ -297,8 +334,7 @@ class Total:
 class Backward:
     """The gradients of one rank's queries, and of each part of the keys and values.
 
-    `scored` as in `Forward`; with it `grad_lse` may be given, and the gradient of a bias is added
-    up as well.
+    `scored` as in `Forward`; with it `grad_lse` may be given, and a `bias` that wants a gradient.
     """
 
     def __init__(
@@ -311,6 +347,7 @@ class Backward:
         *,
         scored: ScoredTiles | None = None,
         grad_lse: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         self._query, self._out, self._spec, self._scored = query, out, spec, scored
         self._grad_out, self._grad_lse = dense_features(grad_out), grad_lse
@@ -321,7 +358,11 @@ class Backward:
         # exp(score - lse) is the weight of a key: inf gives rows that see no key no weights.
         self._lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         self._grad_query = Total(rows_first(query, query.shape, wide(query.dtype)))
+        self._inner: torch.Tensor | None = None
         self._grad_bias: torch.Tensor | None = None
+        if bias is not None:
+            shape = (query.shape[0], *bias.shape)
+            self._grad_bias = query.new_zeros(shape, dtype=wide(query.dtype))
 
     def add_tiles(
         self,
@@ -330,15 +371,19 @@ class Backward:
         value: torch.Tensor,
         partials: tuple[torch.Tensor, ...],
         owner: int,
+        first: int = 0,
     ) -> None:
-        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`."""
+        """Adds the tiles of rank `owner`'s keys and values, whose gradients go to `partials`.
+
+        `first` is the first row of all four.
+        """
         totals = Total(partials[0]), Total(partials[1])
         for tile in tiles:
             for part in _for_kernels(tile, self._query, self._spec):
-                own = _own(self._scored, part, self._query, self._spec)
+                own = _own(self._scored, part, self._query, key, self._spec, backward=True)
                 mask_of = _mask_of if own is None else _hidden
                 causal, mask, _ = mask_of(part, self._query, self._spec, owner)
-                self.add(part, key, value, totals, mask, owner, is_causal=causal)
+                self.add(part, key, value, totals, mask, owner, is_causal=causal, first=first)
         for total in totals:
             total.finish()
 
@@ -352,33 +397,32 @@ class Backward:
         owner: int,
         *,
         is_causal: bool = False,
+        first: int = 0,
     ) -> None:
         """Adds one tile; `totals` receive the gradients of its keys and values."""
-        q, k, v = _queries(tile, self._query), _keys(tile, key), _keys(tile, value)
+        q, k, v = _queries(tile, self._query), *(_keys(tile, t, first) for t in (key, value))
         if q.numel() == 0 or k.numel() == 0:
             return
-        given = (self._grad_out, self._out, self._lse)
-        grad_out, out, lse = (_queries(tile, tensor) for tensor in given)
-        own = _own(self._scored, tile, self._query, self._spec)
+        grad_out, lse = (_queries(tile, tensor) for tensor in (self._grad_out, self._lse))
+        keys = (tile.k_begin - first, tile.k_end - first)
+        places = (self._grad_query, (tile.q_begin, tile.q_end)), *((t, keys) for t in totals)
+        own = _own(self._scored, tile, self._query, key, self._spec, backward=True)
         if own is None:
-            scale = self._spec.scale
-            grad_q, grad_k, grad_v = kernels.backward(
+            out, scale = _queries(tile, self._out), self._spec.scale
+            parts = kernels.backward(
                 grad_out, q, k, v, out, lse, mask, causal=is_causal, scale=scale
             )
-        else:
-            scoring, sight = own.scoring(tile), own.sight(tile, owner, mask)
-            grad_lse = None if self._grad_lse is None else _queries(tile, self._grad_lse)
-            grad_q, grad_k, grad_v, of_bias = native_tiles.backward(
-                grad_out, q, k, v, out, lse, scoring, sight, grad_lse=grad_lse
-            )
-            self._add_to_bias(of_bias)
-        self._grad_query.add(tile.q_begin, tile.q_end, grad_q, tile.samples)
-        totals[0].add(tile.k_begin, tile.k_end, grad_k, tile.samples)
-        totals[1].add(tile.k_begin, tile.k_end, grad_v, tile.samples)
-
-    def _add_to_bias(self, part: torch.Tensor | None) -> None:
-        earlier = self._grad_bias
-        self._grad_bias = part if part is None or earlier is None else earlier.add_(part)
+            for (total, extent), part in zip(places, parts, strict=True):
+                total.add(*extent, part, tile.samples)
+            return
+        if self._inner is None:
+            self._inner = native_tiles.inner_products(self._grad_out, self._out, self._grad_lse)
+        inner = _queries(tile, self._inner)
+        of_bias = None if self._grad_bias is None else self._grad_bias[tile.samples]
+        of_query, of_key, of_value = (t.rows(*extent, tile.samples) for t, extent in places)
+        grads = Gradients(of_query, of_key, of_value, of_bias)
+        scoring, sight = own.scoring(tile), own.sight(tile, owner, mask)
+        native_tiles.add_gradients(grad_out, q, k, v, lse, inner, scoring, sight, grads)
 
     def grad_query(self) -> torch.Tensor:
         """Returns the gradient of the queries, in their dtype."""
@@ -386,6 +430,6 @@ class Backward:
         return as_dtype(self._grad_query.total, self._query.dtype)
 
     def grad_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """Returns the gradient of a bias by this rank's queries, in its dtype."""
-        found = self._grad_bias
-        return torch.zeros_like(bias) if found is None else found.to(bias.dtype)
+        """Returns the gradient of the bias by this rank's queries, in its dtype."""
+        assert self._grad_bias is not None
+        return self._grad_bias.sum(0).to(bias.dtype)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from symm_cp.ops.attention import philox
-from symm_cp.ops.attention.scoring import Scoring, Sight
+from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
 
 # Scores in a block of rows: bounds the memory of what is computed by matmuls.
 _BLOCK_SCORES = 1 << 22
@@ -110,7 +110,10 @@ def forward(
     scoring: Scoring,
     sight: Sight,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `native_tiles.forward`, on any device."""
+    """Returns out (B, H, S, V) in the query's dtype and lse (B, H, S), on any device.
+
+    A row that sees no key has out 0 and lse -inf.
+    """
     B, H, S, _ = query.shape
     wide = wide_dtype(query.dtype)
     out = query.new_zeros(B, S, H, value.shape[-1]).transpose(1, 2)
@@ -126,45 +129,34 @@ def forward(
     return out, lse
 
 
-def backward(
+def add_gradients(
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    out: torch.Tensor,
     lse: torch.Tensor,
+    inner: torch.Tensor,
     scoring: Scoring,
     sight: Sight,
-    grad_lse: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As `native_tiles.backward`, on any device."""
+    grads: Gradients,
+) -> None:
+    """As `native_tiles.add_gradients`, on any device."""
     wide, groups = wide_dtype(query.dtype), key.shape[1]
-    grad_query, grad_key, grad_value = (
-        torch.zeros_like(t, dtype=wide) for t in (query, key, value)
-    )
-    bias = scoring.bias
-    grad_bias = None if bias is None else torch.zeros_like(bias, dtype=wide)
     if query.shape[:3].numel() == 0 or key.shape[2] == 0:
-        return grad_query, grad_key, grad_value, grad_bias
+        return
     values = value.to(wide).unsqueeze(2)
     for block in _blocks(query, key, scoring, sight):
         at = slice(block.rows.start, block.rows.stop)
-        grad = grad_out[:, :, at].to(wide)
-        inner = (grad * out[:, :, at].to(wide)).sum(-1)
-        if grad_lse is not None:
-            inner = inner - grad_lse[:, :, at].to(wide)
         weights = block.weights(lse[:, :, at])
-        grad = _grouped(grad, groups)
+        grad = _grouped(grad_out[:, :, at].to(wide), groups)
         through = block.dropped(torch.matmul(grad, values.mT).flatten(1, 2))
         dropped = _grouped(block.dropped(weights), groups)
-        grad_value += torch.matmul(dropped.mT, grad).sum(2)
-        grad_score = weights * (through - inner.unsqueeze(-1))
-        if grad_bias is not None:
-            flat = grad_score.sum(0).flatten(1)
-            grad_bias.index_add_(1, block.distance.flatten(), flat)
+        grads.value.add_(torch.matmul(dropped.mT, grad).sum(2))
+        grad_score = weights * (through - inner[:, :, at].unsqueeze(-1))
+        if grads.bias is not None:
+            grads.bias.index_add_(2, block.distance.flatten(), grad_score.flatten(2))
         if block.slope is not None:
             grad_score = grad_score * block.slope
         grad_score = _grouped(grad_score * scoring.scale, groups)
-        grad_query[:, :, at] = torch.matmul(grad_score, block.key).flatten(1, 2)
-        grad_key += torch.matmul(grad_score.mT, block.query).sum(2)
-    return grad_query, grad_key, grad_value, grad_bias
+        grads.query[:, :, at] += torch.matmul(grad_score, block.key).flatten(1, 2)
+        grads.key.add_(torch.matmul(grad_score.mT, block.query).sum(2))

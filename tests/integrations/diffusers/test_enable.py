@@ -58,7 +58,7 @@ def runs_as_users_do(group: dist.ProcessGroup) -> None:
 
 def test_on_and_off(ranks: Ranks) -> None:
     with ranks.own(2, runs_as_users_do) as running:
-        for outcome in running.outcomes(timeout=60):
+        for outcome in running.outcomes(timeout=120):
             assert not outcome.failure, outcome.failure
 
 
@@ -85,6 +85,8 @@ def refuses(group: dist.ProcessGroup) -> None:
         refused(r"dropout_p=0.5 is not supported", dropout_p=0.5)
         for shape in ((2, 1, 6, 6), (2, 1, 1, 24), (3, 1, 1, 6), (2, 2, 1, 6)):
             refused(r"must be \(2 or 1, 4 or 1, 1, 6\)", torch.ones(shape, dtype=torch.bool))
+        whole = torch.ones(2, 1, 1, 6, dtype=torch.bool)
+        refused(r"scale=-1.0 with attn_mask, must be positive", whole, scale=-1.0)
         refused("backend 'flex' would attend to this rank's part", backend="flex")
         ignoring = pytest.raises(NotImplementedError, match="'_native_math' would attend")
         with attention_backend("_native_math"), ignoring:

@@ -29,6 +29,7 @@ def compiled(model: nn.Module) -> None:
         ("wan", DEGREES["ulysses 2"]),
         ("qwen with padding", DEGREES["ring 2 and ulysses 2"]),
         ("ltx", {"ring_degree": 2, "ring_anything": True}),
+        ("qwen with padding", {"ulysses_degree": 2, "ulysses_anything": True}),
     ],
 )
 def test_compiled_blocks(ranks: Ranks, name: str, degrees: dict[str, Any]) -> None:

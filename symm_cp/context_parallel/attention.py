@@ -98,9 +98,9 @@ def all_gather_attention(
             (padding). The host reads it.
         query_load_balancer: how the sequence of the queries is spread, if not as that of the keys.
         method: "allgather" (each rank attends with its queries to all keys), "ulysses" (each rank
-            attends with some heads to all positions), "auto" (the faster one), or for a mesh of two
-            dimensions that of each, as in ("ulysses", "allgather"). By default what
-            `set_rotate_method` chose.
+            attends with some heads to all positions; there must be a head for each), "auto" (the
+            faster one), or for a mesh of two dimensions that of each, as in ("ulysses",
+            "allgather"). By default what `set_rotate_method` chose.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
             it includes the sinks and knows nothing of dropout.
 
@@ -117,11 +117,11 @@ def all_gather_attention(
     (Raffel et al., 2019) and Philox (Salmon et al., 2011) for the options.
     """
     name, split = split_by(_OP, group, method, argument="group")
-    like = query
-    query, key, value = telling_peers(name, _local_parts, query, key, value, name)
-    documents = telling_peers(name, _document_options, cu_seqlens)
+    like, told = query, split.told(name)
+    query, key, value = telling_peers(told, _local_parts, query, key, value, name)
+    documents = telling_peers(told, _document_options, cu_seqlens)
     if is_dtensor(like):
-        sinks, bias = telling_peers(name, _local_options, like, name, sinks, bias, dropout_p)
+        sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
         query,
         key,

@@ -34,16 +34,17 @@ _WHOLE = (
 _OF_SAMPLES = ("start_positions", "end_positions", "next_sentence_label", "mc_labels")
 
 
-def _sum_over_ranks(value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _sum_over_ranks(
+    value: torch.Tensor, ranks: torch.Tensor, group: str, size: int
+) -> torch.Tensor:
     """Returns the sum of all ranks' values, in the order of attention's calls.
+
+    `ranks` is the encoded layout in which each rank holds one column.
 
     A rank that attends more often than another, or refuses to, waits for that one here or there. An
     all-reduce of the process group would know nothing of attention, and wait until its time-out.
     """
-    ranks = encoded((sequential(group.size(), group.size()),))
-    by_rank = torch.ops.symm_mem._gather_sequence(
-        value.reshape(-1, 1), ranks, group.size(), group.group_name
-    )
+    by_rank = torch.ops.symm_mem._gather_sequence(value.reshape(-1, 1), ranks, size, group)
     return by_rank.sum(-1).view_as(value)
 
 
@@ -52,16 +53,22 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: torch.Tensor, share: float, gain: float, group: dist.ProcessGroup
+        ctx: Any,
+        loss: torch.Tensor,
+        share: float,
+        gain: float,
+        ranks: torch.Tensor,
+        group: str,
+        size: int,
     ) -> torch.Tensor:
         ctx.factor = share * gain
         # A rank without targets has a mean of 0 / 0.
         total = loss.detach() * share if share else torch.zeros_like(loss)
-        return _sum_over_ranks(total, group)
+        return _sum_over_ranks(total, ranks, group, size)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return grad * ctx.factor, None, None, None
+        return grad * ctx.factor, None, None, None, None, None
 
 
 class LossReduction:
@@ -84,7 +91,9 @@ class LossReduction:
     ) -> None:
         own, self.num_items = counted or (0, 0)
         self.load_balancer = load_balancer
-        self._group = group
+        size = group.size()
+        # Made here, since Dynamo does not trace it.
+        self._among = encoded((sequential(size, size),)), str(group.group_name), size
         self._share = own / max(1, self.num_items) if counted else 1.0 / group.size()
         self._gain = float(group.size()) if average_gradients else 1.0
 
@@ -95,7 +104,7 @@ class LossReduction:
         equal on all ranks, as models of transformers compute with `num_items_in_batch`.
         """
         share = 1.0 if summed else self._share
-        return _GlobalMean.apply(loss, share, self._gain, self._group)
+        return _GlobalMean.apply(loss, share, self._gain, *self._among)
 
 
 def shard_batch(

@@ -214,7 +214,7 @@ def _attending(
     """Within it, models of transformers attend with symm_cp."""
     with ExitStack() as stack:
         if model is not None:
-            telling_peers(region.group, _enter_models, stack, region, model)
+            telling_peers(region.told, _enter_models, stack, region, model)
         yield
 
 

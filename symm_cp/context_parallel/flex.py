@@ -71,7 +71,7 @@ def _attend(torch_attention: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return torch_attention(*args, **kwargs)
     if (watch := guards.current()) is not None:
         watch.called = True
-    return telling_peers(region.group, _attend_within, region, torch_attention, *args, **kwargs)
+    return telling_peers(region.told, _attend_within, region, torch_attention, *args, **kwargs)
 
 
 def _attend_within(

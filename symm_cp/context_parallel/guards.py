@@ -65,6 +65,7 @@ class Watch:
     first_position: int = 0
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
+    told: str | tuple[str, ...] = ""  # see `telling_peers`
 
     @property
     def fused(self) -> bool:
@@ -362,7 +363,7 @@ def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
     """
     callback = _eval_frame.set_eval_frame(None)
     try:
-        telling_peers(watch.group, check, callback is not None)
+        telling_peers(watch.told or watch.group, check, callback is not None)
     finally:
         _eval_frame.set_eval_frame(callback)
 

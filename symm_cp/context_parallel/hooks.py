@@ -51,7 +51,7 @@ def entered(region: ParallelRegion) -> Iterator[None]:
         flex_hook.acquire()
         push(region)
         try:
-            with telling_of_models(region.group):
+            with telling_of_models(region.told):
                 yield
         finally:
             pop()

@@ -10,6 +10,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from symm_cp.ops.attention import mesh_calls
 from symm_cp.ops.common import END_OF_RECOMPUTATION, refuse, tells_peers
 
 P = ParamSpec("P")
@@ -23,12 +24,19 @@ def _call(group: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwarg
 _telling = tells_peers(_call)
 
 
-def telling_peers(group: str, function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+def telling_peers(
+    group: str | tuple[str, ...], function: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
     """Calls a function; if it raises, tells the group's other ranks, which may wait for this one.
 
-    Never waits itself.
+    Several groups are those of a mesh in which ranks attend. Never waits itself.
     """
-    return _telling(group, function, *args, **kwargs)
+    if isinstance(group, str):
+        return _telling(group, function, *args, **kwargs)
+    if torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    with mesh_calls.telling(*group):
+        return function(*args, **kwargs)
 
 
 # What runs while a model is in the middle of a step, in which its peers are, too.
@@ -38,7 +46,7 @@ _OPS = (torch._ops.__file__, torch.autograd.graph.__file__)
 
 
 @contextlib.contextmanager
-def telling_of_models(group: str) -> Iterator[None]:
+def telling_of_models(group: str | tuple[str, ...]) -> Iterator[None]:
     """Tells the peers when a module or a backward pass raises: they wait for its next attention.
 
     Not when the caller's own code raises around them: its peers may be done, and make no call.
@@ -50,6 +58,9 @@ def telling_of_models(group: str) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
         if not _STEPS.isdisjoint(codes) and codes[-1].co_filename not in _OPS:
-            with contextlib.suppress(Exception):  # no group, nobody to tell
-                refuse(group, "sync", error)
+            if not isinstance(group, str):
+                mesh_calls.give_up(group, error)
+            else:
+                with contextlib.suppress(Exception):  # no group, nobody to tell
+                    refuse(group, "sync", error)
         raise

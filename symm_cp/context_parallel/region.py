@@ -54,6 +54,11 @@ class ParallelRegion:
         even = all(len(set(balancer.lengths)) == 1 for balancer in self.balancers)
         object.__setattr__(self, "even", even and self.choose is None)
 
+    @property
+    def told(self) -> str | tuple[str, ...]:
+        """Whom a rank tells that fails within the region: see `telling_peers`."""
+        return self.method.told(self.group)
+
     def _layouts(self) -> torch.Tensor | None:
         if self.choose is not None or any(balancer.samples for balancer in self.balancers):
             return None
@@ -161,7 +166,7 @@ class ParallelRegion:
 
     def watch(self) -> guards.Watch:
         """Returns a new record of what runs within this region."""
-        return guards.Watch(self.group, self.world_size, self.balancers)
+        return guards.Watch(self.group, self.world_size, self.balancers, told=self.told)
 
 
 def region_over(

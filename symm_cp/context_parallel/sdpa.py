@@ -21,7 +21,7 @@ SDPA = "scaled_dot_product_attention"
 
 def attend(region: ParallelRegion, *args: Any, **kwargs: Any) -> torch.Tensor:
     """`F.scaled_dot_product_attention` on this rank's parts of the sequence."""
-    return telling_peers(region.group, _attend, region, *args, **kwargs)
+    return telling_peers(region.told, _attend, region, *args, **kwargs)
 
 
 def _attend(

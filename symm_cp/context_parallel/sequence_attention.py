@@ -66,7 +66,7 @@ def attend_sequence(
         "bias": bias,
         "dropout_p": dropout_p,
     }
-    return telling_peers(region.group, _attend, region, query, key, value, mask, options)
+    return telling_peers(region.told, _attend, region, query, key, value, mask, options)
 
 
 def _attend(

@@ -114,7 +114,7 @@ class ContextParallel(ParallelStyle):
             else:
                 with entered(region):
                     watch = guards.current() or watch
-                    telling_peers(region.group, watch.saw, module)
+                    telling_peers(region.told, watch.saw, module)
                     result = forward(*args, **kwargs)
             watch.check_fused("raise", "ContextParallel")
             return result

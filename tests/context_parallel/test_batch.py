@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import symm_cp
 from tests.context_parallel.common import CLOSE, mesh_of
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 
 IGNORE = -100
@@ -342,3 +342,25 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_bad_batches_are_refused_and_given_positions_kept(ranks: Ranks) -> None:
     ranks.run(2, refuses)
+
+
+def reduces_in_graphs(group: dist.ProcessGroup) -> None:
+    torch._dynamo.reset()
+    ids = torch.randint(5, (2, 8))
+    _, reduce_loss = symm_cp.shard_batch(mesh_of(group), {"input_ids": ids, "labels": ids})
+    weights = torch.randn(3, requires_grad=True)
+
+    def loss(w: torch.Tensor) -> torch.Tensor:
+        return reduce_loss((w * (group.rank() + 1)).sum())
+
+    results = []
+    for call in (loss, torch.compile(loss, backend="aot_eager", fullgraph=True)):
+        total = call(weights)
+        results.append((total, *torch.autograd.grad(total, weights)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@exhaustive
+def test_the_loss_is_reduced_in_graphs(ranks: Ranks) -> None:
+    ranks.run(2, reduces_in_graphs)

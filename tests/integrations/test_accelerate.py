@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import accelerate
 import pytest
@@ -52,16 +54,20 @@ CLIENTS = {"Llama": LLAMA, "Mistral": WINDOWS, "GptOss": SINKS}
 
 @contextmanager
 def accelerating(group: dist.ProcessGroup, backend: str, **options: Any) -> Iterator[None]:
-    """Processes as torchrun starts them, with accelerate's context parallelism on symm_cp."""
-    launched(group)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    enable(**options)
-    try:
-        with nullcontext() if backend == "gloo" else world(group, backend):
-            yield
-    finally:
-        disable()
+    """Ranks as torchrun starts them, with accelerate's context parallelism on symm_cp.
+
+    accelerate keeps what it saw first, and sets variables of the environment: nothing of it stays.
+    """
+    with mock.patch.dict(os.environ), world(group, backend) as of_world:
+        launched(of_world)
         AcceleratorState._reset_state(reset_partial_state=True)
+        enable(**options)
+        try:
+            yield
+            dist.barrier()  # others may still connect
+        finally:
+            disable()
+            AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def accelerator_of(cp_size: int, dp_shard_size: int, *, fsdp: bool, **config: Any) -> Accelerator:
@@ -204,7 +210,7 @@ def test_losses_and_gradients_are_those_of_one_process(
     layout: str,
     method: str | None,
 ) -> None:
-    results(ranks, world_size, steps_as_in_one_process, names, dp, fsdp, backend, layout, method)
+    ranks.run(world_size, steps_as_in_one_process, names, dp, fsdp, backend, layout, method)
 
 
 class Plain(nn.Module):
@@ -222,7 +228,7 @@ class Plain(nn.Module):
 def runs_other_models_and_methods(group: dist.ProcessGroup) -> None:
     """Also a rotation by name, buffers that the caller cut, and nothing left behind."""
     ids = torch.randint(31, (2, 6 * group.size()))
-    with accelerating(group, "gloo"):
+    with accelerating(group, "symm_cp"):
         handler = TorchContextParallelConfig(cp_comm_strategy="alltoall")
         accelerator = accelerator_of(group.size(), 1, fsdp=False, cp_handler=handler)
         model = Plain().double()
@@ -231,13 +237,14 @@ def runs_other_models_and_methods(group: dist.ProcessGroup) -> None:
         grads = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
         prepared = accelerator.prepare(model)
-        (own,) = symm_cp.context_parallel_shard(group, [ids], [1])
+        cp = accelerator.torch_device_mesh["cp"]
+        (own,) = symm_cp.context_parallel_shard(cp, [ids], [1])
         with accelerator.maybe_context_parallel():
             assert rotate_method() == "alltoall"
             out = prepared(own)
             accelerator.backward(out.square().sum() * group.size())
         assert rotate_method() == "allgather"
-        (gathered,) = symm_cp.context_parallel_unshard(group, [out.detach()], [2])
+        (gathered,) = symm_cp.context_parallel_unshard(cp, [out.detach()], [2])
         torch.testing.assert_close(gathered, whole.detach())
         torch.testing.assert_close([p.grad for p in model.parameters()], grads)
         with (
@@ -249,11 +256,11 @@ def runs_other_models_and_methods(group: dist.ProcessGroup) -> None:
 
 @exhaustive
 def test_other_models_and_methods(ranks: Ranks) -> None:
-    results(ranks, 2, runs_other_models_and_methods)
+    ranks.run(2, runs_other_models_and_methods)
 
 
 def refuses(group: dist.ProcessGroup) -> None:
-    with accelerating(group, "gloo"):
+    with accelerating(group, "symm_cp"):
         with pytest.raises(ValueError, match="requires an fsdp_plugin with fsdp_version=2"):
             accelerator_of(group.size() // 2, 2, fsdp=False)
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -269,11 +276,12 @@ def refuses(group: dist.ProcessGroup) -> None:
             trainer.compute_loss_func = lambda *args, **kwargs: None
             with pytest.raises(NotImplementedError, match="compute_loss_func would get labels"):
                 trainer.train()
-    launched(group)
-    with pytest.raises(ValueError, match="only compatible DistributedType"):
-        accelerator_of(group.size(), 1, fsdp=False)  # accelerate's own
+        AcceleratorState._reset_state(reset_partial_state=True)
+        disable()
+        with pytest.raises(ValueError, match="only compatible DistributedType"):
+            accelerator_of(group.size(), 1, fsdp=False)  # accelerate's own
     with (
-        accelerating(group, "gloo"),
+        accelerating(group, "symm_cp"),
         pytest.raises(ValueError, match="fsdp_version=1, must be 2"),
     ):
         Accelerator(
@@ -285,7 +293,7 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 @exhaustive
 def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
-    results(ranks, 4, refuses)
+    ranks.run(4, refuses)
 
 
 def test_enabling_can_be_repeated_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:

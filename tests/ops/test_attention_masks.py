@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ import torch.distributed as dist
 
 from symm_cp.ops.attention import masks as module
 from symm_cp.ops.attention.masks import SHORT_GAP, documents_of, keys_of
+from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
+from symm_cp.schedule.tiles import CAUSAL, NO_MASK, Mask
 from tests.allocations import allocated
 from tests.attention_reference import Problem, check
 from tests.exhaustive import exhaustive, some
@@ -285,6 +287,15 @@ def test_masks_take_no_memory_of_the_square_of_the_length(ranks: Ranks, world_si
     for peaks in ranks.run(world_size, peak_of_masks, 6000):
         # The largest tensor at most the mask of a band's tile: samples x rows x keys, in float32.
         assert max(peaks) <= 2 * 256 * 512 * 4, peaks
+
+
+def test_peers_are_sent_the_rows_that_they_may_see() -> None:
+    window = AttentionSpec(layout=sequential(64, 2), mask=Mask(5, 0))
+    key = torch.empty(1, 3, 32, 4)
+    assert window.shard_shapes(key) == [((1, 3, 5, 4),) * 2, ((1, 3, 0, 4),) * 2]
+    assert window.grad_shapes(key) == [(1 * 3 * 5 * 8,), (0,)]
+    for mask in (NO_MASK, CAUSAL, tuple(Mask(5 + i, 0) for i in range(5))):
+        assert replace(window, mask=mask).shard_shapes(key) is None
 
 
 @exhaustive

@@ -46,9 +46,7 @@ def mask_function(
         return masking_utils.sdpa_mask(*arguments, mask_function, attention_mask, **kwargs)
     if not torch.compiler.is_compiling():
         mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
-    return telling_peers(
-        within[0].group, _mask, within[0], mask_function, arguments, attention_mask
-    )
+    return telling_peers(within[0].told, _mask, within[0], mask_function, arguments, attention_mask)
 
 
 def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
@@ -108,7 +106,7 @@ def attention_function(
             **kwargs,
         )
     out = telling_peers(
-        region.group,
+        region.told,
         _attend,
         region,
         module,

@@ -2,11 +2,15 @@
 
 In reading order:
 
+    mesh_calls  what ranks tell each other that fail on a mesh of two dimensions
+    choice      the faster method, by the simulator
     options     the options of the ops, as their schemas have them
     spec        what a call computes: the options, checked (checks, spread, masks), as one
                 `AttentionSpec`
     methods     how attention is split over ranks: by keys, by heads, or both over a mesh
     op          `fused_all_gather_attention` and its backward op: schema, kernels, fakes, gradient
+    attend      attention of one rank's queries to the keys of a group, given the spec
+    ulysses     the same by heads (heads): an exchange of heads around it
     pipeline    gathers keys and values, reduce-scatters their gradients
     tiles       attention and its gradients tile by tile, merged by log-sum-exp
     kernels     torch's kernels for one tile

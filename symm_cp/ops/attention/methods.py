@@ -102,6 +102,10 @@ class Method:
     def __str__(self) -> str:
         return self.name if self.grid is None else "a mix of ulysses and allgather"
 
+    def told(self, group: str) -> str | tuple[str, ...]:
+        """Returns the group, or those of a mesh, whose ranks wait for one that attends to all."""
+        return group if self.grid is None else (self.grid.heads, self.grid.keys)
+
     def as_options(self) -> dict[str, Any]:
         """Returns the method as ops take it; those of the default are left out."""
         options: dict[str, Any] = {} if self.name == METHODS[0] else {"method": self.name}

@@ -22,7 +22,7 @@ import torch
 
 from symm_cp.memory import Group
 from symm_cp.ops import autocast
-from symm_cp.ops.attention import arrival, choice, ulysses
+from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
@@ -80,7 +80,7 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    with ulysses.telling(*options.get("method_groups") or ()):
+    with mesh_calls.telling(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
         call = _by_heads(_FORWARD, group, spec, query, key, options)
     added = Added(options.get("sinks"), options.get("bias"))
@@ -92,7 +92,8 @@ def _attention_kernel(
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, added)
 
-        return call.attend(_FORWARD, tensors, added, attend_group)
+        with mesh_calls.telling(*call.mesh_groups):
+            return call.attend(_FORWARD, tensors, added, attend_group)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
     return attend(_FORWARD, spec, group, tensors, added)
@@ -113,7 +114,7 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    with ulysses.telling(*options.get("method_groups") or ()):
+    with mesh_calls.telling(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
         call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
     sinks, _ = added = Added(options.get("sinks"), options.get("bias"))
@@ -129,7 +130,8 @@ def _attention_backward_kernel(
                 _BACKWARD, spec, of_keys, given, added, wide_keys, bias_grad=bias_grad
             )
 
-        grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
+        with mesh_calls.telling(*call.mesh_groups):
+            grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
     else:
         grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)

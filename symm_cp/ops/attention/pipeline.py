@@ -68,24 +68,27 @@ def reduce_gradients(
 ) -> Tensors:
     """Returns the gradients of this rank's keys and values, summed over ranks. Collective.
 
-    Both are views of one tensor, in the dtype that sums are taken in. Details and no group: as in
-    `consume_keys`.
+    They are in the dtype that sums are taken in; both may be views of one tensor. Details and no
+    group: as in `consume_keys`.
 
     Calls `consume([key, value], owner, partials)` for the shards of all ranks as they arrive, which
     writes this rank's part of their gradients to `partials`, of the shapes of keys and values.
     """
     shard = [dense_features(key), dense_features(value)]
-    numbers = sum(tensor.numel() for tensor in shard)
-    memory = new_result(key, (numbers,), wide(key.dtype))
-    grads = _grads_in(memory, shard)
+    dtype = wide(key.dtype)
     if group is None:
+        grads = tuple(rows_first(tensor, tensor.shape, dtype) for tensor in shard)
         consume(shard, 0, grads)
         return grads
     partials = spec.grad_shapes(key)
     rank, sent = group.rank, _sent(spec, group.rank, shard)
     # What peers add to: all, or a copy of the rows that they see.
-    total = memory if sent is shard else new_result(key, partials[rank], wide(key.dtype))
-    shared = [grad[:, :, spec.sent_rows(rank)] for grad in grads] if sent is not shard else []
+    total = new_result(key, partials[rank], dtype)
+    if sent is shard:
+        grads, shared = _grads_in(total, shard), []
+    else:
+        grads = tuple(rows_first(tensor, tensor.shape, dtype) for tensor in shard)
+        shared = [grad[:, :, spec.sent_rows(rank)] for grad in grads]
 
     def write(shards: list[torch.Tensor], owner: int, partial: torch.Tensor) -> None:
         if owner != rank or sent is shard:

@@ -90,6 +90,11 @@ class UlyssesCall:
         """This rank's query heads in a group."""
         return self.shares[index].queries[self.group.rank]
 
+    @property
+    def mesh_groups(self) -> tuple[str, ...]:
+        """The groups of a mesh of two dimensions."""
+        return () if self.of_keys is None else (self.group.name, self.of_keys.name)
+
     def attend(
         self, op: str, tensors: Tensors, added: Added, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:

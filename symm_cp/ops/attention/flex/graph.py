@@ -26,10 +26,10 @@ from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.mesh_calls import telling
 from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.tiles import wide
-from symm_cp.ops.attention.ulysses import telling
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 

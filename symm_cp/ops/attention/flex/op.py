@@ -33,6 +33,7 @@ from symm_cp.ops.attention.checks import (
 from symm_cp.ops.attention.flex.captures import Captures, Rebinding
 from symm_cp.ops.attention.flex.mask import MaskTiles, Modifier
 from symm_cp.ops.attention.flex.scores import Indices, ScoreGradients, Scores, add_scores
+from symm_cp.ops.attention.mesh_calls import telling
 from symm_cp.ops.attention.methods import ALLGATHER, Method, rotate_method
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.pipeline import (
@@ -55,7 +56,7 @@ from symm_cp.ops.attention.tiles import (
     grad_of_sinks,
     wide,
 )
-from symm_cp.ops.attention.ulysses import UlyssesCall, call_of, telling
+from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
@@ -264,7 +265,10 @@ class FlexAttention:
         """
         query, key, value = tensors
         spec = flex_spec(query, value, layouts, score_mod, options)
-        method = choice.settled(_OP, group, query, key, spec, options)
+        # Of fake tensors only the results' shapes matter; a choice would ask the peers.
+        method = ALLGATHER
+        if not isinstance(query, FakeTensor):
+            method = choice.settled(_OP, group, query, key, spec, options)
         first = options.head_offset
         B, H = query.shape[:2]
         if method.name == "allgather":
@@ -303,9 +307,10 @@ class FlexAttention:
         tensors, added = (query, key, value), Added(sinks, bias)
         if self.by_heads is not None:
             call, of_heads = self.by_heads
-            return call.attend(
-                _OP, tensors, added, lambda index, *args: of_heads[index]._attend(*args)
-            )
+            with telling(*call.mesh_groups):
+                return call.attend(
+                    _OP, tensors, added, lambda index, *args: of_heads[index]._attend(*args)
+                )
         return self._attend(tensors, added)
 
     def _attend(self, tensors: Tensors, added: Added) -> tuple[torch.Tensor, torch.Tensor]:
@@ -354,12 +359,13 @@ class FlexAttention:
         sums = [torch.zeros_like(tensor, dtype=wide(tensor.dtype)) for tensor in captured]
         if self.by_heads is not None:
             call, of_heads = self.by_heads
-            grads, of_bias = call.attend_backward(
-                f"{_OP}_backward",
-                given,
-                added,
-                lambda index, *args: of_heads[index]._attend_backward(captured, sums, *args),
-            )
+            with telling(*call.mesh_groups):
+                grads, of_bias = call.attend_backward(
+                    f"{_OP}_backward",
+                    given,
+                    added,
+                    lambda index, *args: of_heads[index]._attend_backward(captured, sums, *args),
+                )
         else:
             grads, of_bias = self._attend_backward(captured, sums, given, added, False)
         of_sinks = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,12 +40,25 @@ lib.define(
 )
 
 
-def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
+class _Kind(NamedTuple):
+    """What is checked of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensors: Sequence[torch.Tensor]) -> tuple[_Kind, ...]:
+        """Returns the kinds of tensors."""
+        return tuple([cls(t.shape, t.dtype, t.device) for t in tensors])
+
+
+def _check_tensors(tensors: Sequence[_Kind]) -> None:
     if not tensors:
         raise ValueError(f"{OP}: tensors is empty")
     like = tensors[0]
     for index, tensor in enumerate(tensors):
-        if tensor.dim() != 4:
+        if len(tensor.shape) != 4:
             raise ValueError(
                 f"{OP}: tensors[{index}] has shape {list(tensor.shape)}, must have 4 dimensions: "
                 "(batch, heads, positions, features)"
@@ -63,7 +76,7 @@ def _check_tensors(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _ranges_of(
-    tensors: Sequence[torch.Tensor],
+    tensors: Sequence[_Kind],
     to_heads: bool,
     head_ranges: Sequence[int] | None,
     world_size: int,
@@ -83,7 +96,7 @@ def _ranges_of(
     return found
 
 
-def _equal_heads(index: int, tensor: torch.Tensor, to_heads: bool, world_size: int) -> HeadRanges:
+def _equal_heads(index: int, tensor: _Kind, to_heads: bool, world_size: int) -> HeadRanges:
     heads = tensor.shape[1]
     each = heads // world_size if to_heads else heads
     if to_heads and heads % world_size:
@@ -105,7 +118,7 @@ def _check_ranges(index: int, ranges: HeadRanges) -> None:
 
 
 def _check_heads(
-    tensors: Sequence[torch.Tensor], to_heads: bool, ranges: Sequence[HeadRanges], rank: int
+    tensors: Sequence[_Kind], to_heads: bool, ranges: Sequence[HeadRanges], rank: int
 ) -> None:
     for index, (tensor, each) in enumerate(zip(tensors, ranges, strict=True)):
         begin, end = each[rank]
@@ -118,7 +131,7 @@ def _check_heads(
 
 
 def _layout_of(
-    like: torch.Tensor,
+    like: _Kind,
     to_heads: bool,
     chunk_order: Sequence[int] | None,
     chunk_lengths: Sequence[int] | None,
@@ -153,8 +166,21 @@ def checked_exchange(
     chunk_lengths: Sequence[int] | None,
 ) -> HeadExchange:
     """Returns the exchange of an op's arguments; raises `ValueError` or `TypeError`."""
+    options = [None if o is None else tuple(o) for o in (head_ranges, chunk_order, chunk_lengths)]
+    return _checked(_Kind.of(tensors), to_heads, group.rank, group.world_size, *options)
+
+
+@lru_cache(maxsize=512)
+def _checked(
+    tensors: tuple[_Kind, ...],
+    to_heads: bool,
+    rank: int,
+    world_size: int,
+    head_ranges: tuple[int, ...] | None,
+    chunk_order: tuple[int, ...] | None,
+    chunk_lengths: tuple[int, ...] | None,
+) -> HeadExchange:
     _check_tensors(tensors)
-    rank, world_size = group.rank, group.world_size
     ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
     _check_heads(tensors, to_heads, ranges, rank)
     layout = _layout_of(tensors[0], to_heads, chunk_order, chunk_lengths, rank, world_size)
@@ -195,17 +221,17 @@ def run_exchange(
     """
     dense = [t if t.stride(3) == 1 or t.shape[3] == 1 else contiguous(t) for t in tensors]
     outputs = exchange.new_outputs(dense) if outputs is None else outputs
-    name = name or exchange_name(exchange.to_heads, exchange.parts)
+    name = name or exchange_name(exchange)
     runtime.of(dense[0], group).exchange(group, exchange, dense, outputs, name)
     return exchange.summed(outputs)
 
 
 @lru_cache(maxsize=512)
-def exchange_name(to_heads: bool, parts: tuple[HeadPart, ...], op: str = OP) -> bytes:
+def exchange_name(exchange: HeadExchange, op: str = OP) -> bytes:
     """Names a call, the same on all ranks; of what is long a checksum."""
-    checksum = zlib.crc32(repr(parts).encode())
-    shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in parts)
-    name = f"{op} {'to heads' if to_heads else 'to sequence'} #{checksum:08x} {shapes}"
+    checksum = zlib.crc32(repr(exchange.parts).encode())
+    shapes = " ".join(f"{str(part.dtype)[6:]}{list(part.shape)}" for part in exchange.parts)
+    name = f"{op} {'to heads' if exchange.to_heads else 'to sequence'} #{checksum:08x} {shapes}"
     return name.encode()[: wire.MAX_CALL_NAME]
 
 
@@ -220,8 +246,9 @@ def exchange_fake(
 ) -> list[torch.Tensor]:
     """Shapes, strides and dtypes of what the op returns."""
     world_size, held = world_size_of(group_name), rank or 0
-    _check_tensors(tensors)
-    ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
+    kinds = _Kind.of(tensors)
+    _check_tensors(kinds)
+    ranges = _ranges_of(kinds, to_heads, head_ranges, world_size)
     length = tensors[0].shape[2]
     if chunk_order is None or chunk_lengths is None:
         length = length * world_size if to_heads else length // world_size

@@ -103,9 +103,9 @@ class HeadPart:
         return total if sums is total else total.copy_(sums)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HeadExchange:
-    """An exchange of several tensors on one rank."""
+    """An exchange of several tensors on one rank; `head_exchange` makes equal ones once."""
 
     rank: int
     to_heads: bool

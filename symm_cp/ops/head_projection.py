@@ -156,7 +156,7 @@ def _project_kernel(
         projection.keep,
         projection.take,
         x.device,
-        exchange_name(True, exchange.parts, PROJECT),
+        exchange_name(exchange, PROJECT),
         sizes=exchange.sizes,
     )
     return projection.outputs
@@ -240,7 +240,7 @@ def _collect_kernel(
         keep,
         take,
         out.device,
-        exchange_name(False, exchange.parts, COLLECT),
+        exchange_name(exchange, COLLECT),
         sizes=exchange.sizes,
     )
     collected = exchange.summed(arrived)

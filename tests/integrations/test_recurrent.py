@@ -75,6 +75,31 @@ def test_a_layer_compiled(ranks: Ranks) -> None:
     ranks.run(2, compiled, timeout=600)
 
 
+def compiled_outside_first(group: dist.ProcessGroup) -> None:
+    """A graph of a layer that sees this rank's part alone is not used within a context."""
+    torch._dynamo.reset()
+    model = CLIENTS["qwen3-next"].having(mlp_only_layers=[0, 1]).make("sdpa")
+    ids = causal_batch(24)["input_ids"]
+    balancer, mesh = symm_cp.Sequential(24, group.size()), mesh_of(group)
+    local, _ = symm_cp.shard_batch(mesh, {"input_ids": ids}, load_balancer=balancer)
+    rows = balancer.positions(group.rank())
+    with torch.no_grad():
+        want = model(input_ids=ids, use_cache=False).logits[:, rows]
+        model.get_submodule("model.layers.0").compile(backend="eager")
+        alone = model(**local, use_cache=False).logits
+        with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer):
+            within = model(**local, use_cache=False).logits
+        again = model(**local, use_cache=False).logits
+    torch.testing.assert_close(within, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again, alone)
+    assert group.rank() == 0 or not torch.allclose(alone, want, rtol=1e-2, atol=1e-2)
+
+
+@exhaustive
+def test_compiled_outside_first(ranks: Ranks) -> None:
+    ranks.run(2, compiled_outside_first)
+
+
 def recomputing(model: torch.nn.Module) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()

@@ -92,7 +92,8 @@ def _attention_kernel(
         ) -> tuple[torch.Tensor, torch.Tensor]:
             return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, added)
 
-        return call.attend(_FORWARD, tensors, added, attend_group)
+        with mesh_calls.telling(*call.mesh_groups):
+            return call.attend(_FORWARD, tensors, added, attend_group)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
     return attend(_FORWARD, spec, group, tensors, added)
@@ -129,7 +130,8 @@ def _attention_backward_kernel(
                 _BACKWARD, spec, of_keys, given, added, wide_keys, bias_grad=bias_grad
             )
 
-        grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
+        with mesh_calls.telling(*call.mesh_groups):
+            grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
     else:
         grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)

@@ -261,6 +261,11 @@ class Forward:
             new = torch.empty_like if on_cpu else torch.zeros_like
             out = new(self._like, dtype=self._dtype, device=query.device)
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
+            if on_cpu and self._sinks is not None:
+                # As a key seen first it costs nothing: the pass over the output is saved.
+                out.zero_()
+                lse.copy_(self._sinks.unsqueeze(-1))
+                self._sinks = None
             self._merged = out, lse
         return self._merged
 

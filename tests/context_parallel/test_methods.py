@@ -127,7 +127,8 @@ def by_flex(
     block_mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & (q - k <= 3 + 5 * h), None, 4, length, length, "cpu", 4
     )
-    rows = symm_cp.HeadTail(length, W).positions(group.rank())
+    balancer = symm_cp.HeadTail(length, W)
+    rows = balancer.positions(group.rank())
     shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
 
     def attend(*tensors: torch.Tensor) -> Any:
@@ -141,7 +142,7 @@ def by_flex(
     if compiles:
         torch._dynamo.reset()
         attend = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    with symm_cp.context_parallel(mesh, method=method), exchanges() as made:
+    with symm_cp.context_parallel(mesh, load_balancer=balancer, method=method), exchanges() as made:
         out = attend(*shards)
         *grads, of_slopes = torch.autograd.grad(out, [*shards, group_slopes], given[3][:, :, rows])
     assert made == ["forward", "backward"]
@@ -223,8 +224,9 @@ def styled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | None)
     W = group.size()
     mesh = mesh_of(group) if shape is None else mesh_2d(shape)
     given = whole(11, 10 * W)
-    rows = symm_cp.HeadTail(10 * W, W).positions(group.rank())
-    style = symm_cp.ContextParallel(method=method)
+    balancer = symm_cp.HeadTail(10 * W, W)
+    rows = balancer.positions(group.rank())
+    style = symm_cp.ContextParallel(load_balancer=balancer, method=method)
     attention = parallelize_module(Attention(), mesh, style)
     shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
     with exchanges() as made:
@@ -250,21 +252,22 @@ def test_styles_take_a_method(
 
 def set_by_torchs_name(group: dist.ProcessGroup) -> None:
     mesh, given = mesh_of(group), whole(5, 8 * group.size())
-    rows = symm_cp.HeadTail(8 * group.size(), group.size()).positions(group.rank())
+    balancer = symm_cp.HeadTail(8 * group.size(), group.size())
+    rows = balancer.positions(group.rank())
     shards = [t[:, :, rows] for t in given[:3]]
     symm_cp.set_rotate_method("ulysses")
     try:
         assert default_method() == "ulysses"
         with exchanges() as made:
-            with symm_cp.context_parallel(mesh):
+            with symm_cp.context_parallel(mesh, load_balancer=balancer):
                 F.scaled_dot_product_attention(*shards)
             symm_cp.all_gather_attention(*shards, group=group)
-            with symm_cp.context_parallel(mesh, method="allgather"):
+            with symm_cp.context_parallel(mesh, load_balancer=balancer, method="allgather"):
                 F.scaled_dot_product_attention(*shards)
         assert made == ["forward"] * 2
     finally:
         symm_cp.set_rotate_method("allgather")
-    with symm_cp.context_parallel(mesh), exchanges() as made:
+    with symm_cp.context_parallel(mesh, load_balancer=balancer), exchanges() as made:
         F.scaled_dot_product_attention(*shards)
     assert not made
 
@@ -432,9 +435,13 @@ def compiled(group: dist.ProcessGroup, method: Any, shape: tuple[int, int] | Non
     run = torch.compile(layer, backend=counter, fullgraph=True, dynamic=True)
     for length in (8 * W, 12 * W, 20 * W, 32 * W):
         given = whole(length, length)
-        rows = symm_cp.HeadTail(length, W).positions(group.rank())
+        balancer = symm_cp.HeadTail(length, W)
+        rows = balancer.positions(group.rank())
         shards = [t[:, :, rows].requires_grad_() for t in given[:3]]
-        with symm_cp.context_parallel(mesh, method=method), exchanges() as made:
+        with (
+            symm_cp.context_parallel(mesh, load_balancer=balancer, method=method),
+            exchanges() as made,
+        ):
             out = run(*shards)
             grads = torch.autograd.grad(out, shards, given[3][:, :, rows])
         assert method == "auto" or made == ["forward", "backward"]
@@ -458,11 +465,12 @@ def test_one_compiled_function_serves_other_lengths(
 
 def nested(group: dist.ProcessGroup) -> None:
     mesh, given = mesh_of(group), whole(9, 8 * group.size())
-    rows = symm_cp.HeadTail(8 * group.size(), group.size()).positions(group.rank())
+    balancer = symm_cp.HeadTail(8 * group.size(), group.size())
+    rows = balancer.positions(group.rank())
     shards = [t[:, :, rows] for t in given[:3]]
     expected = dense(given)[0][:, :, rows]
-    with symm_cp.context_parallel(mesh), exchanges() as made:
-        with symm_cp.context_parallel(mesh, method="ulysses"):
+    with symm_cp.context_parallel(mesh, load_balancer=balancer), exchanges() as made:
+        with symm_cp.context_parallel(mesh, load_balancer=balancer, method="ulysses"):
             inner = F.scaled_dot_product_attention(*shards, is_causal=True)
         assert made == ["forward"]
         outer = F.scaled_dot_product_attention(*shards, is_causal=True)

@@ -24,7 +24,10 @@ if TYPE_CHECKING:
 GARBAGE = 0xFF  # in every byte: NaN in all floating types
 
 #: Ops in our namespaces that compute something themselves; the others call further ops.
-_LEAVES = ("merge_attention", "new_result", "attention_tile", "attention_tile_backward")
+_LEAVES = (
+    *("merge_attention", "new_result"),
+    *("attention_tile", "attention_inner", "attention_tile_backward"),
+)
 #: What needs the values of tensors on the host.
 _SYNCHRONIZING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "_to_cpu")
 _ALLOCATING = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
@@ -94,7 +97,8 @@ class Graph:
             self.device.graph = None
             result = self.library.simulated_capture_end(stream, 0, ctypes.byref(self.handle))
             for storage in self._own.values():
-                torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
+                if storage.device.type != "meta":  # of tensors that only have a shape
+                    torch.empty(0, dtype=torch.uint8).set_(storage).fill_(GARBAGE)
         if result:
             name = ctypes.c_char_p()
             self.library.cuGetErrorName(result, ctypes.byref(name))

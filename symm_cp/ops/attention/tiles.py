@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from symm_cp.devices import has_streams
 from symm_cp.devices.kept import kept
 from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scored import ScoredTiles
@@ -256,12 +257,12 @@ class Forward:
 
     def _so_far(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._merged is None:
-            query, on_cpu = self._query, self._query.device.type == "cpu"
+            query, on_streams = self._query, has_streams(self._query.device)
             # On CPU rows that see no key are zeroed in the end, if there are any.
-            new = torch.empty_like if on_cpu else torch.zeros_like
+            new = torch.zeros_like if on_streams else torch.empty_like
             out = new(self._like, dtype=self._dtype, device=query.device)
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide(query.dtype))
-            if on_cpu and self._sinks is not None:
+            if not on_streams and self._sinks is not None:
                 # As a key seen first it costs nothing: the pass over the output is saved.
                 out.zero_()
                 lse.copy_(self._sinks.unsqueeze(-1))
@@ -272,7 +273,7 @@ class Forward:
     def result(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output, in the dtype of the queries, and its log-sum-exp."""
         out, lse = self._so_far()
-        if out.device.type == "cpu":
+        if not has_streams(out.device):
             blind = lse == -torch.inf
             if blind.any():
                 out.masked_fill_(blind.unsqueeze(-1), 0.0)

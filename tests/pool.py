@@ -134,8 +134,8 @@ class Team:
         pooled: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
-        # The pool's is hosted here and not by rank 0, so that it listens before the first rank looks
-        # for it. Ranks in namespaces of their own have no address in common with us.
+        # The pool's is hosted here and not by rank 0, so that it listens before the first rank
+        # looks for it. Ranks in namespaces of their own have no address in common with us.
         self._store = (
             dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             if pooled

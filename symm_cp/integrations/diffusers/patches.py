@@ -1,4 +1,4 @@
-"""What `enable` puts in the place of functions of diffusers, and `disable` takes out again.
+"""Replacements for functions of diffusers: `enable` installs them, `disable` removes them.
 
 diffusers has no extension point for attention over several ranks. All its attention backends that
 know of ranks call one function, by its global name in the module `attention_dispatch`.

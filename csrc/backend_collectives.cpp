@@ -394,13 +394,12 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
   constexpr const char* kOp = "reduce_scatter_tensor";
-  return call(manner(kOp, OpType::REDUCE_SCATTER_TENSOR_COALESCED, opts),
-              [&](Collective& collective) {
-                TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(),
-                                  " outputs and ", inputs.size(), " inputs");
-                for (size_t i = 0; i < inputs.size(); ++i)
-                  add_reduce_scatter(collective, kOp, outputs[i], inputs[i], opts.reduceOp);
-              });
+  return call(manner(kOp, kCoalescedScatter, opts), [&](Collective& collective) {
+    TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
+                      inputs.size(), " inputs");
+    for (size_t i = 0; i < inputs.size(); ++i)
+      add_reduce_scatter(collective, kOp, outputs[i], inputs[i], opts.reduceOp);
+  });
 }
 
 // --- all to all ----------------------------------------------------------------------------------

@@ -18,6 +18,17 @@ namespace symm_cp {
 
 class Group;
 
+// torch gave reduce_scatter_tensor_coalesced a type of its own after 2.11.
+template <class Type>
+constexpr auto coalesced_scatter_type(int) -> decltype(Type::REDUCE_SCATTER_TENSOR_COALESCED) {
+  return Type::REDUCE_SCATTER_TENSOR_COALESCED;
+}
+template <class Type>
+constexpr Type coalesced_scatter_type(long) {
+  return Type::_REDUCE_SCATTER_BASE;
+}
+inline constexpr c10d::OpType kCoalescedScatter = coalesced_scatter_type<c10d::OpType>(0);
+
 // What one call of a collective does, and the tensors that it needs until it has ended.
 struct Collective {
   std::vector<Exchange> exchanges;

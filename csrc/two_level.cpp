@@ -38,13 +38,13 @@ enum class Action {
 };
 
 Action action_of(OpType type) {
+  if (type == kCoalescedScatter) return Action::kReduceScatter;
   switch (type) {
     case OpType::ALLREDUCE:
     case OpType::ALLREDUCE_COALESCED: return Action::kAllReduce;
     case OpType::REDUCE: return Action::kReduce;
     case OpType::REDUCE_SCATTER:
-    case OpType::_REDUCE_SCATTER_BASE:
-    case OpType::REDUCE_SCATTER_TENSOR_COALESCED: return Action::kReduceScatter;
+    case OpType::_REDUCE_SCATTER_BASE: return Action::kReduceScatter;
     case OpType::BROADCAST: return Action::kBroadcast;
     case OpType::GATHER: return Action::kGather;
     case OpType::SCATTER: return Action::kScatter;

@@ -370,7 +370,7 @@ int64_t symm_cp_set_context(const char* driver, void* context) {
   });
 }
 
-// A new stream of the driver's, which waits for no other one; null on failure.
+// A new stream of the driver's, which waits for no other one and stays; null on failure.
 void* symm_cp_stream_open(const char* driver) {
   driver::Stream stream = nullptr;
   guarded([&]() -> int64_t {
@@ -390,10 +390,6 @@ int64_t symm_cp_stream_ended(const char* driver, void* stream) {
     api.expect(result, "cuStreamQuery");
     return 1;
   });
-}
-
-void symm_cp_stream_close(const char* driver, void* stream) {
-  guarded([&]() -> int64_t { return driver::load(driver).stream_destroy(stream); });
 }
 
 // The number of the capture that a stream is in, from 1; 0: it is in none, or the driver has no

@@ -45,7 +45,6 @@ Api open(const std::string& path) {
   require(library, path, "cuMemAllocHost_v2", api.host_alloc);
   require(library, path, "cuMemFreeHost", api.host_free);
   require(library, path, "cuStreamCreate", api.stream_create);
-  require(library, path, "cuStreamDestroy_v2", api.stream_destroy);
   require(library, path, "cuStreamQuery", api.stream_query);
   require(library, path, "cuCtxGetCurrent", api.context_get);
   require(library, path, "cuCtxSetCurrent", api.context_set);

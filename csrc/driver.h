@@ -92,7 +92,6 @@ struct Api {
   Result (*host_alloc)(void**, size_t);
   Result (*host_free)(void*);
   Result (*stream_create)(Stream*, unsigned);
-  Result (*stream_destroy)(Stream);
   Result (*stream_query)(Stream);
   Result (*context_get)(Context*);
   Result (*context_set)(Context);

@@ -238,7 +238,19 @@ def _extension() -> ModuleType:
 def _torch_libraries(*names: str) -> list[str]:
     paths = _extension().library_paths()
     folders = [flag for path in paths for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
-    return [*folders, *(f"-l{name}" for name in names), "-pthread"]
+    return [*folders, *(f"-l{name}" for name in names), *_runtime(), "-pthread"]
+
+
+def _runtime() -> list[str]:
+    """The C++ runtime that torch has loaded here, ahead of the one that the compiler would link.
+
+    Where a machine lacks the file that names it for linkers, compilers link their static one, and
+    two runtimes in one process crash at the first exception or stream that passes between them.
+    """
+    with open("/proc/self/maps") as file:
+        mapped = {f[5].strip() for line in file if len(f := line.split(maxsplit=5)) == 6}
+    found = [path for path in sorted(mapped) if Path(path).name.startswith("libstdc++.so.6")]
+    return [path for path in found if Path(path).is_file()][:1]
 
 
 def _compile(target: Path) -> None:
@@ -433,7 +445,6 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_set_context": (_LONG, [_TEXT, _VOID]),
     "symm_cp_stream_open": (_VOID, [_TEXT]),
     "symm_cp_stream_ended": (_LONG, [_TEXT, _VOID]),
-    "symm_cp_stream_close": (None, [_TEXT, _VOID]),
     "symm_cp_capture_id": (_LONG, [_TEXT, _VOID]),
     "symm_cp_watch_stop": (None, []),
 }

@@ -109,6 +109,7 @@ class Device(ABC):
 
     def __init__(self, torch_device: torch.device) -> None:
         self.torch_device = torch_device
+        self._idle_streams: list[int] = []
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.torch_device})"
@@ -179,16 +180,25 @@ class Device(ABC):
         """Captures what a function puts on a stream into a graph; returns what replays it there."""
         raise NotImplementedError(f"{self}: calls cannot be captured")
 
-    def open_stream(self) -> int:
-        """Returns the driver's handle of a new stream; close it by `close_stream`."""
+    def borrow_stream(self) -> int:
+        """Returns the driver's handle of a stream that nobody else uses; see `return_stream`."""
+        if self._idle_streams:
+            return self._idle_streams.pop()
+        return self._open_stream()
+
+    def return_stream(self, stream: int) -> None:
+        """Takes back a stream of `borrow_stream` on which all work has ended.
+
+        It stays open for the next borrower: torch records events on the streams that have used
+        pinned memory when that is freed, which on a destroyed stream crashes in the driver.
+        """
+        self._idle_streams.append(stream)
+
+    def _open_stream(self) -> int:
         stream: int | None = native.load().symm_cp_stream_open(self.driver.encode())
         if not stream:
             raise RuntimeError(native.error())
         return stream
-
-    def close_stream(self, stream: int) -> None:
-        """Closes a stream that `open_stream` made."""
-        native.load().symm_cp_stream_close(self.driver.encode(), stream)
 
     def ended(self, stream: int) -> bool:
         """Whether all work on a stream has ended. Never waits; raises when the work failed."""

@@ -57,17 +57,17 @@ class Trial:
             group, TRIAL, SLOT_BYTES, graph=graph, verdict=Verdict(signals)
         )
         self.header = self._on_host(self.space.header_bytes)
-        self.lanes = [device.open_stream() for _ in LANES]
-        self.aside = device.open_stream()
+        self.lanes = [device.borrow_stream() for _ in LANES]
+        self.aside = device.borrow_stream()
 
     def _on_host(self, nbytes: int) -> torch.Tensor:
         pinned = self.device.torch_type != "cpu"
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
     def close(self) -> None:
-        """Closes the streams, when all have ended."""
+        """Gives the streams back, when all have ended."""
         for stream in (*self.lanes, self.aside):
-            self.device.close_stream(stream)
+            self.device.return_stream(stream)
 
     # What goes to the streams.
 

@@ -2,6 +2,8 @@
 
 They also run on CPU tensors in Triton's interpreter (`TRITON_INTERPRET=1`), where tests check their
 results.
+
+No module here may have the name of a function: importing it would replace the function.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
 
 
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
-    """Writes the sum over the first dimension of `rows` to `out`, in order (see add_rows.py)."""
-    from symm_cp.kernels.add_rows import add_rows as kernel
+    """Writes the sum over the first dimension of `rows` to `out`, in order (see row_sums.py)."""
+    from symm_cp.kernels.row_sums import add_rows as kernel
 
     kernel(rows, out, mean=mean)
 
@@ -36,7 +38,7 @@ def wait(flags: torch.Tensor, first: int, count: int, needed: int, *, reset: boo
 def merge_attention(
     out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor
 ) -> None:
-    """Merges attention over further keys into `out` and `lse` (see merge_attention.py)."""
-    from symm_cp.kernels.merge_attention import merge_attention as kernel
+    """Merges attention over further keys into `out` and `lse` (see attention_merge.py)."""
+    from symm_cp.kernels.attention_merge import merge_attention as kernel
 
     kernel(out, lse, part, part_lse)

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
+from symm_cp import kernels
 from symm_cp.alignment import scratch_rows
-from symm_cp.kernels.add_rows import add_rows as add_rows_kernel
 from symm_cp.kernels.arrival_attention import Arrivals, Tiling, chunk_table
 from symm_cp.kernels.arrival_attention import arrival_attention as attention
-from symm_cp.kernels.merge_attention import merge_attention as merge
 from symm_cp.kernels.signals import signal, wait
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 from symm_cp.schedule.patterns import peers
@@ -33,7 +32,7 @@ def add_rows() -> int:
                 out = torch.empty(shape, dtype=dtype)
                 rows = scratch_rows(out, count)  # with gaps between them
                 rows.copy_(torch.randn(count, *shape) * 4)
-                add_rows_kernel(rows, out, mean=mean)
+                kernels.add_rows(rows, out, mean=mean)
                 wide = torch.float64 if dtype == torch.float64 else torch.float32
                 wide = wide if dtype.is_floating_point else torch.int64
                 total = rows[0].to(wide)
@@ -74,7 +73,7 @@ def merge_attention() -> int:
             total = torch.logaddexp(lse, part_lse)
             nothing = (lse == -torch.inf) & (part_lse == -torch.inf)
             total = total.masked_fill(nothing, -torch.inf)
-            merge(out, lse, part, part_lse)
+            kernels.merge_attention(out, lse, part, part_lse)
             tolerance = 1e-12 if dtype == torch.float64 else 1e-6
             torch.testing.assert_close(lse, total, rtol=tolerance, atol=tolerance)
             torch.testing.assert_close(

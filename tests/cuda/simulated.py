@@ -215,15 +215,12 @@ class SimulatedDevice(FlagKernels, devices.Device):
     def offers(self) -> tuple[devices.Signals, ...]:
         return (*super().offers(), devices.Signals.KERNEL, devices.Signals.TORCH)
 
-    def open_stream(self) -> int:
+    def _open_stream(self) -> int:
         return self.machine.stream(self.index)
 
     def ended(self, stream: int) -> bool:
         self.machine.raise_errors()
         return super().ended(stream)
-
-    def close_stream(self, stream: int) -> None:
-        pass
 
     @contextlib.contextmanager
     def _guarded(self, stream: int, workspace: devices.DeviceWorkspace | None) -> Iterator[None]:

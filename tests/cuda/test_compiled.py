@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from symm_cp.kernels import arrival_attention as arrival
-from symm_cp.kernels.add_rows import add_rows
-from symm_cp.kernels.merge_attention import merge_attention
+from symm_cp.kernels.attention_merge import merge_attention
+from symm_cp.kernels.row_sums import add_rows
 from tests.cuda.launches import TOOLS, recorded, resources
 from tests.exhaustive import exhaustive, some
 

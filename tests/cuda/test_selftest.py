@@ -263,3 +263,27 @@ def test_what_is_broken_reaches_no_training_step(ranks: Ranks, kind: Any, signal
     with ranks.own(2, in_training, kind) as running:
         outcomes = running.outcomes(timeout=60)
     assert [outcome.result for outcome in outcomes] == [(signals, [])] * 2, outcomes
+
+
+def streams_opened(group: dist.ProcessGroup) -> list[int]:
+    """How many streams are open after the self-tests of two groups of the same ranks."""
+    counts, opened = [], []
+
+    class Counts(SimulatedDevice):
+        def _open_stream(self) -> int:
+            opened.append(super()._open_stream())
+            return opened[-1]
+
+    other = dist.new_group(list(range(group.size())))
+    with simulation():
+        device = Counts()
+        for tested in (group, other):
+            assert selftest.verdict(memory.resolve(tested), device).passed
+            counts.append(len(opened))
+    return counts
+
+
+def test_streams_of_self_tests_stay_open_for_the_next(ranks: Ranks) -> None:
+    """torch looks at the streams that pinned memory was used on when that is freed, later."""
+    for first, both in ranks.run(2, streams_opened):
+        assert first == both > 0

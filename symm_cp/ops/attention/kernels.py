@@ -288,8 +288,9 @@ def _by_cudnn(
     # torch keeps cuDNN's plans by the strides of query, key and value: those of the others, which
     # are part of a plan, must follow from them.
     grad_out, query, out = _alike(grad_out, query, out)
+    statistics = lse.contiguous().unsqueeze(-1)
     return _cudnn_backward(
-        grad_out, query, key, value, out, lse.contiguous(), none, none, None, None, None,
+        grad_out, query, key, value, out, statistics, none, none, None, None, None,
         rows, keys, 0.0, causal, scale=scale,
     )  # fmt: skip
 

@@ -18,9 +18,9 @@ from tests.faults.bad_input import KINDS, Case, cases, group_argument, wide
 from tests.ops.test_errors import works
 from tests.pool import Ranks
 
-#: World sizes and numbers of cases; 3,000 with --all.
-FEW = ((1, 100), (2, 500), (3, 400))
-CASES = some(*FEW, of=[*FEW, (1, 200), (2, 1000), (3, 800)])
+#: World sizes and numbers of cases; 2,000 with --all.
+FEW = ((1, 60), (2, 240), (3, 200))
+CASES = some(*FEW, of=[*FEW, (1, 140), (2, 760), (3, 600)])
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
 Outcome = tuple[str, str]
 

@@ -40,9 +40,7 @@ LIMIT = 2.0
 PLAIN = (
     (2, "gather_in_place"),
     (2, "matmul_scatter"),
-    (2, "matmuls_all_reduce"),
     (2, "low_contention"),
-    (2, "two_shot_in_place"),
     (2, "attention_ring"),
 )
 #: With --all every op on 3 ranks, where those that go on are several, and one of each kind on 4.

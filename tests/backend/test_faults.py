@@ -32,6 +32,21 @@ def _death(group: object, name: str, first: bool) -> tuple[str, float]:
     return faulty.death(group, name, first=first)  # type: ignore[arg-type]
 
 
+COLLECTIVES = [name for name in faulty.CALLS if name != "recv"]
+
+
+@pytest.mark.parametrize("name", some("barrier", "background all_reduce", of=COLLECTIVES))
+def test_a_message_that_is_lost_with_its_sender(ranks: Ranks, name: str) -> None:
+    """Who waits for its receiver is told, too, although the dead rank has come to the call."""
+    with ranks.own(3, faulty.death_of_a_sender, name) as running:
+        receiver, other, _ = running.outcomes()
+    assert receiver.result is not None, receiver
+    assert other.result is not None, other
+    assert "recv from rank 2" in receiver.result[0], receiver
+    assert re.search(r"rank 2 died .noticed by rank 0", other.result[0]), other
+    assert other.result[1] - receiver.result[1] < LIMIT, (receiver, other)
+
+
 @pytest.mark.parametrize("name", some("all_reduce", of=faulty.CALLS))
 def test_a_rank_that_stops(ranks: Ranks, name: str) -> None:
     with ranks.own(3, faulty.stopped, name) as running:

@@ -88,14 +88,15 @@ def _go_on(group: dist.ProcessGroup, call: Call, told: tuple[str, float]) -> tup
     return told
 
 
-def death_of_a_sender(group: dist.ProcessGroup, name: str) -> tuple[str, float]:
+def death_of_a_sender(group: dist.ProcessGroup, name: str, *, first: bool) -> tuple[str, float]:
     """The last rank sends to rank 0, then dies in a call of all; the message is lost with it.
 
     Rank 0 hears of it as it receives, and does not come to the call; all others have.
     """
     ours, call = fresh(group, 10 * SHORT), CALLS[name]
     last, x = group.size() - 1, torch.ones(3)
-    call(ours)
+    if not first:
+        call(ours)
     dist.barrier(group)
     if group.rank() == 0:
         time.sleep(0.6)
@@ -256,6 +257,16 @@ def aborted(group: dist.ProcessGroup, name: str) -> tuple[str, float, str]:
         result = told(lambda: call(ours)), 0.0, ""
     dist.barrier(group)
     return result
+
+
+def late_for_the_first_call(group: dist.ProcessGroup) -> tuple[str, float]:
+    """Rank 0 waits for a rank that does not come to a group's first call."""
+    ours, begin, message = fresh(group, SHORT), time.monotonic(), ""
+    if group.rank() == 0:
+        message = told(lambda: dist.all_reduce(torch.ones(3), group=ours))
+    seconds = time.monotonic() - begin
+    dist.barrier(group)
+    return message, seconds
 
 
 def destroyed(group: dist.ProcessGroup) -> float:

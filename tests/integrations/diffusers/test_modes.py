@@ -33,7 +33,7 @@ def compiled(model: nn.Module) -> None:
     ],
 )
 def test_compiled_blocks(ranks: Ranks, name: str, degrees: dict[str, Any]) -> None:
-    ranks.run(ranks_of(degrees), checks, (name,), degrees, prepare=compiled)
+    ranks.run(ranks_of(degrees), checks, (name,), degrees, prepare=compiled, timeout=600)
 
 
 def recomputing(model: nn.Module) -> None:

@@ -148,7 +148,8 @@ Messages& Backend::messages(const char* op) {
     messages_ = std::make_shared<Messages>(
         std::make_shared<StoreBootstrap>(copy_of(store_), wait_limit(),
                                          [peers = peers_](int rank) { return peers->dead(rank); }),
-        name_, rank_, size_, wait_limit());
+        name_, rank_, size_, wait_limit(),
+        [peers = peers_](int rank) { peers->board(peers->rank()).set_missed(rank); });
   return *messages_;
 }
 

@@ -74,11 +74,19 @@ class Board {
   }
   void clear_blocked() { set_blocked(0, 0, 0, ""); }
 
+  // A rank without which this one was told that a message failed; it may make no more calls then.
+  std::optional<int> missed() const {
+    const uint32_t found = missed_.load();
+    return found == 0 ? std::nullopt : std::optional<int>(static_cast<int>(found) - 1);
+  }
+  void set_missed(int rank) { missed_.store(static_cast<uint32_t>(rank) + 1); }
+
  private:
   std::atomic<int64_t> made_[kChannels];
   std::atomic<int64_t> entered_[kChannels];
   std::atomic<int64_t> generation_[kChannels];
   std::atomic<uint32_t> threads_;
+  std::atomic<uint32_t> missed_;   // the rank, plus 1
   std::atomic<uint32_t> version_;  // odd while the rest is being written
   std::atomic<int32_t> blocked_channel_;
   std::atomic<int64_t> blocked_number_;

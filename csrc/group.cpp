@@ -283,6 +283,7 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
     throw OutOfStep(call.call_name + ": " + who + " has gone on without call " + text(call.number) +
                     " of channel '" + kChannelNames[call.channel] + "'");
   }
+  throw_if_missed(call, peer);
   if (on_memory) check_generation(call, peer);
   const auto blocked = theirs.blocked(), own = mine.blocked();
   if (!blocked || !own || blocked->channel == call.channel) return;
@@ -290,6 +291,18 @@ void Group::check_agreement(const CallSite& call, int peer, bool on_memory) {
   if (theirs.made(call.channel) >= call.number) return;  // it is on its way
   if (mine.made(blocked->channel) >= blocked->number) return;
   compare(call, peer, *blocked);
+}
+
+// A dead rank may have done its part in this call before it died, so its death alone is no reason
+// to give up. But a rank that has not come to the call, and was told that a message of the dead one
+// was lost, need not come any more: a short send ends before it leaves the sender's memory.
+void Group::throw_if_missed(const CallSite& call, int peer) const {
+  const auto peers = known_peers();
+  const Board& theirs = peers->board(peer);
+  const auto missed = theirs.missed();
+  if (!missed || !peers->dead(*missed) || theirs.made(call.channel) >= call.number) return;
+  const std::string cause = "rank " + text(*missed) + " died (noticed by rank " + text(peer) + ")";
+  throw PeerError(call.call_name + ": " + cause, cause);
 }
 
 // Two ranks are blocked in different calls, and neither has made the other's. The one whose call

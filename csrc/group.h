@@ -151,6 +151,7 @@ class Group {
     return ordinals_[index][static_cast<size_t>(number) % kOrdinals];
   }
   void compare(const CallSite& call, int peer, const CallSite& theirs);
+  void throw_if_missed(const CallSite& call, int peer) const;
   void end(int index, int64_t number, const std::string& cause, const CallSite* other);
   void check_generation(const CallSite& call, int peer);
 

@@ -8,6 +8,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 
@@ -27,12 +28,18 @@ class LinkProbe {
     return std::unique_ptr<LinkProbe>(new LinkProbe(std::move(backend), std::move(peers)));
   }
 
-  // Whether the link to a rank is broken. The first call for a rank only starts its probe.
-  bool lost(int rank) {
-    if (peers_ != nullptr) return peers_->dead(rank);
+  // The rank because of which nothing may come from `rank` any more: itself, when the link to it is
+  // broken, or a dead one of which it has missed a message (Board::missed). The first call for a
+  // rank of another backend only starts its probe.
+  std::optional<int> lost(int rank) {
+    if (peers_ != nullptr) {
+      if (peers_->dead(rank)) return rank;
+      const auto missed = peers_->board(rank).missed();
+      return missed && peers_->dead(*missed) ? missed : std::nullopt;
+    }
     auto& probe = probes_[rank];
     if (probe == nullptr) probe = std::make_unique<Probe>(*backend_, rank);
-    return probe->broken;
+    return probe->broken ? std::optional<int>(rank) : std::nullopt;
   }
 
  private:

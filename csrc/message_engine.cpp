@@ -127,8 +127,15 @@ void MessageEngine::refuse_if_lost(Transmission& receive) {
   if (reason.empty() && receive.any_source && all_gone) reason = "all ranks have left the group";
   if (reason.empty()) return;
   const std::string what = describe(receive) + ": " + reason;
+  report_loss(receive.peer);
   give_up(receive, reason);
   throw PeerError(what, reason + " (noticed by " + rank_text(rank_) + ")");
+}
+
+void MessageEngine::report_loss(int peer) const {
+  if (!on_loss_) return;
+  for (int each = 0; each < world_size_; ++each)
+    if ((peer == each || peer == kAnySource) && !links_[each]->gone.empty()) on_loss_(each);
 }
 
 bool MessageEngine::give_up(Transmission& transmission, const std::string& reason) {

@@ -88,10 +88,12 @@ struct MessageLink {
 class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
  public:
   MessageEngine(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank, int world_size,
-                std::chrono::milliseconds timeout);
+                std::chrono::milliseconds timeout, std::function<void(int rank)> on_loss);
 
   TransmissionPtr start(bool sends, int peer, uint64_t tag, MessageBytes message);
   void wait(Transmission& transmission, std::chrono::milliseconds timeout);
+  // Empty unless it has failed. Whoever asks is told of it.
+  std::string failure_of(const Transmission& transmission);
   void when_done(Transmission& transmission, std::function<void()> then);
   void close(std::chrono::milliseconds linger);
   // Fails what is in flight, tells the peers and ends the thread.
@@ -131,6 +133,8 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void lose(int peer, const std::string& reason, bool in_order);
   void fail_receives(int peer, const std::string& reason, bool any_source);
   void refuse_if_lost(Transmission& transmission);
+  // This rank is told that a transmission with `peer`, or kAnySource, failed.
+  void report_loss(int peer) const;
   // Carries everything on as far as it goes. Whether anything did.
   bool progress();
   bool take_frames(int peer);
@@ -167,6 +171,7 @@ class MessageEngine : public std::enable_shared_from_this<MessageEngine> {
   void check_owned(const std::string& what) const;
 
   std::shared_ptr<Bootstrap> bootstrap_;
+  const std::function<void(int rank)> on_loss_;
   const std::string group_;
   const int rank_;
   const int world_size_;

@@ -21,8 +21,10 @@ constexpr milliseconds kLingerPause{1};
 }  // namespace
 
 MessageEngine::MessageEngine(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank,
-                             int world_size, milliseconds timeout)
+                             int world_size, milliseconds timeout,
+                             std::function<void(int rank)> on_loss)
     : bootstrap_(std::move(bootstrap)),
+      on_loss_(std::move(on_loss)),
       group_(std::move(group)),
       rank_(rank),
       world_size_(world_size),
@@ -64,9 +66,11 @@ TransmissionPtr MessageEngine::start(bool sends, int peer, uint64_t tag, Message
     MessageLink& link = *links_[peer];
     if (!link.complaint.empty()) throw PeerError(what() + ": " + std::exchange(link.complaint, {}));
     const std::string lost = "rank " + std::to_string(peer) + " " + link.gone;
-    if (sends && !link.gone.empty())
+    if (sends && !link.gone.empty()) {
+      report_loss(peer);
       throw PeerError(what() + ": " + lost,
                       lost + " (noticed by rank " + std::to_string(rank_) + ")");
+    }
     if (link.gone.empty()) reach(peer);
   }
   ++live_;
@@ -207,7 +211,17 @@ void MessageEngine::wait(Transmission& transmission, milliseconds timeout) {
       }
     }
   }
-  if (!transmission.failure.empty()) throw PeerError(transmission.failure);
+  if (const std::string failure = failure_of(transmission); !failure.empty())
+    throw PeerError(failure);
+}
+
+std::string MessageEngine::failure_of(const Transmission& transmission) {
+  if (!transmission.ended.load(std::memory_order_acquire)) return {};
+  if (!transmission.failure.empty() && owned()) {
+    const Held held(*this);
+    report_loss(transmission.peer);
+  }
+  return transmission.failure;
 }
 
 // --- the engine ----------------------------------------------------------------------------------
@@ -321,16 +335,16 @@ int Delivery::peer() const {
   return transmission_->sends || done() ? transmission_->peer : kAnySource;
 }
 
-std::string Delivery::failure() const { return done() ? transmission_->failure : ""; }
+std::string Delivery::failure() const { return engine_->failure_of(*transmission_); }
 
 void Delivery::when_done(std::function<void()> then) {
   engine_->when_done(*transmission_, std::move(then));
 }
 
 Messages::Messages(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank,
-                   int world_size, milliseconds timeout)
+                   int world_size, milliseconds timeout, std::function<void(int rank)> on_loss)
     : engine_(std::make_shared<MessageEngine>(std::move(bootstrap), std::move(group), rank,
-                                              world_size, timeout)) {}
+                                              world_size, timeout, std::move(on_loss))) {}
 
 Messages::~Messages() { close(); }
 

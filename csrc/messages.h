@@ -67,9 +67,10 @@ class Messages {
   // Not collective; opens nothing before the first message. `timeout`: how long waits last
   // unless they say otherwise. `bootstrap`: the group's store, the same on all ranks; it is used by
   // a thread of its own, and kept until the Messages are closed. Its `lost` tells of ranks that
-  // died before their first message.
+  // died before their first message. `on_loss`: called, by any thread, when this rank is told that
+  // a message failed, and `rank` is gone; must not wait.
   Messages(std::shared_ptr<Bootstrap> bootstrap, std::string group, int rank, int world_size,
-           std::chrono::milliseconds timeout);
+           std::chrono::milliseconds timeout, std::function<void(int rank)> on_loss = {});
   ~Messages();  // closes
   Messages(const Messages&) = delete;
   Messages& operator=(const Messages&) = delete;

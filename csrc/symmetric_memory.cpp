@@ -87,9 +87,8 @@ c10::intrusive_ptr<c10d::Backend> cpu_backend(c10d::ProcessGroup& group) {
   }
 }
 
-milliseconds timeout_of(c10d::ProcessGroup& group) {
-  if (const char* chosen = std::getenv("SYMM_CP_TIMEOUT_MS"); chosen && std::atoll(chosen) > 0)
-    return milliseconds(std::atoll(chosen));
+// That of its collectives.
+milliseconds own_timeout_of(c10d::ProcessGroup& group) {
   try {
     const auto backend = cpu_backend(group);
     const auto options = backend ? backend->getBackendOptions() : nullptr;
@@ -97,6 +96,12 @@ milliseconds timeout_of(c10d::ProcessGroup& group) {
   } catch (const std::exception&) {        // a backend without options
   }
   return kProcessGroupDefaultTimeout;
+}
+
+milliseconds timeout_of(c10d::ProcessGroup& group) {
+  if (const char* chosen = std::getenv("SYMM_CP_TIMEOUT_MS"); chosen && std::atoll(chosen) > 0)
+    return milliseconds(std::atoll(chosen));
+  return own_timeout_of(group);
 }
 
 bool current(const GroupPeers& known, const c10::intrusive_ptr<c10d::ProcessGroup>& process_group,
@@ -110,8 +115,9 @@ StoreBootstrap bootstrap_of(const std::string& name,
                             milliseconds limit) {
   if (!process_group) return StoreBootstrap(symm::get_group_info(name).store, limit);
   const std::shared_ptr<LinkProbe> probe = LinkProbe::of(cpu_backend(*process_group), name);
-  return StoreBootstrap(process_group->getStore(), limit,
-                        [probe](int rank) { return probe != nullptr && probe->lost(rank); });
+  return StoreBootstrap(process_group->getStore(), limit, [probe](int rank) {
+    return probe != nullptr && probe->lost(rank) == rank;
+  });
 }
 
 // Those that this package's backend found when the group was made.
@@ -444,10 +450,18 @@ void* symm_cp_probe_links(const char* group) {
   return symm_cp::LinkProbe::of(symm_cp::cpu_backend(*process_group), group).release();
 }
 
+// The rank because of which nothing may come from `rank` any more, or -1.
 int symm_cp_link_lost(void* links, int rank) {
-  return static_cast<symm_cp::LinkProbe*>(links)->lost(rank) ? 1 : 0;
+  return static_cast<symm_cp::LinkProbe*>(links)->lost(rank).value_or(-1);
 }
 
 void symm_cp_links_close(void* links) { delete static_cast<symm_cp::LinkProbe*>(links); }
+
+// The time-out of a group's collectives on the CPU: torch's default where its backend has none.
+int64_t symm_cp_group_timeout_ms(const char* group) {
+  const auto process_group = symm_cp::try_resolve(group);
+  return process_group ? symm_cp::own_timeout_of(*process_group).count()
+                       : kProcessGroupDefaultTimeout.count();
+}
 
 }  // extern "C"

@@ -177,18 +177,19 @@ def _patience(
     with _links(group) as lost:
 
         def wait_for(rank: int, key: str, is_there: Callable[[], bool]) -> bool:
-            late = time.monotonic() > deadline
-            if late or lost(rank):
+            late, gone = time.monotonic() > deadline, lost(rank)
+            if late or gone is not None:
                 if is_there():
                     return True
-                reason = (
-                    f"wrote nothing to the store within {limit:g} s"
-                    if late
-                    else "died or left before its first call"
-                )
+                if gone is None:
+                    reason = f"wrote nothing to the store within {limit:g} s"
+                elif gone == rank:
+                    reason = "died or left before its first call"
+                else:
+                    reason = f"died (noticed by rank {rank})"
                 raise PeerLostError(
-                    f"rank {rank} of group {group.name!r} {reason} (rank {group.rank} waited for "
-                    f"{key!r})"
+                    f"rank {rank if gone is None else gone} of group {group.name!r} {reason} (rank "
+                    f"{group.rank} waited for {key!r})"
                 )
             pause = pauses.get(key, _SHORTEST_PAUSE)
             time.sleep(pause)
@@ -199,17 +200,22 @@ def _patience(
 
 
 @contextmanager
-def _links(group: Group) -> Iterator[Callable[[int], bool]]:
-    """Yields a function that tells whether the link to a rank is broken; opens links lazily."""
+def _links(group: Group) -> Iterator[Callable[[int], int | None]]:
+    """Yields a function that tells because of which rank nothing may come from a rank any more.
+
+    That rank itself, when the link to it is broken, or a dead one of which it missed a message;
+    None when nothing is known. Opens links lazily.
+    """
     library = native.load()
     links: list[int] = []
 
-    def lost(rank: int) -> bool:
+    def lost(rank: int) -> int | None:
         if rank == group.rank:
-            return False
+            return None
         if not links:
             links.append(library.symm_cp_probe_links(group.name.encode()))
-        return bool(links[0] and library.symm_cp_link_lost(links[0], rank))
+        gone = library.symm_cp_link_lost(links[0], rank) if links[0] else -1
+        return None if gone < 0 else gone
 
     try:
         yield lost

@@ -412,6 +412,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
+    "symm_cp_group_timeout_ms": (_LONG, [_TEXT]),
     "symm_cp_gather_runs": (_LONG, []),
     "symm_cp_serve_cpu": (None, [_INT]),
     "symm_cp_serve_few_rows": (None, [_INT]),

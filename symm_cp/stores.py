@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from . import env
+from . import env, native
 
 T = TypeVar("T")
 
@@ -29,7 +29,9 @@ def timeout_of(process_group: dist.ProcessGroup) -> timedelta:
         options = getattr(process_group._get_backend(device), "options", None)
         if options is not None:
             return options._timeout
-    return dist.default_pg_timeout
+    # torch shows no options of backends in C++ that it does not know, such as this package's.
+    milliseconds = native.load().symm_cp_group_timeout_ms(process_group.group_name.encode())
+    return timedelta(milliseconds=milliseconds)
 
 
 def wait_limit_of(process_group: dist.ProcessGroup) -> timedelta:

@@ -5,8 +5,8 @@ simulated  CPU tensors through the CUDA runtime, over the stand-in of tests/cuda
 cuda       on GPUs, which several ranks may share; marked ``gpu``, and skipped where there is none
 
 A test is repeated on each device that its marker names. What also runs on the CPU is repeated on
-the simulator with ``pytest --all`` only. The pool puts the device in use on every rank; a function
-that makes tensors by a generator asks `name` for where they are.
+the simulator with ``pytest --all`` only, for the parameters of plain runs. The pool puts the device
+in use on every rank; a function that makes tensors by a generator asks `name` for where they are.
 """
 
 from __future__ import annotations

@@ -27,6 +27,11 @@ def some(*plain: Any, of: Iterable[Any]) -> list[Any]:
     ]
 
 
+def in_turns(values: Iterable[Any], others: Iterable[Any]) -> list[tuple[Any, Any]]:
+    """Each value with one of the others, which take turns: where the two do not interact."""
+    return list(zip(values, itertools.cycle(others), strict=False))
+
+
 def pairs(*axes: Iterable[Any], also: Iterable[tuple[Any, ...]] = ()) -> list[tuple[Any, ...]]:
     """Few combinations of a value of each axis, in which any two values of two axes meet.
 

@@ -11,6 +11,8 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops.common import rank_in
+from symm_cp.ops.exchange_heads import OP
+from symm_cp.ops.head_projection import COLLECT, PROJECT
 from symm_cp.shards import Split
 
 #: The heads of each rank: consecutive, of these sizes, or any ranges (first, one behind the last).
@@ -165,10 +167,10 @@ def ulysses_projection(
     """
     name = group_name(group)
     one = isinstance(weights, torch.Tensor)
-    matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
-    added: Any = [] if biases is None else [biases] if one else list(biases)
+    matrices = telling_peers(name, _listed, PROJECT, "weights", weights)
+    added = [] if biases is None else telling_peers(name, _listed, PROJECT, "biases", biases)
     by_tensor: Any = [heads] if one and heads is not None else heads
-    options = telling_peers(name, _options, name, len(matrices), load_balancer, by_tensor)
+    options = telling_peers(name, _options, PROJECT, name, len(matrices), load_balancer, by_tensor)
     results = torch.ops.symm_mem.project_to_heads(x, matrices, added, features, name, *options)
     return results[0] if one else tuple(results)
 
@@ -201,9 +203,10 @@ def ulysses_output_projection(
     """
     name = group_name(group)
     by_tensor = None if heads is None else [heads]
-    options = telling_peers(name, _options, name, 1, load_balancer, by_tensor)
+    options = telling_peers(name, _options, COLLECT, name, 1, load_balancer, by_tensor)
+    telling_peers(name, _check_bias, x, weight, bias)
     out, _ = torch.ops.symm_mem.project_from_heads([x], [weight], name, *options)
-    return out if bias is None else out + bias
+    return out if bias is None else out + bias.to(out.dtype)
 
 
 def _exchange(
@@ -215,34 +218,82 @@ def _exchange(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     name = group_name(group)
     one = isinstance(x, torch.Tensor)
-    tensors = [x] if isinstance(x, torch.Tensor) else list(x)
+    tensors = telling_peers(name, _listed, OP, "x", x)
     by_tensor: Any = [heads] if one and heads is not None else heads
-    options = telling_peers(name, _options, name, len(tensors), load_balancer, by_tensor)
+    options = telling_peers(name, _options, OP, name, len(tensors), load_balancer, by_tensor)
     results = torch.ops.symm_mem.exchange_heads(tensors, to_heads, name, *options)
     return results[0] if one else tuple(results)
 
 
+def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch.Tensor]:
+    tensors = [given] if isinstance(given, torch.Tensor) else given
+    if not isinstance(tensors, Sequence):
+        raise TypeError(f"{op}: {argument}={given!r} must be a tensor or a sequence of tensors")
+    for index, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {argument}[{index}] is {tensor!r}, must be a tensor")
+    return list(tensors)
+
+
+def _check_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    if bias is None or weight.dim() != 2:  # of which the op tells
+        return
+    if bias.shape != weight.shape[1:]:
+        raise ValueError(
+            f"{COLLECT}: bias has shape {list(bias.shape)}, must be [{weight.shape[1]}]: one "
+            "number for each column of weight"
+        )
+    device = x.device.type
+    cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if (bias.dtype != x.dtype and not cast) or bias.device != x.device:
+        raise TypeError(
+            f"{COLLECT}: bias is {bias.dtype} on {bias.device}, x {x.dtype} on {x.device}: they "
+            "must agree"
+        )
+
+
 def _options(
-    group: str, tensors: int, load_balancer: LoadBalancer | None, heads: Sequence[Heads] | None
+    op: str,
+    group: str,
+    tensors: int,
+    load_balancer: LoadBalancer | None,
+    heads: Sequence[Heads] | None,
 ) -> list[Any]:
     """Returns the last arguments of the op."""
     options: list[Any] = [None, None, None, None]
+    if tensors == 0:
+        raise ValueError(f"{op}: there must be at least one tensor, none is given")
     if heads is not None:
-        if len(heads) != tensors:
-            raise ValueError(
-                f"exchange_heads: heads has {len(heads)} entries for {tensors} tensors, must have "
-                "one for each"
-            )
-        options[0] = [number for each in heads for number in _range_numbers(each)]
+        options[0] = _head_ranges(op, tensors, heads)
     if load_balancer is not None:
+        if not hasattr(load_balancer, "chunk_order"):
+            raise TypeError(f"{op}: {load_balancer=} must be a LoadBalancer")
         options[1:3] = load_balancer.chunk_order, load_balancer.chunk_lengths
     if heads is not None or load_balancer is not None:
         options[3] = rank_in(group)
     return options
 
 
-def _range_numbers(heads: Heads) -> list[int]:
+def _head_ranges(op: str, tensors: int, heads: Sequence[Heads]) -> list[int]:
+    """Returns the first head of each rank and the one behind its last, of every tensor."""
+    if not isinstance(heads, Sequence) or isinstance(heads, str):
+        raise TypeError(f"{op}: {heads=} must be a Split or a sequence of ranges")
+    if len(heads) != tensors:
+        raise ValueError(
+            f"{op}: heads has {len(heads)} entries for {tensors} tensors, must have one for each"
+        )
+    return [number for each in heads for number in _range_numbers(op, each)]
+
+
+def _range_numbers(op: str, heads: Heads) -> list[int]:
     if isinstance(heads, Split):
         ranks = range(len(heads.sizes))
         return [n for r in ranks for n in (heads.start(r), heads.start(r) + heads.sizes[r])]
-    return [number for begin, end in heads for number in (begin, end)]
+    pairs = isinstance(heads, Sequence) and all(isinstance(each, Sequence) for each in heads)
+    whole = pairs and all(isinstance(n, int | torch.SymInt) for each in heads for n in each)
+    if not whole or any(len(each) != 2 for each in heads):
+        raise TypeError(
+            f"{op}: {heads=} must be a Split, or for each rank its first head and the one behind "
+            "its last"
+        )
+    return [number for each in heads for number in each]

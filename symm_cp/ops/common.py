@@ -33,16 +33,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
-# What GPUs' matmuls take. CPUs multiply integers as well.
-_MULTIPLIED = (
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.complex64,
-    torch.complex128,
-)
+SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 
@@ -269,7 +260,8 @@ def check_dim(op: str, name: str, dim: int, ndim: int) -> int:
     return dim % ndim
 
 
-def _summable(dtype: torch.dtype) -> bool:
+def summable(dtype: torch.dtype) -> bool:
+    """Returns whether elements of a dtype can be added up."""
     return dtype.to_real() in REDUCIBLE
 
 
@@ -277,8 +269,8 @@ def check_reduce_op(op: str, name: str, dtype: torch.dtype, reduce_op: str = "su
     """Returns whether to average; raises for an op or element type that cannot be reduced."""
     if reduce_op not in ("sum", "avg"):
         raise ValueError(f"{op}: reduce_op={reduce_op!r} must be 'sum' or 'avg'")
-    if not _summable(dtype):
-        raise TypeError(f"{op}: {name} is {dtype}, which cannot be summed: needs {_SUMMABLE}")
+    if not summable(dtype):
+        raise TypeError(f"{op}: {name} is {dtype}, which cannot be summed: needs {SUMMABLE}")
     if reduce_op == "avg" and not (dtype.is_floating_point or dtype.is_complex):
         raise TypeError(f"{op}: reduce_op='avg' of {dtype} is not defined: use a floating dtype")
     return reduce_op == "avg"
@@ -350,35 +342,6 @@ def _split(op: str, sizes: Sequence[int], world_size: int, dim: int) -> Split:
     if min(sizes) < 0:
         raise ValueError(f"{op}: sizes={list(sizes)} must not be negative")
     return Split(tuple(sizes), dim)
-
-
-def check_matrices(op: str, a: torch.Tensor, bs: list[torch.Tensor], inner: int) -> None:
-    """Raises unless `a` is at least 2-D and every B a matrix of `inner` rows, of a's dtype."""
-    if a.dim() < 2:
-        raise ValueError(f"{op}: A must have at least 2 dimensions, has shape {list(a.shape)}")
-    if not _summable(a.dtype):
-        raise TypeError(
-            f"{op}: A is {a.dtype}: needs {_SUMMABLE} (for float8 there are the scaled ops)"
-        )
-    device = device_behind(a)
-    integer_on_cpu = device.type in ("cpu", "meta") and a.dtype in REDUCIBLE
-    if a.dtype not in _MULTIPLIED and not integer_on_cpu:
-        names = ", ".join(str(dtype)[6:] for dtype in _MULTIPLIED)
-        raise TypeError(
-            f"{op}: A is {a.dtype}, of which there are no matmuls on {device}: needs {names}"
-        )
-    for index, b in enumerate(bs):
-        if b.dim() != 2:
-            raise ValueError(f"{op}: B[{index}] must be a matrix, has shape {list(b.shape)}")
-        if b.shape[0] != inner:
-            raise ValueError(
-                f"{op}: B[{index}] of shape {list(b.shape)} needs {inner} rows to follow A of "
-                f"shape {list(a.shape)}"
-            )
-        if b.dtype != a.dtype:
-            raise TypeError(f"{op}: B[{index}] is {b.dtype} and A is {a.dtype}: they must agree")
-        if b.device != a.device:
-            raise ValueError(f"{op}: B[{index}] is on {b.device} and A on {a.device}")
 
 
 def group_of(group_name: str, rank: int | None = None) -> Group:

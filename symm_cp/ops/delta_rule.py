@@ -31,6 +31,7 @@ from symm_cp.results import contiguous, new_result
 _OP = "gated_delta_rule"
 _STATES = "_delta_rule_states"
 _GRADS = "_delta_rule_grads"
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 lib.define(
     f"{_STATES}(Tensor keys, Tensor erased, Tensor values, Tensor decay, str group_name) -> "
@@ -197,12 +198,23 @@ def _check(
     beta: torch.Tensor,
     chunk_size: int,
 ) -> None:
+    named = {"query": query, "key": key, "value": value, "g": g, "beta": beta}
+    for name, tensor in named.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{_OP}: {name} is {tensor!r}, must be a tensor")
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(
+                f"{_OP}: {name} is {tensor.dtype}, must be float64, float32, bfloat16 or float16"
+            )
+        if tensor.device != query.device:
+            raise ValueError(f"{_OP}: {name} is on {tensor.device} and query on {query.device}")
     if key.dim() != 4 or value.dim() != 4 or query.shape != key.shape:
         raise ValueError(
             f"{_OP}: query {list(query.shape)} and key {list(key.shape)} must be (B, S, H, K), "
             f"value {list(value.shape)} (B, S, heads, V)"
         )
-    if value.shape[:2] != key.shape[:2] or value.shape[2] % key.shape[2] != 0:
+    heads = key.shape[2]
+    if value.shape[:2] != key.shape[:2] or heads == 0 or value.shape[2] % heads != 0:
         raise ValueError(
             f"{_OP}: value {list(value.shape)} must have the batch and length of key "
             f"{list(key.shape)}, and a multiple of its heads"
@@ -266,8 +278,9 @@ def gated_delta_rule(
 
     Returns the output (B, S, heads, V) in the dtype of `query`, and the state (B, heads, K, V) at
     the end of this rank's part. Computed in float32, or float64 if an input is. Once
-    differentiable; results have the same bits in every run. Raises `ValueError` for shapes that do
-    not fit, before any communication; `RuntimeError` when a peer fails or disagrees. Source:
+    differentiable; results have the same bits in every run. Inputs may be float64, float32,
+    bfloat16 and float16, mixed. Raises `ValueError` or `TypeError` for arguments that do not fit,
+    before any communication; `RuntimeError` when a peer fails or disagrees. Source:
     `chunk_gated_delta_rule` of flash-linear-attention, and of transformers.
     """
     _check(query, key, value, g, beta, chunk_size)
@@ -286,7 +299,8 @@ def gated_delta_rule(
             q, k = _normalised(q), _normalised(k)
         q = q * (key.shape[-1] ** -0.5 if scale is None else scale)
         out, final = _chunked(q, k, v, decay.cumsum(-1), strength[..., None], group_name(group))
-        out = out.view(batch, heads, -1, width)[:, :, :length].transpose(1, 2)
+        positions = out.shape[1] * out.shape[2]
+        out = out.view(batch, heads, positions, width)[:, :, :length].transpose(1, 2)
         return out.to(query.dtype), final.view(batch, heads, *final.shape[1:])
 
 

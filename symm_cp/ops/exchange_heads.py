@@ -53,29 +53,30 @@ class _Kind(NamedTuple):
         return tuple([cls(t.shape, t.dtype, t.device) for t in tensors])
 
 
-def _check_tensors(tensors: Sequence[_Kind]) -> None:
+def _check_tensors(op: str, tensors: Sequence[_Kind]) -> None:
     if not tensors:
-        raise ValueError(f"{OP}: tensors is empty")
+        raise ValueError(f"{op}: tensors is empty")
     like = tensors[0]
     for index, tensor in enumerate(tensors):
         if len(tensor.shape) != 4:
             raise ValueError(
-                f"{OP}: tensors[{index}] has shape {list(tensor.shape)}, must have 4 dimensions: "
+                f"{op}: tensors[{index}] has shape {list(tensor.shape)}, must have 4 dimensions: "
                 "(batch, heads, positions, features)"
             )
         if tensor.shape[2] != like.shape[2]:
             raise ValueError(
-                f"{OP}: tensors[{index}] has {tensor.shape[2]} positions and tensors[0] "
+                f"{op}: tensors[{index}] has {tensor.shape[2]} positions and tensors[0] "
                 f"{like.shape[2]}: they must agree"
             )
         if tensor.dtype != like.dtype or tensor.device != like.device:
             raise TypeError(
-                f"{OP}: tensors[{index}] is {tensor.dtype} on {tensor.device}, tensors[0] "
+                f"{op}: tensors[{index}] is {tensor.dtype} on {tensor.device}, tensors[0] "
                 f"{like.dtype} on {like.device}"
             )
 
 
 def _ranges_of(
+    op: str,
     tensors: Sequence[_Kind],
     to_heads: bool,
     head_ranges: Sequence[int] | None,
@@ -83,54 +84,55 @@ def _ranges_of(
 ) -> list[HeadRanges]:
     """Returns the heads of each rank, of every tensor."""
     if head_ranges is None:
-        return [_equal_heads(index, t, to_heads, world_size) for index, t in enumerate(tensors)]
+        return [_equal_heads(op, index, t, to_heads, world_size) for index, t in enumerate(tensors)]
     if len(head_ranges) != 2 * world_size * len(tensors):
         raise ValueError(
-            f"{OP}: head_ranges has {len(head_ranges)} numbers, must have 2 for each of "
+            f"{op}: head_ranges has {len(head_ranges)} numbers, must have 2 for each of "
             f"{world_size} ranks and {len(tensors)} tensors"
         )
     ends = list(zip(head_ranges[::2], head_ranges[1::2], strict=True))
     found = [tuple(ends[begin : begin + world_size]) for begin in range(0, len(ends), world_size)]
     for index, ranges in enumerate(found):
-        _check_ranges(index, ranges)
+        _check_ranges(op, index, ranges)
     return found
 
 
-def _equal_heads(index: int, tensor: _Kind, to_heads: bool, world_size: int) -> HeadRanges:
+def _equal_heads(op: str, index: int, tensor: _Kind, to_heads: bool, world_size: int) -> HeadRanges:
     heads = tensor.shape[1]
     each = heads // world_size if to_heads else heads
     if to_heads and heads % world_size:
         raise ValueError(
-            f"{OP}: tensors[{index}] has {heads} heads, which is not divisible by world size "
+            f"{op}: tensors[{index}] has {heads} heads, which is not divisible by world size "
             f"{world_size}: give heads, those of each rank"
         )
     return tuple((rank * each, (rank + 1) * each) for rank in range(world_size))
 
 
-def _check_ranges(index: int, ranges: HeadRanges) -> None:
+def _check_ranges(op: str, index: int, ranges: HeadRanges) -> None:
     heads = max(end for _, end in ranges)
     held = {head for begin, end in ranges for head in range(begin, end)}
     if any(not 0 <= begin <= end for begin, end in ranges) or len(held) != heads:
         raise ValueError(
-            f"{OP}: the ranks have heads {[list(each) for each in ranges]} of tensors[{index}], "
+            f"{op}: the ranks have heads {[list(each) for each in ranges]} of tensors[{index}], "
             "must be ranges in which each head is held by at least one rank"
         )
 
 
 def _check_heads(
-    tensors: Sequence[_Kind], to_heads: bool, ranges: Sequence[HeadRanges], rank: int
+    op: str, tensors: Sequence[_Kind], to_heads: bool, ranges: Sequence[HeadRanges], rank: int
 ) -> None:
     for index, (tensor, each) in enumerate(zip(tensors, ranges, strict=True)):
         begin, end = each[rank]
         required = max(end for _, end in each) if to_heads else end - begin
         if tensor.shape[1] != required:
             raise ValueError(
-                f"{OP}: tensors[{index}] has {tensor.shape[1]} heads, must have {required} for "
+                f"{op}: tensors[{index}] has {tensor.shape[1]} heads, must have {required} for "
                 f"heads {[list(each) for each in each]} of the ranks"
             )
 
 
 def _layout_of(
+    op: str,
     like: _Kind,
     to_heads: bool,
     chunk_order: Sequence[int] | None,
@@ -142,16 +144,19 @@ def _layout_of(
     if chunk_order is None or chunk_lengths is None:
         if not to_heads and length % world_size:
             raise ValueError(
-                f"{OP}: {length} positions are not divisible by world size {world_size}: give a "
-                "load_balancer"
+                f"{op}: the tensors have {length} positions, which is not divisible by world size "
+                f"{world_size}: give a load_balancer"
             )
         each = length if to_heads else length // world_size
         return SequenceLayout(world_size, tuple(range(world_size)), (each,) * world_size)
-    layout = SequenceLayout(world_size, tuple(chunk_order), tuple(chunk_lengths))
+    try:
+        layout = SequenceLayout(world_size, tuple(chunk_order), tuple(chunk_lengths))
+    except ValueError as error:
+        raise ValueError(f"{op}: load_balancer: {error}") from error
     required = layout.lengths[rank] if to_heads else layout.length
     if length != required:
         raise ValueError(
-            f"{OP}: the tensors have {length} positions, must have {required} for "
+            f"{op}: the tensors have {length} positions, must have {required} for "
             f"chunk_lengths={list(chunk_lengths)}"
         )
     return layout
@@ -164,14 +169,16 @@ def checked_exchange(
     head_ranges: Sequence[int] | None,
     chunk_order: Sequence[int] | None,
     chunk_lengths: Sequence[int] | None,
+    op: str = OP,
 ) -> HeadExchange:
     """Returns the exchange of an op's arguments; raises `ValueError` or `TypeError`."""
     options = [None if o is None else tuple(o) for o in (head_ranges, chunk_order, chunk_lengths)]
-    return _checked(_Kind.of(tensors), to_heads, group.rank, group.world_size, *options)
+    return _checked(op, _Kind.of(tensors), to_heads, group.rank, group.world_size, *options)
 
 
 @lru_cache(maxsize=512)
 def _checked(
+    op: str,
     tensors: tuple[_Kind, ...],
     to_heads: bool,
     rank: int,
@@ -180,16 +187,16 @@ def _checked(
     chunk_order: tuple[int, ...] | None,
     chunk_lengths: tuple[int, ...] | None,
 ) -> HeadExchange:
-    _check_tensors(tensors)
-    ranges = _ranges_of(tensors, to_heads, head_ranges, world_size)
-    _check_heads(tensors, to_heads, ranges, rank)
-    layout = _layout_of(tensors[0], to_heads, chunk_order, chunk_lengths, rank, world_size)
+    _check_tensors(op, tensors)
+    ranges = _ranges_of(op, tensors, to_heads, head_ranges, world_size)
+    _check_heads(op, tensors, to_heads, ranges, rank)
+    layout = _layout_of(op, tensors[0], to_heads, chunk_order, chunk_lengths, rank, world_size)
     parts = []
     for tensor, each in zip(tensors, ranges, strict=True):
         shape = (tensor.shape[0], max(end for _, end in each), layout.length, tensor.shape[3])
         parts.append(HeadPart(shape, tensor.dtype, layout, each))
         if not to_heads and not parts[-1].disjoint:
-            check_reduce_op(OP, "tensors", tensor.dtype)
+            check_reduce_op(op, "tensors", tensor.dtype)
     return head_exchange(rank, to_heads, tuple(parts))
 
 
@@ -243,12 +250,14 @@ def exchange_fake(
     chunk_order: Sequence[int] | None = None,
     chunk_lengths: Sequence[int] | None = None,
     rank: int | None = None,
+    *,
+    op: str = OP,
 ) -> list[torch.Tensor]:
     """Shapes, strides and dtypes of what the op returns."""
     world_size, held = world_size_of(group_name), rank or 0
     kinds = _Kind.of(tensors)
-    _check_tensors(kinds)
-    ranges = _ranges_of(kinds, to_heads, head_ranges, world_size)
+    _check_tensors(op, kinds)
+    ranges = _ranges_of(op, kinds, to_heads, head_ranges, world_size)
     length = tensors[0].shape[2]
     if chunk_order is None or chunk_lengths is None:
         length = length * world_size if to_heads else length // world_size

@@ -57,29 +57,19 @@ def _check_padded(padded: torch.Tensor, left: int, right: int, dim: int) -> int:
     return dim
 
 
-def _left_rows(split: Split, rank: int, owner: int, left: int) -> int:
-    """How many of the last rows of `owner`, a lower rank, lie in the left halo of `rank`."""
-    end = split.start(owner) + split.sizes[owner]
-    return min(split.sizes[owner], max(0, end - split.start(rank) + left))
+def _place_in_halo(
+    split: Split, rank: int, owner: int, left: int, right: int
+) -> tuple[int, int, int]:
+    """Where the rows of `owner` lie in the halos of `rank`: which halo, from which row, how many.
 
-
-def _right_rows(split: Split, rank: int, owner: int, right: int) -> int:
-    """How many of the first rows of `owner`, a higher rank, lie in the right halo of `rank`."""
-    end = split.start(rank) + split.sizes[rank]
-    return min(split.sizes[owner], max(0, end + right - split.start(owner)))
-
-
-def _halo_of(
-    split: Split, padded: torch.Tensor, rank: int, owner: int, left: int, right: int
-) -> torch.Tensor:
-    """The rows of the padded part of `rank` that `owner` holds, as a view."""
+    In halo 0, on the left, lie the last rows of lower ranks, in halo 1 the first of higher ones.
+    """
+    begin, end = split.start(rank), split.start(rank) + split.sizes[rank]
+    first, last = split.start(owner), split.start(owner) + split.sizes[owner]
     if owner < rank:
-        rows = _left_rows(split, rank, owner, left)
-        end = left - (split.start(rank) - split.start(owner) - split.sizes[owner])
-        return padded.narrow(split.dim, max(0, end - rows), rows)
-    rows = _right_rows(split, rank, owner, right)
-    begin = left + split.start(owner) - split.start(rank)
-    return padded.narrow(split.dim, min(begin, padded.shape[split.dim]), rows)
+        rows = min(split.sizes[owner], max(0, last - begin + left))
+        return 0, max(0, left - (begin - last) - rows), rows
+    return 1, min(first - end, right), min(split.sizes[owner], max(0, end + right - first))
 
 
 def _exchange_kernel(
@@ -97,9 +87,10 @@ def _exchange_kernel(
     length = x.shape[dim]
     shape = split._replaced(x.shape, left + length + right)
     padded = new_result(x, shape)
-    padded.narrow(dim, 0, left).zero_()
+    halos = [padded.narrow(dim, 0, left), padded.narrow(dim, left + length, right)]
     padded.narrow(dim, left, length).copy_(x)
-    padded.narrow(dim, left + length, right).zero_()
+    for halo in halos:
+        halo.zero_()
     if group.world_size == 1 or left + right == 0:
         return padded
     # Higher ranks need the last rows of a part, lower ones the first.
@@ -110,12 +101,10 @@ def _exchange_kernel(
     def consume(shards: list[torch.Tensor], owner: int) -> None:
         if owner == group.rank:
             return
-        halo = _halo_of(split, padded, group.rank, owner, left, right)
-        rows = halo.shape[dim]
-        if owner < group.rank:
-            halo.copy_(shards[0].narrow(dim, edges[owner][0] - rows, rows))
-        else:
-            halo.copy_(shards[1].narrow(dim, 0, rows))
+        side, begin, rows = _place_in_halo(split, group.rank, owner, left, right)
+        edge = shards[side]
+        at = edge.shape[dim] - rows if side == 0 else 0
+        halos[side].narrow(dim, begin, rows).copy_(edge.narrow(dim, at, rows))
 
     name = what_is(_EXCHANGE, x, split=split, detail=f"{left=} {right=} {dim=}")
     own = [x.narrow(dim, length - tail, tail), x.narrow(dim, 0, head)]
@@ -163,16 +152,9 @@ def _add_kernel(
     def consume(shards: list[torch.Tensor], sender: int) -> None:
         if sender == group.rank:
             return
-        if sender > group.rank:
-            rows = _left_rows(split, sender, group.rank, left)
-            end = left - (split.start(sender) - split.start(group.rank) - length)
-            total.narrow(dim, length - rows, rows).add_(
-                shards[0].narrow(dim, max(0, end - rows), rows)
-            )
-        else:
-            rows = _right_rows(split, sender, group.rank, right)
-            begin = split.start(group.rank) - split.start(sender) - split.sizes[sender]
-            total.narrow(dim, 0, rows).add_(shards[1].narrow(dim, min(begin, right), rows))
+        side, begin, rows = _place_in_halo(split, sender, group.rank, left, right)
+        at = length - rows if side == 0 else 0
+        total.narrow(dim, at, rows).add_(shards[side].narrow(dim, begin, rows))
 
     name = what_is(_ADD, own, split=split, detail=f"{left=} {right=} {dim=}")
     on = runtime.of(padded, group)

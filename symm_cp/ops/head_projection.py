@@ -10,6 +10,7 @@ part of positions and heads.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,14 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops import autocast
-from symm_cp.ops.common import check_matrices, group_of, lib, register_kernel
+from symm_cp.ops.common import (
+    group_of,
+    lib,
+    register_kernel,
+)
 from symm_cp.ops.exchange_heads import checked_exchange, exchange_fake, exchange_name
 from symm_cp.ops.head_exchange import HeadExchange
+from symm_cp.ops.operands import check_matrices, check_multiplied
 from symm_cp.ops.products import Sum
 from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import new_result
@@ -50,7 +56,7 @@ def _projected(
             f"{PROJECT}: x has shape {list(x.shape)}, must have 3 dimensions: (batch, positions, "
             "features)"
         )
-    check_matrices(PROJECT, x, weights, x.shape[2])
+    check_matrices(PROJECT, x, weights, x.shape[2], ("x", "weights"))
     if not weights:
         raise ValueError(f"{PROJECT}: weights is empty")
     if features < 1:
@@ -66,6 +72,12 @@ def _projected(
             f"{PROJECT}: biases have shapes {[list(b.shape) for b in biases]}, must have one "
             f"number for each of {[w.shape[1] for w in weights]} columns"
         )
+    for index, bias in enumerate(biases):
+        if bias.dtype != x.dtype or bias.device != x.device:
+            raise TypeError(
+                f"{PROJECT}: biases[{index}] is {bias.dtype} on {bias.device}, x {x.dtype} on "
+                f"{x.device}: they must agree"
+            )
     return [
         x.new_empty(()).expand(x.shape[0], w.shape[1] // features, x.shape[1], features)
         for w in weights
@@ -84,7 +96,7 @@ class _Projection:
     ) -> None:
         self.exchange = exchange
         self.batch = x.shape[0]
-        self.x = x.reshape(-1, x.shape[2])
+        self.x = _rows(x)
         self.weights, self.biases = weights, biases
         self.outputs = exchange.new_outputs([x for _ in exchange.parts])
 
@@ -130,7 +142,8 @@ class _Projection:
     def _place(self, index: int, source: int, product: torch.Tensor) -> None:
         part, output = self.exchange.parts[index], self.outputs[index]
         heads = part.heads(self.exchange.rank)
-        shaped = product.view(self.batch, -1, heads, part.shape[3]).transpose(1, 2)
+        rows = part.layout.lengths[source]
+        shaped = product.view(self.batch, rows, heads, part.shape[3]).transpose(1, 2)
         for rows, place in part.rows_of(shaped, output, source):
             place.copy_(rows)
 
@@ -148,7 +161,9 @@ def _project_kernel(
 ) -> list[torch.Tensor]:
     group = group_of(group_name, rank)
     products = _projected(x, weights, biases, features)
-    exchange = checked_exchange(products, True, group, head_ranges, chunk_order, chunk_lengths)
+    exchange = checked_exchange(
+        products, True, group, head_ranges, chunk_order, chunk_lengths, PROJECT
+    )
     projection = _Projection(exchange, x, weights, biases)
     runtime.of(x, group).exchange_and_consume(
         group,
@@ -171,7 +186,7 @@ def _project_fake(
     *options: Any,
 ) -> list[torch.Tensor]:
     products = _projected(x, weights, biases, features)
-    return exchange_fake(products, True, group_name, *options)
+    return exchange_fake(products, True, group_name, *options, op=PROJECT)
 
 
 def _check_collected(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
@@ -181,10 +196,12 @@ def _check_collected(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -
             "for each"
         )
     for index, (tensor, weight) in enumerate(zip(tensors, weights, strict=True)):
+        check_multiplied(COLLECT, f"tensors[{index}]", tensor)
         if weight.dim() != 2 or weight.shape[1] != weights[0].shape[1]:
+            columns = f" of {weights[0].shape[1]} columns" if weights[0].dim() == 2 else ""
             raise ValueError(
-                f"{COLLECT}: weights[{index}] has shape {list(weight.shape)}, must be a matrix of "
-                f"{weights[0].shape[-1]} columns"
+                f"{COLLECT}: weights[{index}] has shape {list(weight.shape)}, must be a matrix"
+                f"{columns}"
             )
         if weight.dtype != tensor.dtype or weight.device != tensor.device:
             raise TypeError(
@@ -212,7 +229,9 @@ def _collect_kernel(
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     group = group_of(group_name, rank)
     _check_collected(tensors, weights)
-    exchange = checked_exchange(tensors, False, group, head_ranges, chunk_order, chunk_lengths)
+    exchange = checked_exchange(
+        tensors, False, group, head_ranges, chunk_order, chunk_lengths, COLLECT
+    )
     for index, (part, weight) in enumerate(zip(exchange.parts, weights, strict=True)):
         _check_rows(index, weight, part.shape[1], part.shape[3])
     arrived = exchange.new_outputs(tensors)
@@ -248,7 +267,7 @@ def _collect_kernel(
         if not part.disjoint:
             total.add_product(_flat(tensor), weight)
     total.finish()
-    return out, [_flat(tensor).view(batch, rows, -1) for tensor in collected]
+    return out, [_flat(t).view(batch, rows, t.shape[1] * t.shape[3]) for t in collected]
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -264,7 +283,7 @@ def _collect_fake(
     *options: Any,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     _check_collected(tensors, weights)
-    results = exchange_fake(tensors, False, group_name, *options)
+    results = exchange_fake(tensors, False, group_name, *options, op=COLLECT)
     for index, (result, weight) in enumerate(zip(results, weights, strict=True)):
         _check_rows(index, weight, result.shape[1], result.shape[3])
     batch, _, rows, _ = results[0].shape
@@ -276,7 +295,8 @@ def _collect_fake(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])  # vmap knows it, unlike `flatten`
+    # vmap knows it, unlike `flatten`; of an empty tensor -1 rows would be any number.
+    return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 
 def _setup_project(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -19,7 +19,6 @@ from symm_cp.memory import Group, GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     Op,
-    check_matrices,
     check_reduce_op,
     group_of,
     in_test_mode,
@@ -30,6 +29,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.operands import check_matrices
 from symm_cp.ops.products import Terms
 from symm_cp.results import new_result
 from symm_cp.shards import Split

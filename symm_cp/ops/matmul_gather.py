@@ -17,7 +17,6 @@ from symm_cp.alignment import aligned
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
     check_dim,
-    check_matrices,
     gather_split,
     group_of,
     in_test_mode,
@@ -25,6 +24,7 @@ from symm_cp.ops.common import (
     what_is,
     world_size_of,
 )
+from symm_cp.ops.operands import check_matrices
 from symm_cp.ops.products import Sum, at_last, moved
 from symm_cp.results import new_result
 from symm_cp.shards import Split

@@ -11,7 +11,6 @@ from symm_cp import runtime
 from symm_cp.memory import Group
 from symm_cp.ops.common import (
     check_dim,
-    check_matrices,
     check_reduce_op,
     group_of,
     in_test_mode,
@@ -21,6 +20,7 @@ from symm_cp.ops.common import (
     unfused_reduce_scatter,
     world_size_of,
 )
+from symm_cp.ops.operands import check_matrices
 from symm_cp.ops.products import Terms
 from symm_cp.results import contiguous, new_result
 from symm_cp.runtime.sums import real

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import time
 from collections.abc import Callable
 
 import torch
@@ -87,6 +88,6 @@ def settle(
         work.get_future().wait()
     else:
         while not work.is_completed():
-            pass
+            time.sleep(50e-6)  # peers may need this processor
         work.wait()  # raises why it failed
         assert work.is_success()

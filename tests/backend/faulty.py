@@ -77,11 +77,34 @@ def death(group: dist.ProcessGroup, name: str, *, first: bool) -> tuple[str, flo
         threading.Timer(0.15, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
     elif first:
         time.sleep(0.5)
-    told = until_told(call, ours)
+    return _go_on(group, call, until_told(call, ours))
+
+
+def _go_on(group: dist.ProcessGroup, call: Call, told: tuple[str, float]) -> tuple[str, float]:
+    """All but the last rank make a group of their own, and use it."""
     ranks = dist.get_process_group_ranks(group)[:-1]
     others = dist.new_group(ranks, backend="symm_cp", use_local_synchronization=True)
     call(others)
     return told
+
+
+def death_of_a_sender(group: dist.ProcessGroup, name: str, *, first: bool) -> tuple[str, float]:
+    """The last rank sends to rank 0, then dies in a call of all; the message is lost with it.
+
+    Rank 0 hears of it as it receives, and does not come to the call; all others have.
+    """
+    ours, call = fresh(group, 10 * SHORT), CALLS[name]
+    last, x = group.size() - 1, torch.ones(3)
+    if not first:
+        call(ours)
+    dist.barrier(group)
+    if group.rank() == 0:
+        time.sleep(0.6)
+        return _go_on(group, call, until_told(lambda group: dist.recv(x, last, group), ours))
+    if group.rank() == last:
+        dist.send(x, 0, ours)  # which has ended before rank 0 is there
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+    return _go_on(group, call, until_told(call, ours))
 
 
 def stopped(group: dist.ProcessGroup, name: str) -> tuple[str, float, float]:
@@ -234,6 +257,16 @@ def aborted(group: dist.ProcessGroup, name: str) -> tuple[str, float, str]:
         result = told(lambda: call(ours)), 0.0, ""
     dist.barrier(group)
     return result
+
+
+def late_for_the_first_call(group: dist.ProcessGroup) -> tuple[str, float]:
+    """Rank 0 waits for a rank that does not come to a group's first call."""
+    ours, begin, message = fresh(group, SHORT), time.monotonic(), ""
+    if group.rank() == 0:
+        message = told(lambda: dist.all_reduce(torch.ones(3), group=ours))
+    seconds = time.monotonic() - begin
+    dist.barrier(group)
+    return message, seconds
 
 
 def destroyed(group: dist.ProcessGroup) -> float:

@@ -32,6 +32,26 @@ def _death(group: object, name: str, first: bool) -> tuple[str, float]:
     return faulty.death(group, name, first=first)  # type: ignore[arg-type]
 
 
+COLLECTIVES = [name for name in faulty.CALLS if name != "recv"]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["in the first call", "in a later call"])
+@pytest.mark.parametrize("name", some("barrier", "background all_reduce", of=COLLECTIVES))
+def test_a_message_that_is_lost_with_its_sender(ranks: Ranks, name: str, first: bool) -> None:
+    """Who waits for its receiver is told, too, although the dead rank has come to the call."""
+    with ranks.own(3, _death_of_a_sender, name, first) as running:
+        receiver, other, _ = running.outcomes()
+    assert receiver.result is not None, receiver
+    assert other.result is not None, other
+    assert "recv from rank 2" in receiver.result[0], receiver
+    assert re.search(r"rank 2 .*died .noticed by rank 0", other.result[0]), other
+    assert other.result[1] - receiver.result[1] < LIMIT, (receiver, other)
+
+
+def _death_of_a_sender(group: object, name: str, first: bool) -> tuple[str, float]:
+    return faulty.death_of_a_sender(group, name, first=first)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", some("all_reduce", of=faulty.CALLS))
 def test_a_rank_that_stops(ranks: Ranks, name: str) -> None:
     with ranks.own(3, faulty.stopped, name) as running:
@@ -115,6 +135,13 @@ def test_time_outs(ranks: Ranks) -> None:
     short = faulty.SHORT.total_seconds()
     for seconds, limit in zip(first.result, (short, 2 * short, short / 2), strict=True):
         assert limit * 0.9 < seconds < limit + 1.0, first.result
+
+
+def test_a_rank_that_does_not_come_to_the_first_call(ranks: Ranks) -> None:
+    with ranks.own(2, faulty.late_for_the_first_call) as running:
+        message, seconds = running.outcomes()[0].result
+    assert "rank 1" in message, message
+    assert faulty.SHORT.total_seconds() * 0.9 < seconds < faulty.SHORT.total_seconds() + 2, seconds
 
 
 def test_a_rank_that_does_not_come(ranks: Ranks) -> None:

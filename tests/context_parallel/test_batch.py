@@ -13,7 +13,7 @@ from transformers.modeling_outputs import BaseModelOutput
 
 import symm_cp
 from tests.context_parallel.common import CLOSE, mesh_of
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, pairs, some
 from tests.pool import Ranks
 
 IGNORE = -100
@@ -301,12 +301,11 @@ def model_computes_the_loss(group: dist.ProcessGroup, name: str, where: str) -> 
     ("world_size", "name", "where"),
     some(
         (2, "LlamaForCausalLM", "begin"),
-        of=[
-            (W, name, where)
-            for W in (1, 2, 4)
-            for name in ("LlamaForCausalLM", "GPT2LMHeadModel", "RobertaForTokenClassification")
-            for where in ("begin", "end", "scattered")
-        ],
+        of=pairs(
+            (2, 4, 1),
+            ("LlamaForCausalLM", "GPT2LMHeadModel", "RobertaForTokenClassification"),
+            ("begin", "end", "scattered"),
+        ),
     ),
 )
 def test_models_compute_their_loss(ranks: Ranks, world_size: int, name: str, where: str) -> None:

@@ -297,7 +297,7 @@ def other_lengths(group: dist.ProcessGroup, dynamic: bool | None) -> None:
     assert graphs() == before
 
 
-@pytest.mark.parametrize("dynamic", [True, None])
+@pytest.mark.parametrize("dynamic", some(None, of=[True, None]))
 def test_other_lengths(ranks: Ranks, dynamic: bool | None) -> None:
     ranks.run(2, other_lengths, dynamic)
 

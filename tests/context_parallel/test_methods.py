@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import unittest.mock
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -346,49 +346,6 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_methods_that_do_not_fit_are_refused_by_name(ranks: Ranks) -> None:
     ranks.run(4, refuses)
-
-
-class Trouble(Exception):
-    """What a rank's own code raises."""
-
-
-class Fails(nn.Module):
-    def forward(self, q: torch.Tensor) -> torch.Tensor:
-        raise Trouble
-
-
-def fails_on_a_mesh(group: dist.ProcessGroup) -> None:
-    """All ranks hear of it at once and may make another mesh; the group of all ranks goes on."""
-    q = torch.randn(1, 4, 8, 4, dtype=torch.float64)
-    mask = torch.ones(3, 3, dtype=torch.bool)
-    trouble: list[Callable[[DeviceMesh], Any]] = [
-        lambda mesh: symm_cp.all_gather_attention(q, q[:, :3], q, group=mesh, method=MIXED),
-        lambda mesh: F.scaled_dot_product_attention(q, q, q, attn_mask=mask),
-        lambda mesh: flex_attention(q, q[:, :3], q),
-        lambda mesh: Fails()(q),
-    ]
-    for number, fail in enumerate(trouble):
-        mesh, begin = mesh_2d((2, 2)), time.monotonic()
-        attend: Any = flex_attention if number == 2 else F.scaled_dot_product_attention
-
-        def step(mesh: DeviceMesh, attend: Any = attend, fail: Any = fail) -> None:
-            with symm_cp.context_parallel(mesh, method=MIXED, on_unfused="ignore"):
-                attend(q, q, q)
-                if group.rank() == 1:
-                    fail(mesh)
-                attend(q, q, q)
-
-        with pytest.raises((RuntimeError, ValueError, NotImplementedError, Trouble)):
-            step(mesh)
-        with pytest.raises(RuntimeError, match=r"an earlier call failed .*new DeviceMesh"):
-            step(mesh)
-        x = torch.ones(4, 4)
-        assert symm_cp.all_gather_matmul(x, x, group=group)[0, 0] == 4
-        assert time.monotonic() - begin < 20.0  # the group's time-out is 60 seconds
-
-
-def test_a_rank_that_fails_on_a_mesh(ranks: Ranks) -> None:
-    ranks.run(4, fails_on_a_mesh)
 
 
 def differ(group: dist.ProcessGroup) -> None:

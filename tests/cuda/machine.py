@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 import shlex
 import subprocess
 import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from functools import cache, cached_property
 from pathlib import Path
@@ -25,7 +27,7 @@ _FOLDER = Path(__file__).parent
 _SOURCES = ("driver.cpp", "driver_streams.cpp", "driver_capture.cpp", "driver_memory.cpp")
 _BATCHES = {0: 0, 12080: 9, 13000: 8}  # the arguments of a batched copy, from a version on
 _TORCH = Path(torch.__file__).parent
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread")
+_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-pthread")
 
 #: The order of `simulated_set`.
 SETTINGS = ("delays_us", "driver_version", "patience_ms", "one_queue", "multiprocessors",
@@ -41,10 +43,10 @@ def _compile(target: Path, *arguments: str) -> None:
     if target.exists():
         return
     with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder) / "made.so"
+        made = Path(folder) / target.name
         command = shlex.split(native.find_compiler())
         subprocess.run([*command, *_FLAGS, *arguments, "-o", str(made)], check=True)
-        scratch = target.with_name(f"{target.name}.{made.parent.name}")
+        scratch = target.with_name(f"{target.name}.{Path(folder).name}")
         scratch.write_bytes(made.read_bytes())
         scratch.replace(target)
 
@@ -69,7 +71,12 @@ def _folder() -> Path:
 @cache
 def _core() -> Path:
     path = _folder() / "core.so"
-    _compile(path, *(str(_FOLDER / name) for name in _SOURCES))
+    if not path.exists():
+        objects = [path.with_suffix(f".{Path(name).stem}.o") for name in _SOURCES]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            sources = (str(_FOLDER / name) for name in _SOURCES)
+            list(pool.map(lambda made, source: _compile(made, "-c", source), objects, sources))
+        _compile(path, "-shared", *map(str, objects))
     return path
 
 
@@ -80,7 +87,7 @@ def build(version: int = 13010) -> str:
     path = _folder() / f"driver_{arguments}.so"
     source = str(_FOLDER / "driver_batch.cpp")
     core = _core()
-    _compile(path, f"-DBATCH={arguments}", source, "-Wl,--no-as-needed", str(core),
+    _compile(path, "-shared", f"-DBATCH={arguments}", source, "-Wl,--no-as-needed", str(core),
              f"-Wl,-rpath,{core.parent}")  # fmt: skip
     return str(path)
 
@@ -89,8 +96,9 @@ def build(version: int = 13010) -> str:
 def build_poison() -> str:
     """Compiles the allocator, unless it was before; returns the library's path."""
     path, core = _folder() / "poison.so", _core()
-    _compile(path, str(_FOLDER / "driver_poison.cpp"), f"-I{_TORCH}/include", f"-L{_TORCH}/lib",
-             "-lc10", str(core), f"-Wl,-rpath,{core.parent}")  # fmt: skip
+    source = str(_FOLDER / "driver_poison.cpp")
+    _compile(path, "-shared", source, f"-I{_TORCH}/include", f"-L{_TORCH}/lib", "-lc10", str(core),
+             f"-Wl,-rpath,{core.parent}")  # fmt: skip
     return str(path)
 
 

@@ -46,7 +46,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
     # The kernel fills the device, and copies within it cannot run beside it.
     mode = {"multiprocessors": True, "driver_version": 13000, "patience_ms": 8000}
     with simulation(delays_us=2000, **mode) as made:
-        for _ in range(4):
+        for _ in range(2):
             layout = choose.choice([sequential, head_tail])(16 * 2 * W, W)
             mask = choose.choice([Mask(), Mask(right=0)])
             H, G = choose.choice([(2, 2), (4, 2)])
@@ -67,7 +67,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
             torch.testing.assert_close(lse.double(), score.logsumexp(-1), rtol=1e-3, atol=1e-3)
             expected = score.softmax(-1) @ values
             torch.testing.assert_close(out.double(), expected, rtol=2**-8, atol=2**-8)
-        assert made.machine.polling_kernels == 4
+        assert made.machine.polling_kernels == 2
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -6,8 +6,9 @@ import itertools
 import re
 import subprocess
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -78,16 +79,21 @@ LAUNCHES: dict[str, Callable[[int], None]] = {
 }
 
 
+@cache
+def code_of(name: str, capability: int) -> list[Any]:
+    """What the launches are compiled to; it takes seconds, and several tests look at it."""
+    with recorded(capability) as launches:
+        LAUNCHES[name](capability)
+    assert launches
+    return [launch.compiled(capability) for launch in launches]
+
+
 @pytest.mark.parametrize(
     ("name", "capability"),
     some(("add_rows", 90), ("merge_attention", 90), of=itertools.product(LAUNCHES, SHARED)),
 )
 def test_resources(name: str, capability: int, tmp_path: Path) -> None:
-    with recorded(capability) as launches:
-        LAUNCHES[name](capability)
-    assert launches
-    for launch in launches:
-        made = launch.compiled(capability)
+    for made in code_of(name, capability):
         used = resources(made.asm["cubin"], tmp_path)
         assert made.metadata.shared + used.shared <= SHARED[capability]
         assert used.registers * 32 * made.metadata.num_warps <= REGISTERS
@@ -126,9 +132,7 @@ def innermost_loops(binary: bytes, folder: Path) -> list[list[str]]:
 def test_loops_over_keys_stay_in_registers(
     name: str, capability: int, product: str, tmp_path: Path
 ) -> None:
-    with recorded(capability) as launches:
-        ATTENTION[name](capability)
-    made = launches[0].compiled(capability)
+    made = code_of(name, capability)[0]
     over_keys = [
         names for names in innermost_loops(made.asm["cubin"], tmp_path) if product in names
     ]

@@ -5,6 +5,7 @@ Real ranks, schedules, launches, signals and copies; streams are threads with ra
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -45,7 +46,7 @@ def random_ops(group: dist.ProcessGroup, mode: dict[str, Any], count: int) -> No
 @MODES
 @WORLD_SIZES
 def test_random_matmuls(ranks: Ranks, world_size: int, mode: dict[str, Any]) -> None:
-    ranks.run(world_size, random_ops, mode, 6)
+    ranks.run(world_size, random_ops, mode, 4)
 
 
 def gradients(group: dist.ProcessGroup, mode: dict[str, Any]) -> None:
@@ -73,9 +74,12 @@ def attention(group: dist.ProcessGroup, mode: dict[str, Any], seed: int) -> None
         test_attention.run_all(group, cases, seed)
 
 
-@pytest.mark.parametrize("mode", [{}, {"graph": True}], ids=["eager", "graph"])
-@WORLD_SIZES
-def test_attention_forward_and_backward(
-    ranks: Ranks, world_size: int, mode: dict[str, Any]
-) -> None:
-    ranks.run(world_size, attention, mode, random.randrange(1 << 30))
+@pytest.mark.parametrize(
+    ("world_size", "graph"),
+    some(
+        (1, False), (2, True), (3, False), (4, True),
+        of=itertools.product([1, 2, 3, 4], [False, True]),
+    ),
+)  # fmt: skip
+def test_attention_forward_and_backward(ranks: Ranks, world_size: int, graph: bool) -> None:
+    ranks.run(world_size, attention, {"graph": graph}, random.randrange(1 << 30))

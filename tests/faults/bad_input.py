@@ -1,12 +1,8 @@
-"""Calls of the ops that are right or nearly so, and what they should return.
-
-A case is plain data, which hypothesis draws and ranks are given.
-"""
+"""Calls of the ops that are right or nearly so, and what they should return."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,97 +12,14 @@ from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
 from symm_cp.ops.attention import philox
+from tests.faults import bad_sequences
+from tests.faults.calls_as_data import Case, Given, Kind, Tensors, gathered, part, total, wide
 
 OPS = torch.ops.symm_mem
-Tensors = list[torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Given:
-    """A tensor."""
-
-    shape: tuple[int, ...]
-    dtype: str = "float32"
-    strided: bool = False  # not contiguous
-    special: bool = False  # holds infinity and what is no number
-    device: str = "cpu"
-
-    def make(self, generator: torch.Generator) -> torch.Tensor:
-        """The tensor, with random elements."""
-        x = torch.randn(self.shape, generator=generator) * 3
-        if self.special and x.numel() > 0:
-            places = torch.randint(x.numel(), (2,), generator=generator)
-            x.view(-1)[places] = torch.tensor([float("inf"), float("nan")])
-            if not getattr(torch, self.dtype).is_floating_point:
-                x = x.nan_to_num(0, 0, 0)
-        x = x.to(getattr(torch, self.dtype))
-        if self.strided and x.dim() > 0:
-            x = torch.stack([x, x], -1)[..., 0]
-        return x.to(self.device)
-
-
-@dataclass(frozen=True)
-class Case:
-    """A call on all ranks."""
-
-    op: str
-    tensors: tuple[Given, ...]
-    dim: int = 0
-    reduce_op: Any = "sum"
-    flag: bool = False
-    group: str = "this"
-    differs: tuple[Given, ...] = ()  # what the last rank gives, if something else
-    seed: int = 0
-
-    def inputs(self, world_size: int) -> list[Tensors]:
-        """The tensors of all ranks: each rank can tell those of the others."""
-        made = []
-        for rank in range(world_size):
-            generator = torch.Generator().manual_seed(self.seed * 8 + rank)
-            last = rank == world_size - 1
-            made.append([t.make(generator) for t in (last and self.differs) or self.tensors])
-        return made
-
-
-@dataclass(frozen=True)
-class Kind:
-    """An op."""
-
-    name: str  # as errors call it
-    arguments: tuple[str, ...]
-    good: Callable[[int, int, int, int], tuple[tuple[int, ...], ...]]  # shapes, by W and sizes
-    call: Callable[[Tensors, Case, Any], Any]
-    expected: Callable[[list[Tensors], int, Case], Tensors]
-
-
-def wide(x: torch.Tensor) -> torch.Tensor:
-    """For references: in the highest precision of its kind."""
-    return x.to(torch.complex128) if x.is_complex() else x.double() if x.is_floating_point() else x
-
-
-def total(parts: Tensors, reduce_op: object) -> torch.Tensor:
-    """What a reduction gives."""
-    if reduce_op not in ("sum", "avg"):
-        raise ValueError(reduce_op)
-    summed = sum(parts[1:], parts[0])
-    assert isinstance(summed, torch.Tensor)
-    return summed / len(parts) if reduce_op == "avg" else summed.to(parts[0].dtype)
-
-
-def _part(x: torch.Tensor, rank: int, ranks: int, dim: int) -> torch.Tensor:
-    if x.shape[dim] % ranks:
-        raise ValueError(f"{ranks} do not divide {list(x.shape)}")
-    return x.chunk(ranks, dim)[rank] if x.numel() else x.narrow(dim, 0, x.shape[dim] // ranks)
-
-
-def _gathered(ranks: list[Tensors], dim: int, index: int = 0) -> torch.Tensor:
-    if any(x[index].dim() == 0 for x in ranks):
-        raise ValueError("no dimension")
-    return torch.cat([x[index] for x in ranks], dim)
 
 
 def _gather_matmul(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
-    full = _gathered(ranks, case.dim)
+    full = gathered(ranks, case.dim)
     if any(b.dtype != full.dtype for b in ranks[rank][1:]):
         raise TypeError("dtypes")
     return [full, *(wide(full) @ wide(b) for b in ranks[rank][1:])]
@@ -116,11 +29,11 @@ def _matmul_scatter(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     if any(a.dtype != b.dtype for a, b in ranks):
         raise TypeError("dtypes")
     products = [wide(a) @ wide(b) for a, b in ranks]
-    return [_part(total(products, case.reduce_op), rank, len(ranks), case.dim)]
+    return [part(total(products, case.reduce_op), rank, len(ranks), case.dim)]
 
 
 def _scatter(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
-    parts = [_part(wide(x[0]), rank, len(ranks), 0) for x in ranks]
+    parts = [part(wide(x[0]), rank, len(ranks), 0) for x in ranks]
     return [total(parts, case.reduce_op)]
 
 
@@ -133,7 +46,7 @@ def _all_reduce(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
 
 def _scatter_out(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     dim = -1 if case.flag else 0
-    found = total([_part(wide(x[0]), rank, len(ranks), dim) for x in ranks], "sum")
+    found = total([part(wide(x[0]), rank, len(ranks), dim) for x in ranks], "sum")
     out = ranks[rank][1]
     if out.shape != found.shape or out.dtype != ranks[rank][0].dtype:
         raise ValueError("out")
@@ -141,7 +54,7 @@ def _scatter_out(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
 
 
 def _gather_kv(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
-    key, value = (_gathered(ranks, case.dim, index) for index in (0, 1))
+    key, value = (gathered(ranks, case.dim, index) for index in (0, 1))
     lengths = {ranks[rank][index].shape[case.dim] for index in (0, 1)}
     if key.dim() != value.dim() or key.dtype != value.dtype or len(lengths) > 1:
         raise ValueError("key and value")
@@ -149,7 +62,7 @@ def _gather_kv(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
 
 
 def _attention(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
-    q, k, v = wide(ranks[rank][0]), wide(_gathered(ranks, 2, 1)), wide(_gathered(ranks, 2, 2))
+    q, k, v = wide(ranks[rank][0]), wide(gathered(ranks, 2, 1)), wide(gathered(ranks, 2, 2))
     if len({t.dtype for t in ranks[rank]}) > 1 or len({t.dim() for t in (q, k, v)} | {4}) > 1:
         raise ValueError("not alike")
     equally_long = q.shape[2] * len(ranks) == k.shape[2]
@@ -174,7 +87,7 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def _attention_with_options(ranks: list[Tensors], rank: int, case: Case) -> Tensors:
     own, (sinks, bias) = ranks[rank][:3], ranks[rank][3:]
     _attention([tensors[:3] for tensors in ranks], rank, case)  # refuses what is not alike
-    q, k, v = wide(own[0]), wide(_gathered(ranks, 2, 1)), wide(_gathered(ranks, 2, 2))
+    q, k, v = wide(own[0]), wide(gathered(ranks, 2, 1)), wide(gathered(ranks, 2, 2))
     heads, queries, keys = q.shape[1], q.shape[2] * len(ranks), k.shape[2]
     if q.shape[2] != own[1].shape[2]:
         raise ValueError("a bias by distance needs to know where the queries are")
@@ -243,7 +156,7 @@ KINDS: dict[str, Kind] = {
         ("tensor", "group"),
         lambda W, r, k, n: ((r, k),),
         lambda t, case, group: wait_tensor(symm_cp.low_contention_all_gather(t[0], group=group)),
-        lambda ranks, rank, case: [_gathered(ranks, 0)],
+        lambda ranks, rank, case: [gathered(ranks, 0)],
     ),
     "low_contention_reduce_scatter": Kind(
         "_low_contention_reduce_scatter",
@@ -295,6 +208,8 @@ KINDS: dict[str, Kind] = {
         _call_attention_with_options,
         _attention_with_options,
     ),
+    "attention_methods": bad_sequences.attention_methods(_attention),
+    **bad_sequences.KINDS,
 }
 
 _DTYPES = (
@@ -303,7 +218,7 @@ _DTYPES = (
 )  # fmt: skip
 _CHANGES = (
     "longer", "shorter", "fewer", "more", "dtype", "dtypes", "meta", "strided", "special", "dim",
-    "reduce_op", "group", "flag",
+    "reduce_op", "group", "flag", "option",
 )  # fmt: skip
 
 
@@ -328,6 +243,13 @@ def _changed_tensor(draw: st.DrawFn, change: str, tensor: Given) -> Given:
     )
 
 
+def _option(draw: st.DrawFn, kind: Kind) -> list[tuple[str, Any]]:
+    if not kind.options:
+        return []
+    name = draw(st.sampled_from(sorted(kind.options)))
+    return [(name, draw(st.sampled_from(kind.options[name])))]
+
+
 @st.composite
 def cases(draw: st.DrawFn, world_size: int) -> Case:
     """A right call, changed up to twice; or one that is right on each rank, but not the same."""
@@ -350,19 +272,22 @@ def cases(draw: st.DrawFn, world_size: int) -> Case:
             case = replace(case, group=draw(st.sampled_from(["nobody", "none", "number"])))
         elif change == "flag":
             case = replace(case, flag=True)
+        elif change == "option":
+            case = replace(case, options=(*case.options, *_option(draw, KINDS[op])))
         elif change == "dtypes":
             dtype = draw(st.sampled_from(_DTYPES))
             tensors = [replace(tensor, dtype=dtype) for tensor in tensors]
         elif change != "special" or not any(tensor.special for tensor in tensors):
             tensors[index] = _changed_tensor(draw, change, tensors[index])
-    if case.flag or op == "attention_options":
-        # Kernels multiply what a mask hides by nothing, and nothing times infinity is no number.
+    if case.flag or op in ("attention_options", "scan_states", "gated_delta_rule"):
+        # Kernels multiply what a mask hides, and states that are zero, by nothing or leave it out,
+        # and nothing times infinity is no number.
         tensors = [replace(tensor, special=False) for tensor in tensors]
     return replace(case, tensors=tuple(tensors))
 
 
 def group_argument(case: Case, group: dist.ProcessGroup) -> Any:
     """What is given as the group."""
-    by_name = not hasattr(symm_cp, case.op) and case.op != "attention_options"
+    by_name = hasattr(OPS, case.op) and not hasattr(symm_cp, case.op)
     this: Any = group.group_name if by_name else group
     return {"this": this, "nobody": "nobody", "none": None, "number": 3}[case.group]

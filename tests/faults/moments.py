@@ -29,8 +29,7 @@ def grow(group: dist.ProcessGroup, elements: int) -> None:
 def calls(group: dist.ProcessGroup) -> None:
     """All ops, and workspaces that grow, until something raises."""
     elements = 1000
-    # Not on meshes: they name ranks by their place in a row or column, and torch's making of their
-    # groups waits for ranks that are gone.
+    # Not on meshes: torch's making of their groups waits for ranks that are gone.
     ops = [run for run in ALL.values() if run is not ulysses_on_a_mesh]
     while True:
         for run in ops:

@@ -45,7 +45,7 @@ class Footprint:
     descriptors: int
     threads: int
     mappings: int  # of symmetric memory
-    named_segments: int  # in /dev/shm
+    named_segments: int  # in /dev/shm, apart from semaphores, which other programs have there, too
     resident_mib: float
 
 
@@ -60,7 +60,7 @@ def footprint(ops: int) -> Footprint:
         len(os.listdir("/proc/self/fd")),
         len(os.listdir("/proc/self/task")),
         mappings,
-        len(os.listdir("/dev/shm")),
+        sum(not name.startswith("sem.") for name in os.listdir("/dev/shm")),
         pages * os.sysconf("SC_PAGESIZE") / 2**20,
     )
 

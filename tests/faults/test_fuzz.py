@@ -13,9 +13,9 @@ from tests.exhaustive import some
 from tests.faults.ops import ALL, results
 from tests.pool import Ranks
 
-#: World sizes and numbers of random sequences of ops; 800 with --all.
-FEW = ((2, 180), (3, 140), (4, 80))
-SEQUENCES = some(*FEW, of=[*FEW, (2, 120), (3, 160), (4, 120)])
+#: World sizes and numbers of random sequences of ops; 600 with --all.
+FEW = ((2, 80), (3, 60), (4, 40))
+SEQUENCES = some(*FEW, of=[*FEW, (2, 140), (3, 160), (4, 120)])
 _OPS = 4
 _DELAY_US = 200
 

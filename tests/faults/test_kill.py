@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import random
 import re
 
 import pytest
@@ -36,13 +37,13 @@ NAMES = {
 }
 #: Seconds from a death to the last survivor's error. Sleepers look around every 50 ms.
 LIMIT = 2.0
+#: Of the steps of an op on more than two ranks.
+SAMPLE = 8
 #: Schedules of all kinds.
 PLAIN = (
     (2, "gather_in_place"),
     (2, "matmul_scatter"),
-    (2, "matmuls_all_reduce"),
     (2, "low_contention"),
-    (2, "two_shot_in_place"),
     (2, "attention_ring"),
 )
 #: With --all every op on 3 ranks, where those that go on are several, and one of each kind on 4.
@@ -70,7 +71,9 @@ def test_a_rank_that_is_killed(ranks: Ranks, world_size: int, op: str) -> None:
     with ranks.own(world_size, kills.count_steps, op) as running:
         steps = running.outcomes()[-1].result
     assert steps
-    for step in range(steps):
+    # Each step on two ranks; on more, other ones in each session.
+    tried = range(steps) if world_size == 2 else random.sample(range(steps), min(steps, SAMPLE))
+    for step in tried:
         before = named_memory()
         with ranks.own(world_size, kills.killed_before, op, step) as running:
             *survivors, killed = running.outcomes()

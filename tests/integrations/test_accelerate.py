@@ -87,7 +87,8 @@ def whole_grads(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     for name, parameter in model.named_parameters():
         grad = parameter.grad
         grad = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        grads[name.removeprefix("module.")] = grad
+        # DDP and compiled modules hold what they wrap under names of their own.
+        grads[name.replace("_orig_mod.", "").removeprefix("module.")] = grad
     return grads
 
 

@@ -22,7 +22,7 @@ from symm_cp.integrations.transformers import kinds
 from symm_cp.integrations.transformers.attention import mask_function as symm_cp_mask
 from symm_cp.ops.attention.flex.mask import evaluate
 from tests.context_parallel.common import mesh_of
-from tests.exhaustive import some
+from tests.exhaustive import pairs, some
 from tests.integrations.common import BALANCERS
 from tests.pool import Ranks
 
@@ -170,10 +170,13 @@ def recognises(group: dist.ProcessGroup, layout: str, length: int, window: int, 
         (2, "HeadTail", 24, 7, 6),
         (2, "Sequential", 29, 30, 16),
         of=[
-            (w, layout, *sizes)
-            for w in (1, 2, 3, 4)
-            for layout in BALANCERS
-            for sizes in ((24, 7, 6), (29, 30, 16), (24, 1, 1))
+            (world_size, layout, *sizes)
+            for world_size, layout, sizes in pairs(
+                (1, 2, 3, 4),
+                BALANCERS,
+                ((24, 7, 6), (29, 30, 16), (24, 1, 1)),
+                also=[(2, "HeadTail", (24, 7, 6)), (2, "Sequential", (29, 30, 16))],
+            )
         ],
     ),
 )
@@ -235,7 +238,7 @@ def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
     ("world_size", "layout", "length"),
     some(
         (2, "Sequential", 24),  # documents begin where ranks do
-        of=[(w, layout, length) for w in (1, 2, 3) for layout in BALANCERS for length in (24, 25)],
+        of=pairs((2, 3, 1), BALANCERS, (24, 25), also=[(2, "Sequential", 24)]),
     ),
 )
 def test_masks_composed_further(ranks: Ranks, world_size: int, layout: str, length: int) -> None:

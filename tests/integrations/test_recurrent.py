@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import symm_cp
 from tests.context_parallel.common import mesh_of
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, pairs, some
 from tests.integrations.common import Client, causal_batch, check_client
 from tests.integrations.decoders import MOE
 from tests.pool import Ranks
@@ -28,7 +28,7 @@ CLIENTS = {
     "qwen3.5": Client("Qwen3_5", _DELTA, config="TextConfig", tolerance=2e-4),
     "olmo-hybrid": Client("OlmoHybrid", _DELTA, tolerance=2e-4),
 }
-CASES = [(name, W, kind) for name in CLIENTS for W in (2, 4) for kind in ("mask", "padded", "none")]
+CASES = pairs(CLIENTS, (2, 4), ("mask", "padded", "none"))
 BATCHES: dict[str, dict[str, Any]] = {
     "mask": {},
     "padded": {"padding": "right"},

@@ -36,7 +36,7 @@ from symm_cp.integrations.torchtitan import (
     prepare_context_parallel_input,
 )
 from tests.context_parallel.common import CLOSE, mesh_of
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, in_turns, some
 from tests.pool import Ranks
 
 VOCABULARY, WIDTH, HEADS, KEY_HEADS, LENGTH, SAMPLES = 29, 32, 4, 2, 32, 2
@@ -294,14 +294,10 @@ def as_in_one_process(
 
 
 def cases() -> list[tuple[Any, ...]]:
-    found: list[tuple[Any, ...]] = []
-    for world_size in (2, 4):
-        for kind in INNER:
-            found.append((world_size, kind, "headtail", None))
-            found.append((world_size, kind, None, "ulysses"))
-        found.append((world_size, "flex", "ptrr", None))
-        found.append((world_size, "subclass", "ptrr", "ulysses"))
-    return found
+    ways = (("headtail", None), (None, "ulysses"))
+    found: list[tuple[Any, ...]] = [(2, kind, *way) for kind in INNER for way in ways]
+    found += [(4, kind, *way) for kind, way in in_turns(INNER, ways)]
+    return [*found, (4, "flex", "ptrr", None), (2, "subclass", "ptrr", "ulysses")]
 
 
 @pytest.mark.parametrize(

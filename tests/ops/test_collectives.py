@@ -136,7 +136,7 @@ def test_reduce_scatter(ranks: Ranks, world_size: int) -> None:
 def overwrites(group: dist.ProcessGroup) -> None:
     """A plain input may be overwritten at once, whatever is under way."""
     name, rank, W = group.group_name, group.rank(), group.size()
-    for length in (10, 60_000, 150_001, 700_003):
+    for length in (10, 60_000, 150_001, *([700_003] if W == 2 else [])):
         given = numbers(group, length * W, torch.float32)
         uneven = [length * W - (W - 1), *(1 for _ in range(W - 1))]
         x = given[rank].clone()

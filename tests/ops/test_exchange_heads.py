@@ -149,7 +149,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.sequence_to_heads(x[0], **one)
     with pytest.raises(ValueError, match="3 heads, which is not divisible by world size 2"):
         symm_cp.sequence_to_heads(x[:, :3], **one)
-    with pytest.raises(ValueError, match="3 positions are not divisible by world size 2"):
+    with pytest.raises(ValueError, match="3 positions, which is not divisible by world size 2"):
         symm_cp.heads_to_sequence(x, **one)
     with pytest.raises(ValueError, match="each head is held by at least one rank"):
         symm_cp.sequence_to_heads(x, heads=[(0, 1), (2, 4)], **one)

@@ -121,15 +121,15 @@ def place(site: Site) -> Place:
 @pytest.mark.parametrize(
     ("workspace", "world_size", "calls", "cases"),
     [
-        (Workspace("sync", "direct", 2), 2, 4, 150),
-        (Workspace("sync", "direct", 2), 3, 3, 6),
-        (Workspace("async", "direct", 2), 2, 4, 150),
-        (Workspace("async", "direct", 2), 3, 3, 6),
-        (Workspace("async", "staged", 1), 2, 4, 150),
-        (Workspace("async", "staged", 1), 3, 3, 6),
+        (Workspace("sync", "direct", 2), 2, 4, 110),
+        (Workspace("sync", "direct", 2), 3, 3, 4),
+        (Workspace("async", "direct", 2), 2, 4, 110),
+        (Workspace("async", "direct", 2), 3, 3, 4),
+        (Workspace("async", "staged", 1), 2, 4, 110),
+        (Workspace("async", "staged", 1), 3, 3, 4),
         # Two lanes a rank: many more interleavings.
-        (Workspace("sync", "staged", 1), 2, 2, 60),
-        (Workspace("sync", "staged", 2), 2, 2, 60),
+        (Workspace("sync", "staged", 1), 2, 2, 40),
+        (Workspace("sync", "staged", 2), 2, 2, 40),
     ],
     ids=str,
 )

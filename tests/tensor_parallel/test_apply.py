@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from symm_cp.tensor_parallel import apply
 from symm_cp.tensor_parallel.features import chunks
-from tests.exhaustive import exhaustive, pairs, some
+from tests.exhaustive import exhaustive, in_turns, pairs, some
 from tests.pool import Ranks
 from tests.tensor_parallel.common import Recorder, mesh_of
 from tests.tensor_parallel.models import FAMILIES, model_of, tokens_of
@@ -108,7 +108,7 @@ def generates(group: dist.ProcessGroup, family: str) -> None:
 
 @pytest.mark.parametrize(
     ("family", "world_size"),
-    some(("llama", 2), of=[(family, size) for family in FAMILIES for size in (2, 4)]),
+    some(("llama", 2), of=in_turns(FAMILIES, (2, 4))),
 )
 def test_generates(ranks: Ranks, family: str, world_size: int) -> None:
     ranks.run(world_size, generates, family)
@@ -140,10 +140,7 @@ def trains(group: dist.ProcessGroup, sequence_parallel: bool, recompute: bool) -
 
 @pytest.mark.parametrize(
     ("world_size", "sequence_parallel", "recompute"),
-    some(
-        (2, True, True),
-        of=[(w, s, r) for w in (2, 4) for s in (False, True) for r in (False, True)],
-    ),
+    some((2, True, True), of=pairs((2, 4), (True, False), (True, False))),
 )
 def test_trains(ranks: Ranks, world_size: int, sequence_parallel: bool, recompute: bool) -> None:
     ranks.run(world_size, trains, sequence_parallel, recompute)

@@ -156,7 +156,7 @@ def split_by(
         return group_name(mesh), method
     dims = mesh.ndim if isinstance(mesh, DeviceMesh) else 1
     if isinstance(method, tuple | list):
-        if sorted(method) != ["allgather", "ulysses"]:
+        if tuple(method) not in (("ulysses", "allgather"), ("allgather", "ulysses")):
             raise ValueError(
                 f"{op}: {method=} of two dimensions must be ('ulysses', 'allgather') or "
                 "('allgather', 'ulysses')"

@@ -14,22 +14,19 @@ Source: DeepSpeed Ulysses (Jacobs et al., 2023); the mix is that of USP (Fang an
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeAlias
 
 import torch
-import torch.distributed as dist
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp import runtime
 from symm_cp.devices import has_streams
-from symm_cp.hosts import on_this_host
-from symm_cp.memory import Group, resolve
+from symm_cp.memory import Group
 from symm_cp.ops.attention.attend import Added, Given
 from symm_cp.ops.attention.heads import HeadShares, shares_of
+from symm_cp.ops.attention.mesh_calls import telling
 from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -51,19 +48,6 @@ _INPUTS = "qkk"
 # Groups of heads, of which one travels while the one before it is attended with. On CPU the thread
 # that attends also copies: more than one group would only make the copies smaller.
 _GROUPS_ON_STREAMS = 4
-
-
-@contextlib.contextmanager
-def telling(*groups: str) -> Iterator[None]:
-    """Tells the ranks of groups whose calls follow that this one will not make them."""
-    try:
-        yield
-    except Exception as error:
-        for name in groups:
-            with contextlib.suppress(Exception):  # no group, nobody to tell
-                # The error itself may have been reported already, but to other ranks.
-                on_this_host(resolve(name), "cpu").refuse("sync", RuntimeError(str(error)))
-        raise
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,21 +171,24 @@ class UlyssesCall:
         """As `_pipeline`, with one group of heads."""
         rank, shares, on = self.group.rank, self.shares[0], runtime.of(given[0], self.group)
         there = head_exchange(rank, True, self._parts(shares, kinds, given))
-        with telling(*self._names_of_keys):
+        heads, mesh = self.group.name, self.of_keys is not None
+        keys = () if self.of_keys is None else (self.of_keys.name,)
+        with telling(*keys, calling=heads, mesh=mesh):
             arrived = there.new_outputs(given)
             on.exchange(self.group, there, given, arrived, name)
-        with telling(self.group.name):
+        with telling(heads, calling=keys[0] if keys else None, mesh=mesh):
             results = [dense_features(result) for result in work(arrived)]
         arrived.clear()  # before there is memory for more
-        outputs = new_outputs()
-        back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
-        places = [
-            output
-            if part.disjoint
-            else rows_of_heads(output, part.arriving_shape(rank, to_heads=False))
-            for output, part in zip(outputs, back.parts, strict=True)
-        ]
-        on.exchange(self.group, back, results, places, name)
+        with telling(*keys, calling=heads, mesh=mesh):
+            outputs = new_outputs()
+            back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
+            places = [
+                output
+                if part.disjoint
+                else rows_of_heads(output, part.arriving_shape(rank, to_heads=False))
+                for output, part in zip(outputs, back.parts, strict=True)
+            ]
+            on.exchange(self.group, back, results, places, name)
         for output, found in zip(outputs, back.summed(places), strict=True):
             if found is not output:
                 output.copy_(found)
@@ -223,10 +210,6 @@ class UlyssesCall:
         return Added(*(None if tensor is None else tensor[heads] for tensor in added))
 
     def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
-        if self.of_keys is not None:
-            # Errors count ranks within the column.
-            members = _resolve_process_group(self.group.name)  # type: ignore[arg-type]
-            op = f"{op} over ranks {dist.get_process_group_ranks(members)}"
         return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)
 
     def _repeated(
@@ -249,10 +232,6 @@ class UlyssesCall:
         for head, key_head in enumerate(each):
             total[:, key_head] += grad[:, head]
         return total
-
-    @property
-    def _names_of_keys(self) -> tuple[str, ...]:
-        return () if self.of_keys is None else (self.of_keys.name,)
 
 
 def call_of(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.exhaustive import exhaustive
-from tests.integrations.diffusers.test_models import DEGREES, checks
+from tests.integrations.diffusers.test_models import DEGREES, checks, ranks_of
 from tests.pool import Ranks
 
 pytestmark = exhaustive
@@ -27,13 +27,13 @@ def compiled(model: nn.Module) -> None:
     [
         ("flux", {"ring_degree": 2}),
         ("wan", DEGREES["ulysses 2"]),
-        ("qwen with padding", DEGREES["ring 2 and ulysses 2"]),
+        ("ltx", DEGREES["ring 2 and ulysses 2"]),
         ("ltx", {"ring_degree": 2, "ring_anything": True}),
         ("qwen with padding", {"ulysses_degree": 2, "ulysses_anything": True}),
     ],
 )
 def test_compiled_blocks(ranks: Ranks, name: str, degrees: dict[str, Any]) -> None:
-    ranks.run(4, checks, (name,), degrees, prepare=compiled)
+    ranks.run(ranks_of(degrees), checks, (name,), degrees, prepare=compiled, timeout=600)
 
 
 def recomputing(model: nn.Module) -> None:

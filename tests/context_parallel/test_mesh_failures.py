@@ -1,0 +1,127 @@
+"""Ranks that fail in calls over a mesh of two dimensions, and the calls after them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention.flex_attention import flex_attention
+
+import symm_cp
+from symm_cp.ops.attention import op, ulysses
+from tests.context_parallel.test_methods import MIXED, mesh_2d
+from tests.exhaustive import some
+from tests.pool import Ranks
+
+
+class Trouble(Exception):
+    """What a rank's own code raises."""
+
+
+class Fails(nn.Module):
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        raise Trouble
+
+
+def fails_on_a_mesh(group: dist.ProcessGroup, names: Any, failing: int) -> None:
+    """All ranks hear of it at once, and go on with the mesh and with the group of all ranks."""
+    q = torch.randn(1, 4, 8, 4, dtype=torch.float64)
+    mask = torch.ones(3, 3, dtype=torch.bool)
+    trouble: list[Callable[[DeviceMesh], Any]] = [
+        lambda mesh: symm_cp.all_gather_attention(q, q[:, :3], q, group=mesh, method=names),
+        lambda mesh: F.scaled_dot_product_attention(q, q, q, attn_mask=mask),
+        lambda mesh: flex_attention(q, q[:, :3], q),
+        lambda mesh: Fails()(q),
+    ]
+    mesh = mesh_2d((2, 2))
+
+    def step(attend: Any, fail: Callable[[DeviceMesh], Any] | None) -> torch.Tensor:
+        x = q.clone().requires_grad_()
+        with symm_cp.context_parallel(mesh, method=names, on_unfused="ignore"):
+            attend(x, x, x)
+            if fail is not None:
+                fail(mesh)
+            out: torch.Tensor = attend(x, x, x)
+            return torch.autograd.grad(out.square().sum(), x)[0]
+
+    for number, fail in enumerate(trouble):
+        begin, fails = time.monotonic(), group.rank() == failing
+        attend: Any = flex_attention if number == 2 else F.scaled_dot_product_attention
+        expected = step(attend, None)
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError, Trouble)) as caught:
+            step(attend, fail if fails else None)
+        told = rf"Error on global rank {failing}: .*along mesh dimension '(one|other)', ranks \["
+        assert fails or re.search(told, str(caught.value)), str(caught.value)
+        # Nothing of what failed is in later results.
+        assert torch.equal(step(attend, None), expected)
+        x = torch.ones(4, 4)
+        assert symm_cp.all_gather_matmul(x, x, group=group)[0, 0] == 4
+        assert time.monotonic() - begin < 20.0  # the group's time-out is 60 seconds
+
+
+@pytest.mark.parametrize("failing", some(1, of=[0, 1, 3]))
+@pytest.mark.parametrize("keys_first", some(False, of=[False, True]))
+def test_a_rank_that_fails_on_a_mesh(ranks: Ranks, keys_first: bool, failing: int) -> None:
+    ranks.run(4, fails_on_a_mesh, MIXED[::-1] if keys_first else MIXED, failing)
+
+
+def failing_at(
+    original: Callable[..., Any], call: int, kind: type[BaseException], afterwards: bool
+) -> Callable[..., Any]:
+    """Returns a function that fails at a call, before or after it has done what it does."""
+    calls = itertools.count(1)
+
+    def fails(*args: Any, **options: Any) -> Any:
+        now = next(calls) == call
+        if now and not afterwards:
+            raise kind
+        result = original(*args, **options)
+        if now:
+            raise kind
+        return result
+
+    return fails
+
+
+def fails_within_calls(group: dist.ProcessGroup, failing: int) -> None:
+    """A rank fails before, between and after the calls that one call over a mesh consists of."""
+    q, mesh = torch.randn(1, 4, 8, 4, dtype=torch.float64, requires_grad=True), mesh_2d((2, 2))
+
+    def step() -> torch.Tensor:
+        out = symm_cp.all_gather_attention(q, q, q, group=mesh, method=MIXED)
+        return torch.autograd.grad(out.square().sum(), q)[0]
+
+    expected, mine = step(), group.rank() == failing
+    for where, name, at in (
+        (ulysses, "head_exchange", 1),
+        (op, "attend", 1),
+        (ulysses, "head_exchange", 2),
+        (ulysses, "head_exchange", 3),
+        (op, "attend_backward", 1),
+        (ulysses, "head_exchange", 4),
+    ):
+        for afterwards, kind in itertools.product((False, True), (Trouble, KeyboardInterrupt)):
+            told = None if mine else kind.__name__
+            fails = failing_at(getattr(where, name), at, kind, afterwards)
+            last = at == 4 or (name == "attend_backward" and afterwards)
+            if last and (group.rank() - failing) % 2:  # not of its column: had all it needed
+                assert torch.equal(step(), expected)
+            error = pytest.raises(kind if mine else RuntimeError, match=told)
+            with mock.patch.object(where, name, fails if mine else getattr(where, name)), error:
+                step()
+            assert torch.equal(step(), expected)
+
+
+@pytest.mark.parametrize("failing", some(2, of=[0, 2, 3]))
+def test_a_rank_that_fails_within_a_call_over_a_mesh(ranks: Ranks, failing: int) -> None:
+    ranks.run(4, fails_within_calls, failing)

@@ -1,0 +1,145 @@
+"""Arguments of the wrong kind for ops on sequences: refused on all ranks, or told to the others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import symm_cp
+from tests.exhaustive import some
+from tests.ops.test_errors import works
+from tests.pool import Ranks
+
+
+class _Balancer(NamedTuple):
+    chunk_order: tuple[int, ...] = (0, 1, 2, 3, 4)
+    chunk_lengths: tuple[int, ...] = (1,) * 5
+
+
+def _recurrence(**changed: Any) -> dict[str, Any]:
+    features = torch.randn(3, 1, 4, 2, 3).unbind()
+    g, beta = torch.randn(2, 1, 4, 2).unbind()
+    names = ("query", "key", "value", "g", "beta")
+    return {**dict(zip(names, (*features, g, beta), strict=True)), **changed}
+
+
+def bad_calls(group: dist.ProcessGroup) -> list[tuple[type[Exception], str, Callable[[], object]]]:
+    """Calls, and how they are refused: with errors that name op, argument and what is required."""
+    W = group.size()
+    x, rows, weight = torch.randn(1, 2 * W, 2 * W, 2), torch.randn(1, 2, 3), torch.randn(3, 4 * W)
+    out_weight, to_heads = torch.randn(4 * W, 3), symm_cp.sequence_to_heads
+
+    def project(*weights: torch.Tensor, **options: Any) -> object:
+        return symm_cp.ulysses_projection(rows, weights, features=2, group=group, **options)
+
+    def output(weight: torch.Tensor, bias: torch.Tensor) -> object:
+        given = torch.randn(1, 2, W, 2)
+        return symm_cp.ulysses_output_projection(given, weight, bias=bias, group=group)
+
+    balancer: Any = _Balancer()
+    number: Any = 3
+    pairs: Any = [(0.0, 2.0)] * W
+    return [
+        (ValueError, r"exchange_heads: .*at least one tensor", lambda: to_heads([], group=group)),
+        (TypeError, r"exchange_heads: x=3 must be a tensor", lambda: to_heads(number, group=group)),
+        (TypeError, r"exchange_heads: x\[1\] is 3, must be",
+         lambda: to_heads([x, number], group=group)),
+        (TypeError, r"exchange_heads: heads=3 must be",
+         lambda: to_heads(x, group=group, heads=number)),
+        (TypeError, r"heads=\[\(0\.0, 2\.0\).*must be a Split",
+         lambda: to_heads(x, group=group, heads=pairs)),
+        (ValueError, r"exchange_heads: load_balancer: chunk_order has 5 chunks",
+         lambda: to_heads(x, group=group, load_balancer=balancer)),
+        (TypeError, r"exchange_heads: load_balancer=3 must be a LoadBalancer",
+         lambda: symm_cp.heads_to_sequence(x, group=group, load_balancer=number)),
+        (ValueError, r"project_to_heads: .*at least one tensor", project),
+        (ValueError, r"project_to_heads: biases have shapes \[\[1\]\], must have one number",
+         lambda: project(weight, biases=[torch.randn(1)])),
+        (TypeError, r"project_to_heads: biases\[0\] is torch.float64 on cpu, x torch.float32",
+         lambda: project(weight, biases=[torch.randn(4 * W).double()])),
+        (ValueError, r"project_to_heads: weights\[0\] of shape \[4, 2\] needs 3 rows to follow x",
+         lambda: project(torch.randn(4, 2))),
+        (ValueError, r"project_to_heads: heads has 2 entries for 1 tensors",
+         lambda: project(weight, heads=[(0, 1), (1, 2)])),
+        (ValueError, r"project_from_heads: bias has shape \[1\], must be \[3\]",
+         lambda: output(out_weight, torch.randn(1))),
+        (TypeError, r"project_from_heads: bias is torch.float64 on cpu, x torch.float32",
+         lambda: output(out_weight, torch.randn(3).double())),
+        (ValueError, r"project_from_heads: weights\[0\] has shape \[\], must be a matrix",
+         lambda: output(torch.randn(()), torch.randn(3))),
+        (TypeError, r"gated_delta_rule: g is None, must be a tensor",
+         lambda: symm_cp.gated_delta_rule(**_recurrence(g=None), group=group)),
+        (TypeError, r"gated_delta_rule: query is torch.int64, must be float64",
+         lambda: symm_cp.gated_delta_rule(
+             **_recurrence(query=torch.ones(1, 4, 2, 3, dtype=torch.int64)), group=group)),
+        (ValueError, r"gated_delta_rule: beta is on meta and query on cpu",
+         lambda: symm_cp.gated_delta_rule(
+             **_recurrence(beta=torch.ones(1, 4, 2, device="meta")), group=group)),
+        (ValueError, r"gated_delta_rule: value .* a multiple of its heads",
+         lambda: symm_cp.gated_delta_rule(
+             **_recurrence(query=torch.ones(1, 4, 0, 3), key=torch.ones(1, 4, 0, 3)), group=group)),
+        (ValueError, r"exchange_halo: sizes=\[1\] has 1 entries, must have one for each",
+         lambda: symm_cp.exchange_halo(rows, 1, group=group, sizes=[1])),
+    ]  # fmt: skip
+
+
+def refused_by(group: dist.ProcessGroup, ranks: list[int]) -> None:
+    """Bad calls on some ranks while the others make good ones: these are told at once."""
+    mine, good = group.rank() in ranks, torch.randn(1, 2 * group.size(), 2, 2)
+    for kind, message, call in bad_calls(group):
+        if mine:
+            with pytest.raises(kind, match=message):
+                call()
+        else:
+            with pytest.raises(RuntimeError, match=f"{kind.__name__} on rank {ranks[0]}: "):
+                symm_cp.sequence_to_heads(good, group=group)
+        works(group)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3, 4]))
+def test_arguments_of_the_wrong_kind(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, refused_by, list(range(world_size)))
+    ranks.run(world_size, refused_by, [0])
+
+
+def on_meshes(group: dist.ProcessGroup) -> None:
+    """A group of too many or too few dimensions."""
+    mesh = init_device_mesh("cpu", (2, group.size() // 2), mesh_dim_names=("a", "b"))
+    x, rows, weight = torch.randn(1, 4, 4, 2), torch.randn(1, 2, 3), torch.randn(3, 8)
+    one = "group: a device mesh must have one dimension, this one has 2: pick one"
+    for call in (
+        lambda: symm_cp.sequence_to_heads(x, group=mesh),
+        lambda: symm_cp.heads_to_sequence(x, group=mesh),
+        lambda: symm_cp.exchange_halo(x, 1, group=mesh),
+        lambda: symm_cp.scan_states(x, decay=x, group=mesh),
+        lambda: symm_cp.gated_delta_rule(**_recurrence(), group=mesh),
+        lambda: symm_cp.ulysses_projection(rows, weight, features=2, group=mesh),
+        lambda: symm_cp.ulysses_output_projection(x, weight.T, group=mesh),
+    ):
+        with pytest.raises(ValueError, match=one):
+            call()
+        works(group)
+    mixed: Any
+    for on, mixed, message in (
+        (mesh, "ulysses", "group has 2 dimensions, method='ulysses' requires one"),
+        (mesh["a"], ("ulysses", "allgather"), "requires group to be a DeviceMesh of 2 dimensions"),
+        (group, ("ulysses", "allgather"), "requires group to be a DeviceMesh of 2 dimensions"),
+        (mesh, ("ulysses", "ulysses"), "must be .'ulysses', 'allgather'. or"),
+        (mesh, ("ulysses", 3), "must be .'ulysses', 'allgather'. or"),
+        (mesh, ("ulysses",), "must be .'ulysses', 'allgather'. or"),
+        (mesh["a"], "ring", "unknown method='ring'; choose one of"),
+    ):
+        with pytest.raises(ValueError, match=f"all_gather_attention: .*{message}"):
+            symm_cp.all_gather_attention(x, x, x, group=on, method=mixed)
+        works(group)
+    symm_cp.all_gather_attention(x, x, x, group=mesh, method=("ulysses", "allgather"))
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_meshes_of_the_wrong_dimension(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, on_meshes)

@@ -134,12 +134,13 @@ class Team:
         pooled: bool = False,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
-        # The pool's is hosted here and not by rank 0, so that it listens before the first rank
-        # looks for it. Ranks in namespaces of their own have no address in common with us.
+        # As torchrun's, but hosted here and not by rank 0, so that it listens before the first rank
+        # looks for it, and answers when a rank is stopped (a FileStore's lock may be what that one
+        # holds). Ranks in namespaces of their own have no address in common with us.
         self._store = (
-            dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            if pooled
-            else None
+            None
+            if any(place.namespace for place in places)
+            else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         )
         self._processes: list[_Process] = []
         simulated.build()  # once, instead of by each rank

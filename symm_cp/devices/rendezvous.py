@@ -101,6 +101,7 @@ class PrivateGroup:
         backend = make(group.rank, group.world_size)
         kind = dist.ProcessGroup.BackendType.CUSTOM
         self._process_group._register_backend(torch.device("cpu"), kind, backend)
+        self._process_group._set_default_backend(kind)  # else torch warns that it has none
         self.name = f"{group.name}, symmetric memory {generation(group)} {number}"
         self._process_group._set_group_name(self.name)
         _register_process_group(self.name, self._process_group)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ FILES = (
     "inference",
     "training",
 )
+#: Of sequences that are spread over ranks: measured on another machine, all of these on one.
+SEQUENCE_FILES = ("ulysses_2", "ulysses_4", "methods", "exchange_2", "exchange_4", "recurrent")
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 Rows = dict[str, dict[str, Any]]
@@ -48,9 +50,9 @@ def load(name: str) -> tuple[dict[str, Any], Rows]:
     return results, {row["case"]: row for row in results["rows"]}
 
 
-def machine() -> str:
+def machine(files: Sequence[str] = FILES) -> str:
     """Where and when the results were measured: all of them on one machine, with one torch."""
-    results = [load(name)[0] for name in FILES if measured(name)]
+    results = [load(name)[0] for name in files if measured(name)]
     ((cpu, torch),) = {(result["machine"], result["torch"]) for result in results}
     dates = sorted({result["date"] for result in results})
     return f"{cpu}, torch {torch}, {' to '.join(dates[:: max(1, len(dates) - 1)])}"
@@ -279,6 +281,17 @@ def decode(file: str, command: str) -> list[str]:
     return table(head, lines)
 
 
+def sequences() -> list[str]:
+    """All that was measured of methods of context parallelism and of recurrent layers."""
+    lines = [f"Sequences spread over ranks, on {machine(SEQUENCE_FILES)}:", ""]
+    for file in filter(measured, SEQUENCE_FILES):
+        _, rows = load(file)
+        names = list(dict.fromkeys(name for row in rows.values() for name in row["ratio"]))
+        cases = [[case, *(ratio(row, name) for name in names)] for case, row in rows.items()]
+        lines += table([f"`python benchmarks/{file.partition('_')[0]}.py`", *names], cases)
+    return lines
+
+
 SIZES = ("8 KiB", "64 KiB", "512 KiB", "32 MiB")
 #: Sections that are there once their benchmark has run.
 OPTIONAL: dict[str, Callable[[], list[str]]] = {
@@ -312,6 +325,7 @@ def figures() -> str:
     ]
     for name, section in OPTIONAL.items():
         lines += section() if measured(name) else []
+    lines += sequences()
     return "\n".join(lines)
 
 

@@ -211,6 +211,16 @@ def test_a_compiler_that_is_none(
         native.build()
 
 
+def test_the_cpp_runtime_is_that_of_torch(tmp_path: Path) -> None:
+    """With a compiler that would link its own, as some toolchains for servers do."""
+    source, library = tmp_path / "text.cpp", tmp_path / "libtext.so"
+    source.write_text('#include <iostream>\nvoid text() { std::cout << "text"; }\n')
+    compiler = [*shlex.split(native.find_compiler()), "-static-libstdc++", "-shared", "-fPIC"]
+    line = [*compiler, str(source), "-o", str(library), *native._torch_libraries("c10")]
+    subprocess.run(line, check=True)
+    assert b"libstdc++.so.6\0" in library.read_bytes()  # among what it needs
+
+
 def test_what_the_compiler_says_may_be_no_text(compiler: Compiler) -> None:
     compiler.path.write_text("#!/bin/sh\nprintf 'no \\377 luck' >&2\nexit 1\n")
     with pytest.raises(native.BuildError, match="no \ufffd luck"):

@@ -25,10 +25,14 @@ std::optional<Result> run_for(
   constexpr std::chrono::milliseconds kSlice{50};
   auto promise = std::make_shared<std::promise<Result>>();
   auto result = promise->get_future();
-  run_elsewhere([promise, task = std::move(task)] {
+  run_elsewhere([promise, task = std::move(task)]() mutable {
+    // The task lets go of what it holds before the caller goes on, who may be the last to hold it.
     try {
-      promise->set_value(task());
+      Result made = task();
+      task = nullptr;
+      promise->set_value(std::move(made));
     } catch (...) {
+      task = nullptr;
       promise->set_exception(std::current_exception());
     }
   });

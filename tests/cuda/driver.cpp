@@ -409,13 +409,6 @@ Result cuStreamCreate(Stream* stream, unsigned) {
   });
 }
 
-Result cuStreamDestroy_v2(Stream stream) {
-  return call([&] {
-    static_cast<SimStream*>(stream)->destroy();
-    return 0;
-  });
-}
-
 Result cuStreamQuery(Stream handle) {
   return call_on(handle, [](SimStream& stream) -> Result {
     if (const Result result = simulated::refuse_in_capture(&stream)) return result;

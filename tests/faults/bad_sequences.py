@@ -177,6 +177,18 @@ def _heads_of(case: Case, tensors: int) -> Any:
     return None if heads is None else [heads] * tensors
 
 
+def _exchange(good: Any, op: Callable[..., Any], expected: Any) -> Kind:
+    """One of the two ways between sequence and heads, of two tensors."""
+    return Kind(
+        "exchange_heads",
+        ("tensors", "positions", "heads", "head_ranges", "group"),
+        good,
+        lambda t, case, group: list(op(t, group=group, heads=_heads_of(case, len(t)))),
+        expected,
+        {"heads": _HEADS},
+    )
+
+
 KINDS: dict[str, Kind] = {
     "exchange_halo": Kind(
         "exchange_halo",
@@ -207,25 +219,11 @@ KINDS: dict[str, Kind] = {
         _delta_rule,
         {"chunk_size": (-1, 0, 1, 64)},
     ),
-    "sequence_to_heads": Kind(
-        "exchange_heads",
-        ("tensors", "positions", "heads", "head_ranges", "group"),
-        lambda W, r, k, n: ((1, r * W, k, n),) * 2,
-        lambda t, case, group: list(
-            symm_cp.sequence_to_heads(t, group=group, heads=_heads_of(case, len(t)))
-        ),
-        _to_heads,
-        {"heads": _HEADS},
+    "sequence_to_heads": _exchange(
+        lambda W, r, k, n: ((1, r * W, k, n),) * 2, symm_cp.sequence_to_heads, _to_heads
     ),
-    "heads_to_sequence": Kind(
-        "exchange_heads",
-        ("tensors", "positions", "heads", "head_ranges", "group"),
-        lambda W, r, k, n: ((1, r, k * W, n),) * 2,
-        lambda t, case, group: list(
-            symm_cp.heads_to_sequence(t, group=group, heads=_heads_of(case, len(t)))
-        ),
-        _to_sequence,
-        {"heads": _HEADS},
+    "heads_to_sequence": _exchange(
+        lambda W, r, k, n: ((1, r, k * W, n),) * 2, symm_cp.heads_to_sequence, _to_sequence
     ),
     "ulysses_projection": Kind(
         "project_to_heads",

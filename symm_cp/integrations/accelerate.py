@@ -22,6 +22,8 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from symm_cp.context_parallel import HeadTail, LoadBalancer, context_parallel
 from symm_cp.context_parallel.model_batch import plain
@@ -97,6 +99,7 @@ def enable(
     _options = _Options(load_balancer, method)
     if not _replaced:
         _replace(Accelerator, "_prepare_cp", _prepare_cp)
+        _replace(Accelerator, "_prepare_tp", _prepare_tp)
         _replace(AcceleratorState, "__init__", _with_fsdp_on_cpu)
         _replace(ParallelismConfig, "_validate_accelerator", _validate_accelerator)
     _serve_trainer()
@@ -226,6 +229,37 @@ def _prepare_cp(original: Any) -> Any:
     return prepare
 
 
+def _prepare_tp(original: Any) -> Any:
+    def prepare(self: Accelerator, *args: Any) -> Any:
+        if self.parallelism_config.cp_enabled:
+            # accelerate's own makes `Replicate()` of the parameters that tensor parallelism leaves
+            # alone, by a class that transformers 5 no longer has. FSDP2 takes them as they are.
+            for model in (arg for arg in args if isinstance(arg, nn.Module)):
+                _check_tensor_parallel(self, model)
+            return args
+        return original(self, *args)
+
+    return prepare
+
+
+def _check_tensor_parallel(accelerator: Accelerator, model: nn.Module) -> None:
+    """Raises `ValueError` for a model that accelerate would not train tensor parallel."""
+    size = accelerator.parallelism_config.tp_size
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"{_OP}: {type(model).__name__} is prepared with tp_size={size}, but none of its "
+            "parameters is split. Call symm_cp.tensor_parallel.apply(model, "
+            'accelerator.torch_device_mesh["tp"]) before, or load the model with transformers\' '
+            "distributed_config"
+        )
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.cpu_ram_efficient_loading and not isinstance(model, FSDPModule):
+        raise ValueError(
+            f"{_OP}: fsdp_plugin has cpu_ram_efficient_loading=True, must be False with "
+            f"tp_size={size}: accelerate would give all ranks the split weights of rank 0"
+        )
+
+
 # --- on CPU ---
 
 
@@ -259,12 +293,20 @@ def _validate_accelerator(original: Any) -> Any:
                 f"{_OP}: sp_size={self.sp_size} is DeepSpeed's sequence parallelism, and there is "
                 "no deepspeed_plugin; for that of symm_cp pass cp_size"
             )
+        if self.cp_enabled and self.tp_enabled and not accelerator.is_fsdp2:
+            # accelerate leaves DDP out with tp_size: nobody would sum gradients over cp.
+            raise ValueError(
+                f"{_OP}: tp_size={self.tp_size} with cp_size={self.cp_size} requires an "
+                "fsdp_plugin with fsdp_version=2"
+            )
         if not self.cp_enabled or kind != DistributedType.MULTI_CPU:
             original(self, accelerator)
             return
-        others = {name: getattr(self, name) for name in ("dp_shard_size", "tp_size")}
-        if any(size > 1 for size in others.values()):
-            raise ValueError(f"{_OP}: {others} on CPU requires an fsdp_plugin with fsdp_version=2")
+        if self.dp_shard_enabled:
+            raise ValueError(
+                f"{_OP}: dp_shard_size={self.dp_shard_size} on CPU requires an fsdp_plugin with "
+                "fsdp_version=2"
+            )
         as_on_accelerators = SimpleNamespace(
             multi_device=True,
             is_fsdp2=False,

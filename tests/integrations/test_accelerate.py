@@ -70,12 +70,14 @@ def accelerating(group: dist.ProcessGroup, backend: str, **options: Any) -> Iter
             AcceleratorState._reset_state(reset_partial_state=True)
 
 
-def accelerator_of(cp_size: int, dp_shard_size: int, *, fsdp: bool, **config: Any) -> Accelerator:
+def accelerator_of(
+    cp_size: int, dp_shard_size: int, *, fsdp: bool, wrap: bool = True, **config: Any
+) -> Accelerator:
     plugin = None
     if fsdp:
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
+            auto_wrap_policy="transformer_based_wrap" if wrap else "no_wrap",
             cpu_ram_efficient_loading=False,
         )
     config = {"cp_size": cp_size, "dp_shard_size": dp_shard_size, **config}
@@ -92,9 +94,11 @@ def whole_grads(model: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return grads
 
 
-def step(accelerator: Accelerator, client: Client, batch: Batch) -> Result:
+def step(
+    accelerator: Accelerator, client: Client, batch: Batch, model: nn.Module | None = None
+) -> Result:
     """One step of a loop as accelerate documents it; the loss counts all labels of all ranks."""
-    model = client.make("eager")
+    model = model or client.make("eager")
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     config, mesh = accelerator.parallelism_config, accelerator.torch_device_mesh
     own = dict(batch)
@@ -118,11 +122,12 @@ def step(accelerator: Accelerator, client: Client, batch: Batch) -> Result:
             logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         loss = summed / counted
-        accelerator.backward(loss * accelerator.num_processes)
+        averaged = accelerator.num_processes // config.tp_size
+        accelerator.backward(loss * averaged)
     assert labels.shape[1] < originals["labels"].shape[1]
     assert all(torch.equal(own[name], originals[name]) for name in inputs)
     loss = loss.detach().clone()
-    dist.all_reduce(loss)
+    dist.all_reduce(loss, group=mesh["dp_shard_cp"].get_group())
     unsharded = symm_cp.context_parallel_unshard(mesh["cp"], [logits.detach()], [1])[0]
     if config.dp_shard_size > 1:
         parts = [torch.empty_like(unsharded) for _ in range(config.dp_shard_size)]
@@ -300,6 +305,7 @@ def test_what_it_cannot_do_is_refused(ranks: Ranks) -> None:
 def test_enabling_can_be_repeated_and_undone(monkeypatch: pytest.MonkeyPatch) -> None:
     methods = [
         (Accelerator, "_prepare_cp"),
+        (Accelerator, "_prepare_tp"),
         (AcceleratorState, "__init__"),
         (ParallelismConfig, "_validate_accelerator"),
         (Trainer, "_prepare_context_parallel_inputs"),

@@ -19,6 +19,7 @@ from symm_cp.context_parallel.hooks import entered
 from symm_cp.context_parallel.layouts import cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.model_masks import flex_masks
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
 from symm_cp.memory import GroupLike
@@ -140,8 +141,8 @@ def context_parallel(
 
     Inside, `F.scaled_dot_product_attention` and `flex_attention`, however they were imported, take
     this rank's parts of queries, keys and values and attend to the whole sequence; with
-    `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence (from
-    transformers also causal masks and windows of this rank's part)::
+    `flex_attention`, `mask_mod`, `score_mod` and `BlockMask` are those of the whole sequence (those
+    of transformers' models, too: causal masks, windows, padding and packed documents)::
 
         with symm_cp.context_parallel(mesh, buffers=[tokens, positions], buffer_seq_dims=[1, 0]):
             loss = model(tokens, positions)
@@ -211,8 +212,10 @@ def context_parallel(
 def _attending(
     region: ParallelRegion, model: nn.Module | Sequence[nn.Module] | None
 ) -> Iterator[None]:
-    """Within it, models of transformers attend with symm_cp."""
+    """Within it, models of transformers attend with symm_cp, or get masks of the whole sequence."""
     with ExitStack() as stack:
+        if region.world_size > 1:
+            stack.enter_context(flex_masks.in_use())
         if model is not None:
             telling_peers(region.told, _enter_models, stack, region, model)
         yield

@@ -22,6 +22,7 @@ from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.attention import is_dtensor
 from symm_cp.context_parallel.block_mask import Cuts, local_score_mod
 from symm_cp.context_parallel.load_balancers import LoadBalancer, Sequential, gathered_rows_on
+from symm_cp.context_parallel.model_masks import TRANSFORMERS
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active
 from symm_cp.devices.kept import capturing
@@ -32,8 +33,6 @@ from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.gather_kv import all_gather_kv
 
 FLEX = "flex_attention"
-#: The module in which transformers defines its masks.
-TRANSFORMERS = "transformers.masking_utils"
 
 
 def _copy(function: Callable[..., Any]) -> Callable[..., Any]:

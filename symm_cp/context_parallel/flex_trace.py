@@ -22,7 +22,8 @@ from torch.nn.attention.flex_attention import (
     FlexKernelOptions,
 )
 
-from symm_cp.context_parallel.flex import FLEX, TRANSFORMERS, attend_compiled
+from symm_cp.context_parallel.flex import FLEX, attend_compiled
+from symm_cp.context_parallel.model_masks import TRANSFORMERS
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.ops.attention.flex.modifiers import keep_modifiers
 

@@ -26,6 +26,7 @@ from torch.nn.modules import module as torch_module
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order, positions_on
 from symm_cp.context_parallel.model_limits import (
+    FLEX_ATTENTION,
     WATCHED,
     Limit,
     attends_with_symm_cp,
@@ -36,6 +37,7 @@ from symm_cp.context_parallel.model_limits import (
     positions_known,
     uses_transformers,
 )
+from symm_cp.context_parallel.model_masks import flex_masks
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.devices.kept import HostReads, capturing
 from symm_cp.memory import resolve
@@ -243,7 +245,7 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
             )
         watch.has_positions = True
         # Documents packed by position_ids are told from the whole sequence then.
-        unmasked = not attends_with_symm_cp(module) and (
+        unmasked = not _masks_are_whole(module) and (
             _argument(module, "attention_mask", args, kwargs) is None
         )
         if isinstance(positions, torch.Tensor):
@@ -253,6 +255,12 @@ def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) ->
             f"context_parallel: {name} takes no position_ids, so it counts from 0 on each rank: "
             "it is not supported (of those that are, pass the model to context_parallel(model=...))"
         )
+
+
+def _masks_are_whole(module: nn.Module) -> bool:
+    """Whether a model's masks are those of the whole sequence, made from the parts of all ranks."""
+    flex = implementation_of(module) == FLEX_ATTENTION and flex_masks.whole
+    return flex or attends_with_symm_cp(module)
 
 
 _read_positions: HostReads[list[bool]] = HostReads()

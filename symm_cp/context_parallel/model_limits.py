@@ -15,6 +15,8 @@ from torch import nn
 
 #: The name of our implementation of attention in configurations of transformers.
 SYMM_CP = "symm_cp"
+#: That of transformers which calls torch's `flex_attention`.
+FLEX_ATTENTION = "flex_attention"
 #: An attribute of modules that mix positions, and of their parts: they see those of all ranks.
 SEES_ALL_RANKS = "_symm_cp_sees_all_ranks"
 #: An attribute of modules with a configuration: the recurrent layers that it lists do so.
@@ -284,7 +286,7 @@ def _layer_limits(config: Any, *, continues: bool) -> Iterator[Limit]:
         )
     sliding = types & _WINDOWED or (not types and getattr(config, "use_sliding_window", True))
     chosen = config._attn_implementation
-    if sliding and chosen not in (SYMM_CP, "flex_attention"):
+    if sliding and chosen not in (SYMM_CP, FLEX_ATTENTION):
         for name, value in _positive(config, _WINDOWS):
             # ModernBERT's local_attention counts both sides.
             reach = value // 2 + 1 if name == "local_attention" else value
@@ -372,7 +374,7 @@ def _rotary_reach(module: nn.Module) -> int:
 
 def _attribute_limits(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
     # These implementations get windows as mask functions of positions in the whole sequence.
-    masked = chosen in (SYMM_CP, "flex_attention")
+    masked = chosen in (SYMM_CP, FLEX_ATTENTION)
     if getattr(module, "is_sliding", True) and not masked:
         for name, value in _positive(module, ("sliding_window",)):
             yield _window(name, value, value)

@@ -77,6 +77,14 @@ class ParallelRegion:
             return local_length * self.world_size
         return self.layout(local_length).seq_length
 
+    def whole_length_of_keys(self, queries: int, keys: int) -> int:
+        """Returns the length of a sequence of which this rank holds `keys` positions."""
+        if keys == queries:
+            return self.whole_length(keys)
+        spread = self.layout_of_keys(queries, keys)
+        assert spread is not None
+        return spread.seq_length
+
     def layout(self, local_length: int) -> LoadBalancer:
         """Returns how a sequence is spread of which this rank holds `local_length` positions."""
         if self.choose is not None:

@@ -198,6 +198,7 @@ def under_context_parallel(
     balancer: symm_cp.LoadBalancer,
     shift: bool = True,
     implementation: str = "eager",
+    passed: bool = True,
     prepare: Callable[[nn.Module], Any] | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     method: Any = None,
@@ -212,6 +213,7 @@ def under_context_parallel(
         balancer: how the sequence is spread.
         shift: whether labels are those of the next position.
         implementation: of attention when the model is made; the context sets another.
+        passed: whether the context gets the model; otherwise it sets nothing.
         prepare: changes the model, or returns what is to be called instead (a compiled one).
         around: a context of the forward pass, as autocast.
         method: of attention.
@@ -223,7 +225,8 @@ def under_context_parallel(
         mesh, batch, load_balancer=balancer, shift_labels=shift, method=method
     )
     labels = local.pop("labels")
-    with symm_cp.context_parallel(mesh, model=model, load_balancer=balancer, method=method):
+    given = model if passed else None
+    with symm_cp.context_parallel(mesh, model=given, load_balancer=balancer, method=method):
         call = (prepare(model) if prepare else None) or model
         with around():
             logits = call(**local, **client.call).logits

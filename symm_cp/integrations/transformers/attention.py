@@ -46,7 +46,9 @@ def mask_function(
         return masking_utils.sdpa_mask(*arguments, mask_function, attention_mask, **kwargs)
     if not torch.compiler.is_compiling():
         mask_function = with_packing(mask_function, sys._getframe(1), batch_size)
-    return telling_peers(within[0].told, _mask, within[0], mask_function, arguments, attention_mask)
+    return telling_peers(
+        within[0].told, mask_of_region, within[0], mask_function, arguments, attention_mask
+    )
 
 
 def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_offset: int) -> bool:
@@ -54,12 +56,13 @@ def _is_step(q_length: int, kv_length: int, q_offset: int | torch.Tensor, kv_off
     return isinstance(q_offset, torch.Tensor) or q_offset != 0 or kv_offset != 0
 
 
-def _mask(
+def mask_of_region(
     region: ParallelRegion,
     function: Any,
     arguments: tuple[Any, ...],
     attention_mask: torch.Tensor | None,
 ) -> SequenceMask:
+    """The mask of the whole sequence for the arguments of a mask function. Collective."""
     _, q_length, kv_length, q_offset, kv_offset = arguments
     if _is_step(q_length, kv_length, q_offset, kv_offset):
         raise NotImplementedError(

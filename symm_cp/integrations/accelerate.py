@@ -75,7 +75,7 @@ def enable(
     Models of transformers keep their masks: windows, chunks, sinks, and padding or packed documents
     (cut `attention_mask` and `position_ids`, too). `Trainer` with a `parallelism_config` cuts whole
     batches by `shard_batch`. It also works on CPU, with FSDP2 if there is an `fsdp_plugin`, and
-    with DDP otherwise.
+    with DDP otherwise. With `tp_size`, which requires FSDP2, models must be split before.
 
     Args:
         load_balancer: how sequences are spread: a function of the length of a whole sequence and

@@ -79,13 +79,20 @@ CASES = [
     (2, "eager", "Sequential", "packed at ranks", "Mistral", None),
     (2, "whole", "HeadTail", "packed", "Llama", None),
 ]
+LARGER = [
+    (4, "eager", "Sequential", "packed at ranks", "Llama", None),
+    (4, "eager", "HeadTail", "uneven", "Mistral", None),
+    (4, "whole", "Sequential", "packed at ranks", "Mistral", None),
+]
 
 
 @pytest.mark.parametrize(
     ("world_size", "prepared", "layout", "kind", "name", "method"),
     some(
         *CASES,
-        of=pairs((2, 4), PREPARED, BALANCERS, KINDS, CLIENTS, (None, "ulysses"), also=CASES),
+        of=pairs(
+            (2, 4), PREPARED, BALANCERS, KINDS, CLIENTS, (None, "ulysses"), also=CASES + LARGER
+        ),
     ),
 )
 def test_flex_attention_is_that_of_one_process(

@@ -14,8 +14,10 @@ Planes in_tensor(const Box& box, const std::vector<char*>& operands) {
   return {operands[box.operand] + box.offset, box.plane_pitch, box.pitch};
 }
 
+// Planes side by side, as the heads of a position are in most tensors: then the memory of a slot is
+// passed in order by both ranks, and planes do not share few places of the cache.
 Planes in_slot(const Box& box, const char* slot) {
-  return {const_cast<char*>(slot) + box.in_slot, box.rows * box.row, box.row};
+  return {const_cast<char*>(slot) + box.in_slot, box.row, box.planes * box.row};
 }
 
 int64_t bytes_of(const Box& box) { return box.planes * box.rows * box.row; }
@@ -57,12 +59,12 @@ void Boxes::check_room(const std::string& call_name, int64_t room) const {
                                     " of a part of the slot of " + std::to_string(room));
 }
 
-int64_t Boxes::give(int peer, int64_t piece, char* slot) const {
+int64_t Boxes::give(int peer, int64_t piece, char* slot, bool streaming) const {
   int64_t count = 0, bytes = 0;
   const Box* box = given_.first(peer, piece, &count);
   for (; count > 0; --count, ++box) {
     copy_planes(in_slot(*box, slot), in_tensor(*box, operands_), box->planes, box->rows, box->row,
-                false);
+                streaming);
     bytes += bytes_of(*box);
   }
   return bytes;

@@ -24,7 +24,7 @@ class Boxes {
   void check_room(const std::string& call_name, int64_t room) const;
 
   // These copy the boxes of a piece, and return their bytes.
-  int64_t give(int peer, int64_t piece, char* slot) const;
+  int64_t give(int peer, int64_t piece, char* slot, bool streaming) const;
   int64_t take(int peer, int64_t piece, const char* slot, bool streaming) const;
   int64_t keep(int rank, int64_t piece, bool streaming) const;
 

@@ -17,17 +17,25 @@ from symm_cp.schedule.patterns.pattern import (
 )
 from symm_cp.schedule.steps import Copy
 
-# Rank 0 of 3, direct (lane "compute", or "copy" in the background).
+# Rank 0 of 3, direct. While a rank copies its own chunk its peers may fall behind or run ahead.
 #
-#   copy own | copy chunks>slot | signal 1, 2 | wait 1 | copy 1 | wait 2 | copy 2
+#   compute  copy chunks>slot | signal 1, 2 | copy own | wait 1 | copy 1 | wait 2 | copy 2
+#
+# In the background:
+#
+#   copy  copy own | copy chunks>slot | signal 1, 2 | wait 1 | copy 1 | wait 2 | copy 2
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
     rank = draft.rank
-    draft.add(lane, Copy(draft.own("input", rank), draft.own("output", rank)))
+    own = Copy(draft.own("input", rank), draft.own("output", rank))
+    if lane == "copy":
+        draft.add(lane, own)
     for peer in draft.peers:
         draft.add(lane, Copy(draft.own("input", peer), draft.own("slot", peer)))
     draft.add(lane, *draft.signals("ready"))
+    if lane != "copy":
+        draft.add(lane, own)
     for peer in draft.peers:
         draft.add(lane, draft.wait(peer, "ready"))
         draft.add(lane, Copy(draft.of(peer, "slot", rank), draft.own("output", peer)))

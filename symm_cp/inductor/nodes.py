@@ -15,6 +15,7 @@ GATHER = c10d.all_gather_into_tensor.default
 SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 ALL_REDUCE_COALESCED = c10d.all_reduce_coalesced.default
+ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 
 

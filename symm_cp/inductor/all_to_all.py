@@ -47,7 +47,16 @@ from symm_cp.inductor.heads import (
 )
 from symm_cp.inductor.matmuls import bias_of, left
 from symm_cp.inductor.neighbours import fed_by, feeding
-from symm_cp.inductor.nodes import ALL_TO_ALL, WAIT, aten, is_dynamic, number_of, static_shape
+from symm_cp.inductor.nodes import (
+    ALL_TO_ALL,
+    WAIT,
+    aten,
+    is_dynamic,
+    is_item,
+    number_of,
+    static_shape,
+    value,
+)
 from symm_cp.inductor.options import Options
 from symm_cp.inductor.origins import Tracer, start_of
 from symm_cp.inductor.rewrite import (
@@ -60,6 +69,13 @@ from symm_cp.inductor.rewrite import (
 )
 
 _MATMULS = {aten.mm.default, aten.addmm.default}
+_PARTS = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.slice.Tensor,
+    aten.select.int,
+}
 
 #: Why most all-to-alls are left alone.
 _NO_EXCHANGE = "it does not exchange a sequence for equal runs of heads, in rank order"
@@ -75,21 +91,14 @@ class _Exchange:
     """
 
     wait: Node
+    node: Node  # the all-to-all
     matmul: Node
     to_heads: bool
     ranks: Factor
     rows: _Rows
     columns: tuple[Factor, ...]
-
-    @property
-    def node(self) -> Node:
-        """The all-to-all."""
-        return self.wait.args[0]  # type: ignore[return-value]
-
-    @property
-    def group(self) -> str:
-        """The name of the group."""
-        return str(self.node.args[3])
+    name: str
+    group: str
 
     @property
     def whole(self) -> Axes:
@@ -117,23 +126,21 @@ def fuse_all_to_alls(graph: Graph, options: Options) -> None:
         for node in graph.nodes
         if node.target is WAIT and getattr(node.args[0], "target", None) is ALL_TO_ALL
     ]
-    tracer = Tracer(graph, {*_MATMULS, WAIT}) if waits else None
-    together: defaultdict[Hashable, list[_Exchange]] = defaultdict(list)
-    for wait in waits:
-        assert tracer is not None
-        found = _exchange(tracer, wait)
-        if isinstance(found, _Exchange):
-            together[found.kind].append(found)
+    if not waits:
+        return
+    tracer = Tracer(graph, {*_MATMULS, WAIT})
+    found = [_exchange(tracer, wait) for wait in waits]
+    exchanges = [exchange for exchange in found if isinstance(exchange, _Exchange)]
+    reasons = _fuse_all(graph, tracer, exchanges, options)
+    for wait, exchange in zip(waits, found, strict=True):
+        if not isinstance(exchange, _Exchange):
+            _leave(wait, exchange)
+        elif reason := reasons[wait]:
+            _leave(wait, reason)
         else:
-            _leave(wait, found)
-    for exchanges in together.values():
-        assert tracer is not None
-        # One call costs less than several, where one can do what several do.
-        if len(exchanges) > 1 and not _fuse(graph, tracer, exchanges, options):
-            continue
-        for exchange in exchanges:
-            if reason := _fuse(graph, tracer, [exchange], options):
-                _leave(exchange.wait, reason)
+            into = "project_to_heads" if exchange.to_heads else "project_from_heads"
+            text = "with the projections next to it"
+            record(Decision(exchange.name, exchange.group, into, text))
 
 
 def _leave(wait: Node, reason: str) -> None:
@@ -142,6 +149,24 @@ def _leave(wait: Node, reason: str) -> None:
     if path:  # Others are recorded with all other collectives.
         text = f"{path[-1].name} is next to it, and {reason}"
         record(Decision(node.name, str(node.args[3]), None, text, True))
+
+
+def _fuse_all(
+    graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Options
+) -> dict[Node, str]:
+    """Fuses what can be; returns by their waits why others were left alone, or an empty text."""
+    together: defaultdict[Hashable, list[_Exchange]] = defaultdict(list)
+    for exchange in exchanges:
+        together[exchange.kind].append(exchange)
+    reasons: dict[Node, str] = {}
+    for alike in together.values():
+        # One call costs less than several, where one can do what several do.
+        if len(alike) > 1 and not _fuse(graph, tracer, alike, options):
+            reasons.update((exchange.wait, "") for exchange in alike)
+            continue
+        for exchange in alike:
+            reasons[exchange.wait] = _fuse(graph, tracer, [exchange], options)
+    return reasons
 
 
 # --- what is an exchange of heads ------------------------------------------------------------
@@ -174,6 +199,9 @@ def _of_product(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = tracer[sent]
     if traced is None or traced.source.target not in _MATMULS or len(traced.dtypes) > 1:
+        start = start_of(sent).source
+        if (start.args[0] if is_item(start) else start).target in _PARTS:  # type: ignore[union-attr]
+            return "what it sends is a part of what is computed at once"
         return ""
     product = traced.source
     axes = inverse(traced.axes, static_shape(product) or ())
@@ -186,13 +214,13 @@ def _of_product(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     uses = sorted(tracer.uses(wait), key=lambda use: use[1].op == "output")
     order = _in_memory(uses[0][0], tracer[uses[0][0]].axes) if uses else ()  # type: ignore[union-attr]
     rows = _divided(axes[0], columns, ranks, order)
-    return _Exchange(wait, product, True, ranks, rows, columns)
+    return _Exchange(wait, node, product, True, ranks, rows, columns, *_names(node))
 
 
 def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     """Returns the exchange that makes up the rows of a matmul, or why it is none."""
-    found = []
-    for operand, matmul in tracer.uses(wait):
+    found, uses = [], tracer.uses(wait)
+    for operand, matmul in uses:
         traced = tracer[operand]
         assert traced is not None
         if matmul.target not in _MATMULS or left(matmul) is not operand or len(traced.dtypes) > 1:
@@ -202,11 +230,19 @@ def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
             found.append((matmul, traced.axes[0], columns, operand))
     if ranks.size == 1:  # also what is transposed, for the gradient of a weight
         found = [each for each in found if each[3].meta["val"].is_contiguous()]
-    if len(found) != 1:
-        return "several matmuls take its result" if found else _NO_EXCHANGE
+    if len(found) > 1:
+        return "several matmuls take its result"
+    if not found:
+        joins = any(user.target is aten.cat.default for _, user in uses)
+        return "its result is put side by side with others" if joins else _NO_EXCHANGE
     matmul, rows, columns, _ = found[0]
-    order = _in_memory(*_sent(wait))
-    return _Exchange(wait, matmul, False, ranks, _divided(rows, columns, ranks, order), columns)
+    node: Node = wait.args[0]  # type: ignore[assignment]
+    divided = _divided(rows, columns, ranks, _in_memory(*_sent(wait)))
+    return _Exchange(wait, node, matmul, False, ranks, divided, columns, *_names(node))
+
+
+def _names(node: Node) -> tuple[str, str]:
+    return node.name, str(node.args[3])
 
 
 def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ...] | None:
@@ -297,9 +333,6 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     if total is not None and result is not None:
         replace_total(total, result, matmuls)
     for exchange in exchanges:
-        into = "project_to_heads" if to_heads else "project_from_heads"
-        text = "with the projections next to it"
-        record(Decision(exchange.node.name, exchange.group, into, text))
         _erase(graph, tracer, exchange)
     return ""
 
@@ -340,20 +373,46 @@ def _emit(
         result = emitter.reshape(out, static_shape(total) or ())
     served: list[_Served] = []
     for exchange, tensor in zip(exchanges, results, strict=True):
-        for node, user in tracer.uses(exchange.wait):
-            if user is exchange.matmul:
-                continue
-            arranged = _arranged(emitter, tracer, exchange, tensor, (node, user))
-            if arranged is None:
-                return None
-            served.append((user, node, arranged))
+        others = _serve(emitter, tracer, exchange, tensor)
+        if others is None:
+            return None
+        served += others
     return result, served
+
+
+def _serve(
+    emitter: Emitter, tracer: Tracer, exchange: _Exchange, tensor: Node
+) -> list[_Served] | None:
+    """Arranges what a fused op returns as the other users of an exchange take it."""
+    served: list[_Served] = []
+    output = next(node for node in reversed(exchange.wait.graph.nodes) if node.op == "output")
+    returned = {_memory_of(node) for node in output.all_input_nodes}
+    shared: int | None = None
+    for node, user in tracer.uses(exchange.wait):
+        if user is exchange.matmul:
+            continue
+        arranged = _arranged(emitter, tracer, exchange, tensor, (node, user))
+        if arranged is None:
+            return None
+        # What a graph returns in memory of its own stays apart: its users may overwrite it.
+        memory = _memory_of(node)
+        if memory in returned and shared not in (None, memory):
+            arranged = emitter.call(aten.clone.default, arranged)
+        elif memory in returned:
+            shared = memory
+        served.append((user, node, arranged))
+    return served
+
+
+def _memory_of(node: Node) -> int | None:
+    fake = value(node)
+    return None if fake is None else fake.untyped_storage()._cdata
 
 
 def _arranged(
     emitter: Emitter, tracer: Tracer, exchange: _Exchange, tensor: Node, use: tuple[Node, Node]
 ) -> Node | None:
-    """Arranges what a fused op returns as another user of the exchange takes it."""
+    """Arranges what a fused op returns as one user takes it: the same elements and strides."""
     node, user = use
     traced = tracer[node]
     assert traced is not None

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+import random
 from typing import Any
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.distributed as dist
+import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.inductor.options import Options
 from tests.exhaustive import some
 from tests.inductor.graphs import run, through_passes
-from tests.inductor.ulysses_graphs import OTHERS, PROGRAMS, D, E
+from tests.inductor.ulysses_graphs import OTHERS, PROGRAMS, D, E, Ordered, functional_to_heads
 from tests.pool import Ranks
 
 B, s = 2, 3
@@ -74,6 +76,60 @@ def test_attention_by_heads(ranks: Ranks, world_size: int, name: str, train: boo
     ranks.run(world_size, check, name, train)
 
 
+def in_any_order(group: dist.ProcessGroup, seed: int) -> None:
+    rng = random.Random(seed)
+
+    def order(dims: str) -> str:
+        return "".join(rng.sample(dims, len(dims)))
+
+    W, h, e = group.size(), 2, 5
+    for _ in range(8):
+        program = Ordered(
+            {"W": W, "B": B, "s": s, "h": h, "E": e},
+            (order("BshE"), order("BshE")),
+            (order("WBshE"), order("WBshE")),
+            rng.randrange(4),
+        )
+        shapes = (B, s, D), (W * h * e, D), (4, W * h * e)
+        inputs = [torch.randn(shape, dtype=torch.float64).requires_grad_() for shape in shapes]
+        fn = functools.partial(program, group)
+        results, grads = run(fn, inputs)
+        compiled = through_passes(fn, inputs, Options())
+        for got, want in zip([*compiled.results, *compiled.grads], [*results, *grads], strict=True):
+            torch.testing.assert_close(got, want, msg=str(program))
+        # A gradient may be a product whose rows are features, which stays as it is.
+        fused = [decision.fused_into for decision in compiled.report.decisions]
+        assert fused[:2] == ["project_to_heads", "project_from_heads"], (program, fused)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_dimensions_in_any_order(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, in_any_order, int(torch.randint(1 << 30, ())), timeout=300)
+
+
+def lengths(group: dist.ProcessGroup) -> None:
+    """The number of positions is not known when the graph is compiled."""
+    program = functools.partial(PROGRAMS["scatter and gather"], group)
+    weights = whole_inputs(group.size(), False, True)[1:]
+    torch._dynamo.reset()
+    with inductor_config.patch(force_disable_caches=True, fallback_by_default=True):
+        compiled = torch.compile(program, options=symm_cp.inductor.compile_options())
+        for length in (3, 5):
+            x = torch.randn(B, length, D, dtype=torch.float64, requires_grad=True)
+            results, grads = run(program, [x, *weights])
+            torch._dynamo.mark_dynamic(x, 1)
+            got, got_grads = run(compiled, [x, *weights])
+            torch.testing.assert_close([*got, *got_grads], [*results, *grads])
+    report = symm_cp.inductor.explain(program, x, *weights)
+    assert len(report.fused) == 8, str(report)
+
+
+@pytest.mark.exhaustive
+def test_lengths_that_are_not_known(ranks: Ranks) -> None:
+    ranks.run(2, lengths, timeout=300)
+
+
 def stays(group: dist.ProcessGroup) -> None:
     for fn, reason in OTHERS.items():
         shapes = [(2, 4, D), (4 * E, D), (D, 4 * E)]
@@ -94,6 +150,26 @@ def stays(group: dist.ProcessGroup) -> None:
 
 def test_other_exchanges_stay_as_they_are(ranks: Ranks) -> None:
     ranks.run(2, stays, timeout=300)
+
+
+def apart(group: dist.ProcessGroup) -> None:
+    """Results that had memory of their own still have: one is overwritten."""
+
+    def two(x: torch.Tensor, w: torch.Tensor) -> Any:
+        heads = functional_to_heads(F.linear(x, w).unflatten(2, (-1, E)), group)
+        return heads.contiguous(), heads.transpose(1, 2).contiguous(), heads.exp()
+
+    inputs = [torch.randn(2, 3, D), torch.randn(4 * E, D)]
+    expected, _ = run(two, inputs)
+    compiled = through_passes(two, inputs, Options())
+    assert [d.fused_into for d in compiled.report.decisions] == ["project_to_heads"]
+    torch.testing.assert_close(compiled.results, expected)
+    compiled.results[0].zero_()
+    torch.testing.assert_close(compiled.results[1:], expected[1:])
+
+
+def test_results_do_not_share_memory(ranks: Ranks) -> None:
+    ranks.run(2, apart)
 
 
 def with_options(group: dist.ProcessGroup) -> None:

@@ -93,6 +93,36 @@ def gather_heads_of_rows(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
+class Ordered:
+    """A projection, an exchange and one back, all with the dimensions of tensors in any order."""
+
+    sizes: dict[str, int]  # of B, s, h, E and the ranks, W
+    sent: tuple[str, str]  # BshE, in the order of what each exchange sends to a rank
+    between: tuple[str, str]  # WBshE, in the order of shapes and of memory between them
+    flat: int  # the last dimension that is joined with the first one to be sent
+
+    def exchange(self, x: torch.Tensor, order: str, group: Any) -> torch.Tensor:
+        """The first of (W, B, s, h, E) counts the parts for ranks, then those from ranks."""
+        shape = [self.sizes[dim] for dim in "W" + order]
+        sent = x.permute(["WBshE".index(dim) for dim in "W" + order]).contiguous()
+        sent = sent.flatten(0, self.flat)
+        arrived = funcol.all_to_all_single_autograd(sent, None, None, group).reshape(shape)
+        return arrived.permute([("W" + order).index(dim) for dim in "WBshE"])
+
+    def __call__(self, group: Any, x: Any, w: Any, u: Any) -> Any:
+        shape, memory = self.between
+        W, h = self.sizes["W"], self.sizes["h"]
+        heads = F.linear(x, w).unflatten(2, (W, h, -1)).permute(2, 0, 1, 3, 4)
+        y = self.exchange(heads, self.sent[0], group)
+        y = y.permute(["WBshE".index(dim) for dim in shape]).contiguous().flatten(0, 1).sin()
+        y = y.unflatten(0, (self.sizes[shape[0]], -1))
+        y = y.permute([shape.index(dim) for dim in memory]).contiguous().cos()
+        y = y.permute([memory.index(dim) for dim in "WBshE"])
+        y = self.exchange(y, self.sent[1], group)
+        return F.linear(y.permute(1, 2, 0, 3, 4).flatten(2), u)
+
+
+@dataclass(frozen=True)
 class Ulysses:
     """A layer of attention, over the group or, without one, of the whole sequence."""
 
@@ -180,6 +210,12 @@ def used_twice(group: Any, x: Any, w: Any, u: Any) -> Any:
     return functional_to_heads(heads, group), heads.sin()
 
 
+def parts_of_one(group: Any, x: Any, w: Any, u: Any) -> Any:
+    """Queries and keys are one product, of which each is a part."""
+    q, k = _heads(x, w).chunk(2, 2)
+    return functional_to_heads(q, group) * functional_to_heads(k, group)
+
+
 def cast(group: Any, x: Any, w: Any, u: Any) -> Any:
     """The product is cast before it is sent."""
     return functional_to_heads(_heads(x, w).float(), group)
@@ -191,7 +227,7 @@ def summed(group: Any, x: Any, w: Any, u: Any) -> Any:
     return F.linear(parts, torch.cat([u, u], 1)), F.linear(parts, torch.cat([u, u], 1).sin())
 
 
-#: Why the forward graph's all-to-all is left alone.
+#: Why the first all-to-all of the forward graph is left alone.
 OTHERS = {
     every_other_head: "equal runs of heads",
     last_heads_first: "equal runs of heads",
@@ -200,6 +236,7 @@ OTHERS = {
     ranks_inside: "equal runs of heads",
     uneven: "splits are unequal",
     used_twice: "has other uses",
+    parts_of_one: "part of what is computed at once",
     cast: "equal runs of heads",
     summed: "several matmuls",
 }

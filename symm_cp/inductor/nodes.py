@@ -24,6 +24,13 @@ def is_item(node: Node) -> bool:
     return node.target is operator.getitem
 
 
+def is_result(node: Node) -> bool:
+    """Tells whether a node does something without being used: it returns, or writes to memory."""
+    return node.op == "output" or bool(
+        getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    )
+
+
 def value(node: Any) -> torch.Tensor | None:
     """Returns the fake tensor of a node; None for no tensor."""
     fake = node.meta.get("val") if isinstance(node, Node) else None

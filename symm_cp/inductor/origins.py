@@ -17,6 +17,7 @@ from symm_cp.inductor.nodes import (
     WAIT,
     aten,
     is_item,
+    is_result,
     number_of,
     shape_of,
     static_shape,
@@ -129,7 +130,7 @@ class Tracer:
             # Also: parts that are only put together again, and unused nodes.
             return (
                 user in arrangements
-                or (not user.users and user.op != "output")
+                or (not user.users and not is_result(user))
                 or (user.target in _CUTS and all(map(rearranges, user.users)))
             )
 

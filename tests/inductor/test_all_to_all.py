@@ -172,6 +172,46 @@ def test_results_do_not_share_memory(ranks: Ranks) -> None:
     ranks.run(2, apart)
 
 
+def into_arguments(group: dist.ProcessGroup) -> None:
+    """Collectives write to tensors that the caller passed in, and these are used as well."""
+    W = group.size()
+
+    def exchanged(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        heads = (x @ w).unflatten(1, (W, -1)).transpose(0, 1).contiguous()
+        dist.all_to_all_single(out, heads, group=group)
+        return out.flatten(0, 1).exp()
+
+    def multiplied(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dist.all_to_all_single(out, x.sin().unflatten(0, (W, -1)), group=group)
+        return out.transpose(0, 1).flatten(1) @ w
+
+    def gathered(out: torch.Tensor, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        dist.all_gather_into_tensor(out, x, group=group)
+        return out @ w
+
+    cases = [
+        (exchanged, (W, 4, 2), (D, 2 * W), "project_to_heads"),
+        (multiplied, (W, 4 // W, D), (W * D, 5), "project_from_heads"),
+        (gathered, (4 * W, D), (D, 5), "fused_all_gather_matmul"),
+    ]
+    for fn, out, weight, fused in cases:
+        inputs = [torch.zeros(out), torch.randn(4, D), torch.randn(weight)]
+        changed = [tensor.clone() for tensor in inputs]
+        want, _ = run(fn, changed)
+        # Inductor's graphs write to arguments; other compilers leave that to their caller.
+        report = symm_cp.inductor.explain(fn, *(tensor.clone() for tensor in inputs))
+        assert [d.fused_into for d in report.decisions] == [fused], str(report)
+        torch._dynamo.reset()
+        with inductor_config.patch(force_disable_caches=True, fallback_by_default=True):
+            options = symm_cp.inductor.compile_options()
+            got = torch.compile(fn, options=options)(*inputs)
+        torch.testing.assert_close([got, *inputs], [*want, *changed])
+
+
+def test_memory_of_the_caller(ranks: Ranks) -> None:
+    ranks.run(2, into_arguments)
+
+
 def with_options(group: dist.ProcessGroup) -> None:
     program = functools.partial(PROGRAMS["functional"], group)
     inputs = [of.detach() for of in whole_inputs(group.size(), False, False)]

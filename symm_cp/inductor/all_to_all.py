@@ -307,12 +307,12 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     if is_dynamic(sizes(exchanges[0].whole)[3]):
         return "the number of its columns is unknown at compile time"
     order = order_of(graph)
-    operands = [operand for matmul in matmuls for operand in matmul.args]
-    if not to_heads:  # their rows are what the exchange makes
-        rows = [left(matmul) for matmul in matmuls]
-        operands = [operand for operand in operands if operand not in rows]
-        operands += [_sent(exchange.wait)[0] for exchange in exchanges]
-    needed: list[Node] = [o for o in operands if isinstance(o, Node)]
+    needed: list[Node]
+    if to_heads:
+        needed = [operand for matmul in matmuls for operand in matmul.args]  # type: ignore[misc]
+    else:
+        needed = [matmul.args[-1] for matmul in matmuls]  # type: ignore[misc]
+        needed += [_sent(exchange.wait)[0] for exchange in exchanges]
     if depends(needed, [exchange.wait for exchange in exchanges], order):
         return "an operand depends on its result"
     first = min((exchange.node for exchange in exchanges), key=order.__getitem__)

@@ -88,7 +88,7 @@ def fuse_post_grad(graph: Graph, options: Options) -> None:
     if options.context_parallel:
         fuse_all_to_alls(graph, options)
         fuse_projections(graph, options)
-        graph.eliminate_dead_code()  # products that are computed elsewhere now use nothing here
+        graph.eliminate_dead_code()  # matmuls that were replaced use nothing
     record_called(graph)
     if options.async_tp:
         fuse_scatters(graph, options)

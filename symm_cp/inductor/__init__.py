@@ -78,13 +78,14 @@ def enable(
             matmuls whose product is reduce-scattered become `fused_matmul_reduce_scatter`; those
             whose product is all-reduced (on CPU) become `fused_matmul_all_reduce`.
         context_parallel: all-gathers of keys and values that feed scaled-dot-product attention
-            become `fused_all_gather_attention`, with its backward; `exchange_heads` next to
-            projections becomes `project_to_heads` or `project_from_heads`.
+            become `fused_all_gather_attention`, with its backward; `exchange_heads`, and
+            all-to-alls that do the same, next to projections become `project_to_heads` or
+            `project_from_heads`.
         low_contention: other large all-gathers and reduce-scatters with independent matmuls to hide
             behind become `_low_contention_*`, waited for as late as possible.
         strict: compiling raises `UnfusedError` when a collective next to a matmul or attention is
             not fused. It is next to a matmul if only ops that move or cast elements lie between
-            them; this includes collectives without a fused form, such as an all-to-all.
+            them; this includes collectives without a fused form, such as an all-to-all of tokens.
         min_flops: matmuls of fewer floating-point operations are left alone (default: 0 on CPU, 1e9
             on CUDA, where the parts of a smaller matmul do not fill a GPU).
         min_bytes: smaller collectives do not become low-contention ones.

@@ -33,7 +33,15 @@ _BY_REASON = {
     "several tensors at once": "call the collective once for each tensor",
     "no fused op exists for all_to_all": (
         "if it exchanges a sequence for heads, symm_cp.sequence_to_heads and heads_to_sequence "
-        "copy straight to where the heads belong, and are fused with projections next to them"
+        "copy straight to where the heads belong"
+    ),
+    "part of what is computed at once": (
+        "project queries, keys and values by a matmul each: products of one input are "
+        "exchanged together"
+    ),
+    "equal runs of heads": (
+        "to exchange a sequence for heads, give rank r the r-th of W equal runs of heads, as "
+        "symm_cp.sequence_to_heads does"
     ),
     "no fused op exists for broadcast": "broadcast what stays the same once, outside of the graph",
 }

@@ -59,15 +59,16 @@ def split(factor: Factor, outer: int) -> tuple[Factor, Factor] | None:
     )
 
 
-def _joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
-    joined: list[Factor] = []
+def joined(factors: Iterable[Factor]) -> tuple[Factor, ...]:
+    """Puts factors together that continue each other; leaves out those of size 1."""
+    kept: list[Factor] = []
     for factor in factors:
         if factor.size == 1:
             continue
-        if joined and joined[-1].dim == factor.dim and joined[-1].stride == factor.end:
-            factor = Factor(factor.dim, factor.stride, joined.pop().size * factor.size)
-        joined.append(factor)
-    return tuple(joined)
+        if kept and kept[-1].dim == factor.dim and kept[-1].stride == factor.end:
+            factor = Factor(factor.dim, factor.stride, kept.pop().size * factor.size)
+        kept.append(factor)
+    return tuple(kept)
 
 
 def view(axes: Axes, shape: Sequence[int]) -> Axes | None:
@@ -90,7 +91,7 @@ def view(axes: Axes, shape: Sequence[int]) -> Axes | None:
             dim.append(parts[0])
             rest.append(parts[1])
             size = 1
-        viewed.append(_joined(dim))
+        viewed.append(joined(dim))
     return None if rest else tuple(viewed)
 
 
@@ -107,13 +108,13 @@ def lead(axes: Axes, dim: int, size: int) -> tuple[Factor, Axes] | None:
     parts = split(first, size)
     if parts is None:
         return None
-    left = _joined([parts[1], *others])
+    left = joined([parts[1], *others])
     return parts[0], (*axes[:dim], left, *axes[dim + 1 :])
 
 
 def prepend(axes: Axes, dim: int, factor: Factor) -> Axes:
     """Returns the axes with another outermost factor in a dimension."""
-    return (*axes[:dim], _joined([factor, *axes[dim]]), *axes[dim + 1 :])
+    return (*axes[:dim], joined([factor, *axes[dim]]), *axes[dim + 1 :])
 
 
 def expose(axes: Axes, wanted: Factor) -> tuple[int, int, Axes] | None:
@@ -165,3 +166,17 @@ def refined(have: Axes, want: Axes) -> tuple[Axes, Axes] | None:
     if cuts[0] is None or cuts[1] is None or set(flat(cuts[0])) != set(flat(cuts[1])):
         return None
     return cuts[0], cuts[1]
+
+
+def inverse(axes: Axes, shape: Sequence[int]) -> Axes | None:
+    """Returns how the origin, of `shape`, is arranged from the tensor that these axes describe."""
+    fine = refined(origin(shape), axes)
+    if fine is None:
+        return None
+    places: dict[Factor, Factor] = {}
+    for dim, factors in enumerate(fine[1]):
+        stride = 1
+        for factor in reversed(factors):
+            places[factor] = Factor(dim, stride, factor.size)
+            stride *= factor.size
+    return tuple(joined(places[factor] for factor in factors) for factors in fine[0])

@@ -8,6 +8,7 @@ that behind attention; in a backward graph the same the other way round.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -51,7 +52,7 @@ def fuse_projections(graph: Graph, options: Options) -> None:
             record(Decision(node.name, str(node.args[2]), "exchange_heads", text))
 
 
-def _strides(node: Node) -> list[int] | None:
+def strides_of(node: Node) -> list[int] | None:
     """Strides with numbers for unknown sizes, as in `static_shape`; None where they are unknown."""
     fake = value(node)
     if fake is None or fake.storage_offset() != 0:
@@ -61,9 +62,9 @@ def _strides(node: Node) -> list[int] | None:
     return known if len(known) == len(numbers) else None
 
 
-def _is_laid_out(node: Node, want: Sequence[int]) -> bool:
+def is_laid_out(node: Node, want: Sequence[int]) -> bool:
     """Whether a result has these strides, in dimensions that are longer than 1."""
-    shape, strides = static_shape(node), _strides(node)
+    shape, strides = static_shape(node), strides_of(node)
     if shape is None or strides is None or len(shape) != len(want):
         return False
     triples = zip(shape, strides, want, strict=True)
@@ -76,7 +77,7 @@ def _side_by_side(node: Node) -> bool:
     if shape is None or len(shape) != 4:
         return False
     _, heads, rows, features = shape
-    return _is_laid_out(node, (rows * heads * features, features, heads * features, 1))
+    return is_laid_out(node, (rows * heads * features, features, heads * features, 1))
 
 
 def _product(tensor: Node) -> Node | None:
@@ -96,29 +97,42 @@ def _fuse_before(graph: Graph, node: Node, options: Options) -> str | None:
         return ""
     if len(found) < len(tensors) or not all(map(_side_by_side, tensors)):
         return "not all of its tensors are products of matmuls alone"
-    if len({_source(left(product)) for product in found}) > 1:
-        return "its tensors are projections of different inputs"
-    biases = [bias_of(product) for product in found]
-    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
-        return "only some of the projections have a bias"
-    if not all(bias is None or bias.meta["val"].dim() == 1 for bias in biases):
-        return "a projection adds more than a bias"
     shapes = [static_shape(tensor) or () for tensor in tensors]
     if len({shape[3] for shape in shapes}) > 1 or is_dynamic(shapes[0][3]):
         return "its tensors have heads of different sizes"
-    if reason := _why_not(found, options):
+    if reason := why_not_projected(found, options):
         return reason
-    emitter = Emitter(graph, node)
     batch, _, rows, features = shapes[0]
-    source = left(found[0])
-    x = _as_batches(emitter, source, (batch, rows, (static_shape(source) or ())[1]))
-    weights = [product.args[-1] for product in found]
-    fused = emitter.call(
-        _PROJECT, x, weights, [b for b in biases if b is not None], features, *node.args[2:]
-    )
+    fused = project(Emitter(graph, node), found, (batch, rows), features, *node.args[2:])
     node.replace_all_uses_with(fused)
     graph.erase_node(node)
     return None
+
+
+def why_not_projected(products: list[Node], options: Options) -> str:
+    """Returns why products of matmuls cannot become one projection, or an empty text."""
+    if len({source_of(product) for product in products}) > 1:
+        return "its tensors are projections of different inputs"
+    biases = [bias_of(product) for product in products]
+    if any(bias is None for bias in biases) != all(bias is None for bias in biases):
+        return "only some of the projections have a bias"
+    for product, bias in zip(products, biases, strict=True):
+        if bias is not None and static_shape(bias) != (static_shape(product) or ())[1:]:
+            return "a projection adds more than a bias"
+    return _why_not(products, options)
+
+
+def project(
+    emitter: Emitter, products: list[Node], shape: tuple[int, int], features: int, *options: Any
+) -> Node:
+    """Inserts the projection that multiplies and exchanges; `shape`: batch and positions here."""
+    rows = left(products[0])
+    whole = (*shape, (static_shape(rows) or ())[1])
+    source = source_of(products[0])
+    x = source if static_shape(source) == whole else emitter.reshape(rows, whole)
+    weights = [product.args[-1] for product in products]
+    biases = [bias for product in products if (bias := bias_of(product)) is not None]
+    return emitter.call(_PROJECT, x, weights, biases, features, *options)
 
 
 def _why_not(matmuls: list[Node], options: Options) -> str:
@@ -126,17 +140,12 @@ def _why_not(matmuls: list[Node], options: Options) -> str:
     return next(filter(None, reasons), "") or why_too_small(matmuls, options)
 
 
-def _source(rows: Node) -> Node:
+def source_of(matmul: Node) -> Node:
     """Returns what was shaped as the rows of a matmul."""
+    rows = left(matmul)
     while rows.target in _SHAPES:
         rows = rows.args[0]  # type: ignore[assignment]
     return rows
-
-
-def _as_batches(emitter: Emitter, rows: Node, shape: tuple[int, ...]) -> Node:
-    """Returns (B, s, D), given what a matmul takes as rows."""
-    source = _source(rows)
-    return source if static_shape(source) == shape else emitter.reshape(rows, shape)
 
 
 def _views_of(node: Node) -> Iterator[Node]:
@@ -157,7 +166,7 @@ def _matmul_of(item: Node) -> tuple[Node, str]:
         if user.target in _MATMULS
         and left(user) is view
         and static_shape(view) == (batch * rows, columns)
-        and _is_laid_out(view, (columns, 1))
+        and is_laid_out(view, (columns, 1))
     }
     if len(found) != 1:
         return item, "" if not found else "several matmuls take its result"
@@ -181,36 +190,49 @@ def _fuse_behind(graph: Graph, node: Node, options: Options) -> str | None:
         if matmul is items[index]:
             return reason
         matmuls.append(matmul)
-    if reason := _why_not(matmuls, options):
-        return reason
-    if len(matmuls) > 1 and any(bias_of(matmul) is not None for matmul in matmuls):
-        return "a product that is summed has a bias"
-    total = _sum_of(matmuls)
+    total, reason = total_of(matmuls, options)
     if total is None:
-        return "the products of its results are not just added"
+        return reason
     weights = [matmul.args[-1] for matmul in matmuls]
     if depends(weights, [node], order_of(graph)):  # type: ignore[arg-type]
         return "a weight depends on its result"
     hoist(node, weights)  # type: ignore[arg-type]
     emitter = Emitter(graph, node)
-    fused = emitter.call(_COLLECT, tensors, weights, *node.args[2:])
-    out, local = emitter.item(fused, 0), emitter.item(fused, 1)
+    out, local = collect(emitter, tensors, matmuls, *node.args[2:])
     for index, item in items.items():
         batch, heads, rows, features = static_shape(item) or ()
-        flat = emitter.item(local, index)
-        heads_last = emitter.reshape(flat, [batch, rows, heads, features])
+        heads_last = emitter.reshape(local[index], [batch, rows, heads, features])
         item.replace_all_uses_with(emitter.call(aten.permute.default, heads_last, [0, 2, 1, 3]))
-    _replace_total(graph, total, out, bias_of(matmuls[0]))
+    replace_total(total, emitter.reshape(out, static_shape(total) or ()), matmuls)
     return None
 
 
-def _replace_total(graph: Graph, total: Node, out: Node, bias: Node | None) -> None:
-    emitter = Emitter(graph, total)
-    result = emitter.reshape(out, static_shape(total) or ())
+def collect(
+    emitter: Emitter, tensors: Sequence[Node], matmuls: list[Node], *options: Any
+) -> tuple[Node, list[Node]]:
+    """Inserts what exchanges, multiplies and adds; returns the sum, and what was multiplied."""
+    fused = emitter.call(_COLLECT, tensors, [matmul.args[-1] for matmul in matmuls], *options)
+    local = emitter.item(fused, 1)
+    return emitter.item(fused, 0), [emitter.item(local, index) for index in range(len(matmuls))]
+
+
+def total_of(matmuls: list[Node], options: Options) -> tuple[Node | None, str]:
+    """Returns the sum of matmuls that can be collected as one, or why there is none."""
+    if reason := _why_not(matmuls, options):
+        return None, reason
+    if len(matmuls) > 1 and any(bias_of(matmul) is not None for matmul in matmuls):
+        return None, "a product that is summed has a bias"
+    total = _sum_of(matmuls)
+    return total, "" if total else "the products of its results are not just added"
+
+
+def replace_total(total: Node, result: Node, matmuls: list[Node]) -> None:
+    """Replaces the sum of matmuls by what was collected, to which it adds their bias."""
+    bias = bias_of(matmuls[0])
     if bias is not None:
-        result = emitter.call(aten.add.Tensor, result, bias)
+        result = Emitter(total.graph, total).call(aten.add.Tensor, result, bias)
     total.replace_all_uses_with(result)
-    graph.erase_node(total)
+    total.graph.erase_node(total)
 
 
 def _sum_of(matmuls: list[Node]) -> Node | None:
@@ -241,3 +263,13 @@ def _last_view(term: Node) -> Node:
             break
         term = user
     return term
+
+
+def last_sum(term: Node) -> Node:
+    """Follows a product through all sums that it alone is a term of."""
+    while True:
+        term = _last_view(term)
+        user = next(iter(term.users), None)
+        if user is None or len(term.users) > 1 or user.target is not aten.add.Tensor:
+            return term
+        term = user

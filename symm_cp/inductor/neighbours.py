@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from torch.fx import Graph, Node
 
 from symm_cp.inductor.decisions import Decision, record, recorded
-from symm_cp.inductor.nodes import GATHER, SCATTER, argument
+from symm_cp.inductor.nodes import ALL_TO_ALL, GATHER, SCATTER, argument
 from symm_cp.inductor.rewrite import is_ours
 
 _MATMULS = {
@@ -109,6 +109,8 @@ def _why_not_fused(node: Node, path: list[Node]) -> str:
     next_to = f"{path[-1].name} is next to it, and " if path else ""
     if node.target in (GATHER, SCATTER):
         return f"{next_to}async_tp is off"
+    if node.target is ALL_TO_ALL and path:  # the pass on these has recorded all others
+        return f"{next_to}context_parallel is off"
     if "coalesced" in name:
         return f"{next_to}it takes several tensors at once"
     return f"{next_to}no fused op exists for {name}"

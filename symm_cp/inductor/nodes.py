@@ -15,12 +15,20 @@ GATHER = c10d.all_gather_into_tensor.default
 SCATTER = c10d.reduce_scatter_tensor.default
 ALL_REDUCE = c10d.all_reduce.default
 ALL_REDUCE_COALESCED = c10d.all_reduce_coalesced.default
+ALL_TO_ALL = c10d.all_to_all_single.default
 WAIT = c10d.wait_tensor.default
 
 
 def is_item(node: Node) -> bool:
     """Tells whether a node takes one of several results."""
     return node.target is operator.getitem
+
+
+def is_result(node: Node) -> bool:
+    """Tells whether a node does something without being used: it returns, or writes to memory."""
+    return node.op == "output" or bool(
+        getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+    )
 
 
 def value(node: Any) -> torch.Tensor | None:

@@ -17,6 +17,7 @@ from symm_cp.inductor.nodes import (
     WAIT,
     aten,
     is_item,
+    is_result,
     number_of,
     shape_of,
     static_shape,
@@ -37,6 +38,7 @@ _SQUEEZES = {
 }
 _PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
 _SLICES = {aten.slice.Tensor, aten.select.int}
+_ARRANGES = {*VIEWS, *_SAME, *_SQUEEZES, *_PERMUTES, aten.copy.default}
 
 
 @dataclass(frozen=True)
@@ -128,12 +130,12 @@ class Tracer:
             # Also: parts that are only put together again, and unused nodes.
             return (
                 user in arrangements
-                or (not user.users and user.op != "output")
+                or (not user.users and not is_result(user))
                 or (user.target in _CUTS and all(map(rearranges, user.users)))
             )
 
         return [
-            (node, user) for node in arrangements for user in node.users if not rearranges(user)
+            (node, user) for node in self.of(source) for user in node.users if not rearranges(user)
         ]
 
     def _trace(self, node: Node) -> Traced | None:
@@ -153,12 +155,12 @@ class Tracer:
             if all(part is not None and is_item(part.source) for part in parts):
                 return Traced(node, origin(shape), (tensor.dtype,))
             return None
-        operand = self[node.args[0]] if node.args else None
+        operand = self[rearranged_by(node)]
         if operand is None:
             return self._part(node)
         if node.target in _SLICES:
             return self._sliced(node, operand)
-        return _rearranged(node, operand, shape, tensor.dtype)
+        return _rearranged(node, operand)
 
     def _is_end(self, node: Node) -> bool:
         if is_item(node):
@@ -246,12 +248,45 @@ class Tracer:
         return replace(operand, axes=origin(shape), sliced=sliced, ranks=ranks)
 
 
-def _rearranged(
-    node: Node, operand: Traced, shape: tuple[int, ...], dtype: torch.dtype
-) -> Traced | None:
+def rearranged_by(node: Node) -> Any:
+    """Returns the operand that a node arranges, if it is one that arranges a tensor."""
+    if not node.args:
+        return None
+    if node.target is aten.copy.default:
+        # What a collective with an output of the caller's becomes: it overwrites all elements.
+        into, copied = value(node.args[0]), value(node.args[1])
+        same = into is not None and copied is not None and into.dtype == copied.dtype
+        return node.args[1] if same else None
+    return node.args[0]
+
+
+def start_of(node: Node) -> Traced:
+    """Traces a tensor back through views and permutations alone, to whatever computed it."""
+    path: list[Node] = []
+    start = node
+    while start.target in _ARRANGES and isinstance(operand := rearranged_by(start), Node):
+        path.append(start)
+        start = operand
+    traced = _whole(start)
+    for step in reversed(path):
+        # Where a view cuts across factors, the trace can only begin behind it.
+        traced = _rearranged(step, traced) or _whole(step)
+    return traced
+
+
+def _whole(node: Node) -> Traced:
+    return Traced(node, origin(static_shape(node) or ()), (node.meta["val"].dtype,))
+
+
+def _rearranged(node: Node, operand: Traced) -> Traced | None:
     """Traces a view, permutation or cast of a traced tensor; None for other ops."""
-    target = node.target
-    expands_nothing = target is aten.expand.default and static_shape(node.args[0]) == shape
+    target, shape, dtype = node.target, static_shape(node), node.meta["val"].dtype
+    if shape is None:
+        return None
+    expands_nothing = (
+        target in (aten.expand.default, aten.copy.default)
+        and static_shape(rearranged_by(node)) == shape
+    )
     if target in _SAME or expands_nothing:
         return operand
     if target in VIEWS or target in _SQUEEZES:

@@ -13,6 +13,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from symm_cp.inductor.all_reduce import replace_all_reduces
+from symm_cp.inductor.all_to_all import fuse_all_to_alls
 from symm_cp.inductor.attention import fuse_attention
 from symm_cp.inductor.decisions import Decision, Report, record, recording
 from symm_cp.inductor.gather import fuse_gathers
@@ -85,7 +86,9 @@ def _refuse(report: Report) -> None:
 def fuse_post_grad(graph: Graph, options: Options) -> None:
     """Rewrites a forward or a backward graph."""
     if options.context_parallel:
+        fuse_all_to_alls(graph, options)
         fuse_projections(graph, options)
+        graph.eliminate_dead_code()  # matmuls that were replaced use nothing
     record_called(graph)
     if options.async_tp:
         fuse_scatters(graph, options)

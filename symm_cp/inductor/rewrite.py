@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from symm_cp.inductor.axes import Axes, flat, origin, refined, sizes, without
-from symm_cp.inductor.nodes import WAIT, aten, is_dynamic, static_shape
+from symm_cp.inductor.nodes import WAIT, aten, is_dynamic, is_result, static_shape
 from symm_cp.inductor.origins import Bits, Traced, Tracer
 
 #: Marks nodes that a pass has inserted, in their metadata.
@@ -171,4 +171,4 @@ def _erase(graph: Graph, nodes: Iterable[Node]) -> None:
 
 
 def _is_unused(node: Node) -> bool:
-    return all(_is_unused(user) for user in node.users) and node.op != "output"
+    return all(_is_unused(user) for user in node.users) and not is_result(node)

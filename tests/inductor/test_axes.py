@@ -14,6 +14,7 @@ from symm_cp.inductor.axes import (
     Factor,
     expose,
     flat,
+    inverse,
     lead,
     origin,
     permute,
@@ -80,6 +81,11 @@ def test_axes_say_where_elements_are(case: tuple[tuple[int, ...], torch.Tensor, 
     if fine is not None:
         assert torch.equal(elements(fine[0], shape), tensor)
         assert set(flat(fine[0])) == set(flat(fine[1]))
+    back = inverse(axes, shape)
+    assert (back is None) == (fine is None)
+    if back is not None:
+        places = elements(back, tuple(tensor.shape))
+        assert torch.equal(tensor.flatten()[places], torch.arange(tensor.numel()).view(shape))
 
 
 @settings(max_examples=200, deadline=None)

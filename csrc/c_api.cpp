@@ -16,6 +16,7 @@
 #include "plan.h"
 #include "probe.h"
 #include "reduce.h"
+#include "slot_stores.h"
 #include "streams.h"
 #include "trace.h"
 #include "wire.h"
@@ -289,6 +290,17 @@ int symm_cp_reducible(int dtype, int op) {
 
 void symm_cp_copy(void* to, const void* from, int64_t bytes, int streaming) {
   copy_bytes(to, from, bytes, streaming != 0);
+}
+
+// See slot_stores.h: of stores that take `usual[i]` seconds a byte, or `past[i]` past the caches,
+// which go past them. For tests.
+void symm_cp_slot_stores(const double* usual, const double* past, int64_t count,
+                         uint8_t* past_caches) {
+  SlotStores stores;
+  for (int64_t i = 0; i < count; ++i) {
+    past_caches[i] = stores.next() ? 1 : 0;
+    stores.add(past_caches[i] != 0, past_caches[i] != 0 ? past[i] : usual[i]);
+  }
 }
 
 // Whether the driver's library loads and has what streams need: 1, or 2 when it can also copy

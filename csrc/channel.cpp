@@ -226,8 +226,16 @@ void Channel::copy_rows(const Command& command, void* const* operands, const Cal
   const char* from = static_cast<const char*>(resolve(command.source, operands, call));
   if (to == from) return;
   if (command.rows == 1) prefault(to, static_cast<size_t>(command.bytes));
-  for (int64_t row = 0; row < command.rows; ++row)
-    copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes, false);
+  const auto copy = [&](bool past_caches) {
+    for (int64_t row = 0; row < command.rows; ++row)
+      copy_bytes(to + row * command.to_pitch, from + row * command.from_pitch, command.bytes,
+                 past_caches);
+    return command.rows * command.bytes;
+  };
+  if (command.to.space == Space::kSlot)
+    slot_stores_.run(command.rows * command.bytes, copy);
+  else
+    copy(false);
 }
 
 void Channel::reduce_rows(const Command& command, const Reference* references,

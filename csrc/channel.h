@@ -17,6 +17,7 @@
 #include "board.h"
 #include "error.h"
 #include "mapping.h"
+#include "slot_stores.h"
 #include "wire.h"
 
 namespace symm_cp {
@@ -86,6 +87,7 @@ class Channel {
   // Address of the shard of `peer` in this call; only after its ready flag was waited for.
   void* shard_of(int peer, const Call& call);
   void* slot(int rank, uint32_t epoch) const;
+  SlotStores& slot_stores() { return slot_stores_; }
   const Mapping& mapping() const { return *mapping_; }
   const WorkspaceLayout& layout() const { return layout_; }
   // Tells the peers that this rank signals nothing here any more; those that wait for it throw.
@@ -117,6 +119,7 @@ class Channel {
   uint32_t failed_epoch_ =
       0;  // the last call that this rank failed, until its peers have entered it
   std::map<int64_t, std::weak_ptr<Mapping>> in_place_;
+  SlotStores slot_stores_;
 };
 
 }  // namespace symm_cp

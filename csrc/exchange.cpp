@@ -156,11 +156,13 @@ int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, const LoopSt
   if (step.source.buffer == Buffer::kPeerSlot)
     return boxes.take(step.to.chunk, piece, address(channel, call, step.source, piece, &unused),
                       streamed_);
-  // On some (virtual) machines it takes four times as long to write what a peer's cache holds; past
-  // the caches it does not, and elsewhere takes about as long.
-  if (step.to.buffer == Buffer::kPeerSlot)
-    return boxes.give(step.to.chunk, piece, address(channel, call, step.to, piece, &unused),
-                      streamed_);
+  if (step.to.buffer == Buffer::kPeerSlot) {
+    const int peer = step.to.chunk;
+    char* slot = address(channel, call, step.to, piece, &unused);
+    return channel.slot_stores().run(
+        std::min(room_, exchange_.input[peer].bytes),
+        [&](bool past_caches) { return boxes.give(peer, piece, slot, past_caches); });
+  }
   return boxes.keep(rank_, piece, streamed_);
 }
 
@@ -171,18 +173,21 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
   int64_t given = bytes;
   const char* from = address(channel, call, step.source, piece, &given);
   bytes = std::min(bytes, given);
-  const bool out = step.to.buffer == Buffer::kOutput;
   if (bytes <= 0 || to == from) return bytes;
-  Cursor target(to, extent_of(step.to), piece * room_);
-  Cursor source(const_cast<char*>(from), extent_of(step.source), piece * room_);
-  for (int64_t left = bytes; left > 0;) {
-    const int64_t run = std::min({left, target.left(), source.left()});
-    copy_bytes(target.at(), source.at(), run, out && streamed_);
-    target.advance(run);
-    source.advance(run);
-    left -= run;
-  }
-  return bytes;
+  const auto copy = [&](bool past_caches) {
+    Cursor target(to, extent_of(step.to), piece * room_);
+    Cursor source(const_cast<char*>(from), extent_of(step.source), piece * room_);
+    for (int64_t left = bytes; left > 0;) {
+      const int64_t run = std::min({left, target.left(), source.left()});
+      copy_bytes(target.at(), source.at(), run, past_caches);
+      target.advance(run);
+      source.advance(run);
+      left -= run;
+    }
+    return bytes;
+  };
+  return step.to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, copy)
+                                             : copy(streamed_);
 }
 
 const Extent* ExchangeRun::extent_of(const Area& area) const {
@@ -205,13 +210,17 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
   for (int i = 0; i < step.source_count; ++i)
     sources_.push_back(
         address(channel, call, loop_.sources[step.first_source + i], piece, &unused));
-  const bool streamed = streamed_ && step.to.buffer == Buffer::kOutput;
-  if (exchange_.addend.bytes > 0)
+  if (exchange_.addend.bytes > 0) {
     reduce_rows(to, step.to.chunk < 0 ? 0 : step.to.chunk * room_, bytes);
-  else
+    return bytes;
+  }
+  const auto sum = [&](bool past_caches) {
     reduce(to, sources_.data(), step.source_count, bytes / element_bytes(exchange_.dtype),
-           exchange_.dtype, exchange_.reduce_op, streamed);
-  return bytes;
+           exchange_.dtype, exchange_.reduce_op, past_caches);
+    return bytes;
+  };
+  return step.to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, sum)
+                                             : sum(streamed_);
 }
 
 void ExchangeRun::reduce_rows(char* to, int64_t offset, int64_t bytes) {

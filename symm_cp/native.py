@@ -422,6 +422,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_reduce": (_LONG, [_VOID, _VOID, _INT, _LONG, _INT, _INT, _INT]),
     "symm_cp_reducible": (_INT, [_INT, _INT]),
     "symm_cp_copy": (None, [_VOID, _VOID, _LONG, _INT]),
+    "symm_cp_slot_stores": (None, [_VOID, _VOID, _LONG, _VOID]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
     "symm_cp_record": (None, [_INT]),
     "symm_cp_recorded": (ctypes.POINTER(wire.TraceEvent), [ctypes.POINTER(_LONG)]),

@@ -332,11 +332,16 @@ TORCH_LIBRARY_FRAGMENT(symm_cp, m) {
                 {mask, low, high, scale, softcap, bias, bias_zero, query_positions, key_positions,
                  dropout_p, dropout_seed, sample_offset, head_offset});
           }));
-  // Whether this processor multiplies small blocks of the dtype: then these are faster than
-  // torch's.
+  // Whether these are faster than torch's: where the processor multiplies small blocks of the
+  // dtype, or of float32 and torch does not multiply the dtype's so.
   m.def("attention_has_blocks(ScalarType dtype) -> bool", [](at::ScalarType dtype) {
-    if (dtype == at::kBFloat16) return at::native::cpublas::could_pack(at::kBFloat16);
-    return dtype == at::kFloat && is_blocked({1, 1, 1, 1, 1, 1, 1});
+    const bool has_float32 = is_blocked({1, 1, 1, 1, 1, 1, 1});
+    switch (dtype) {
+      case at::kFloat: return has_float32;
+      case at::kBFloat16: return has_float32 || at::native::cpublas::could_pack(at::kBFloat16);
+      case at::kHalf: return has_float32 && !at::native::cpublas::could_pack(at::kHalf);
+      default: return false;
+    }
   });
 }
 

@@ -24,7 +24,7 @@ from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
 
 @cache
 def has_blocks(dtype: torch.dtype) -> bool:
-    """Whether the processor multiplies small blocks of a dtype: then these beat torch's kernels."""
+    """Whether these beat torch's kernels with a dtype on this processor."""
     return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
 
 

@@ -414,6 +414,14 @@ def test_a_tile_cut_anywhere_drops_the_same(kernel: str) -> None:
         assert torch.equal(part[0], whole[head, slice(*rows), slice(*keys)])
 
 
+def test_16_bits_are_computed_here_where_32_are() -> None:
+    """torch's kernel may take up to 30 times as long with float16."""
+    if native_tiles.has_blocks(torch.float32):
+        assert native_tiles.has_blocks(torch.bfloat16)
+        by_torch = torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        assert native_tiles.has_blocks(torch.float16) or by_torch
+
+
 def test_dropout_is_random() -> None:
     p, rows, keys = random.choice([0.1, 0.5, 0.9]), 200, 640
     scoring = Scoring(scale=1.0, dropout_p=p, dropout_seed=random.getrandbits(63))

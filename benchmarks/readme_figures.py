@@ -33,7 +33,17 @@ FILES = (
     "training",
 )
 #: Of sequences that are spread over ranks: measured on another machine, all of these on one.
-SEQUENCE_FILES = ("ulysses_2", "ulysses_4", "methods", "exchange_2", "exchange_4", "recurrent")
+SEQUENCE_FILES = (
+    "ulysses_2",
+    "ulysses_4",
+    "methods",
+    "exchange_2",
+    "exchange_4",
+    "recurrent",
+    "attention_masks",
+    "context_parallel",
+    "diffusers_step",
+)
 BEGIN, END = "<!-- figures: begin -->\n", "<!-- figures: end -->\n"
 
 Rows = dict[str, dict[str, Any]]
@@ -282,13 +292,13 @@ def decode(file: str, command: str) -> list[str]:
 
 
 def sequences() -> list[str]:
-    """All that was measured of methods of context parallelism and of recurrent layers."""
+    """All that was measured of context parallelism, and of recurrent layers."""
     lines = [f"Sequences spread over ranks, on {machine(SEQUENCE_FILES)}:", ""]
     for file in filter(measured, SEQUENCE_FILES):
         _, rows = load(file)
         names = list(dict.fromkeys(name for row in rows.values() for name in row["ratio"]))
         cases = [[case, *(ratio(row, name) for name in names)] for case, row in rows.items()]
-        lines += table([f"`python benchmarks/{file.partition('_')[0]}.py`", *names], cases)
+        lines += table([f"`python benchmarks/{file.rstrip('_24')}.py`", *names], cases)
     return lines
 
 

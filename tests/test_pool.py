@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.exhaustive import exhaustive
 from tests.pool import SIZE, Place, RankError, Ranks, RankTimeout
 from tests.rank_process import say
 
@@ -139,6 +140,7 @@ def meets_its_end(group: dist.ProcessGroup) -> str:
     return "result"
 
 
+@exhaustive
 def test_ranks_of_their_own(ranks: Ranks) -> None:
     """More than the pool has, each with an environment; they may fail, die or hang."""
     places = [Place(environment={"PLACE": str(rank)}) for rank in range(SIZE + 1)]

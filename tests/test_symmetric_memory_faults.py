@@ -17,7 +17,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _SymmetricMemory
 
 import symm_cp  # noqa: F401 - registers the CPU backend
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 from tests.rank_process import say
 
@@ -103,6 +103,7 @@ def out_of_address_space(group: dist.ProcessGroup) -> None:
     make(group)
 
 
+@exhaustive
 def test_more_memory_than_there_is(ranks: Ranks) -> None:
     ranks.run(2, out_of_address_space)
 
@@ -161,6 +162,7 @@ def shared_descriptors() -> int:
     return count
 
 
+@exhaustive
 def test_destroyed_groups_leave_no_descriptors(ranks: Ranks) -> None:
     ranks.run(2, groups_come_and_go)
 

@@ -36,7 +36,7 @@ COLLECTIVES = [name for name in faulty.CALLS if name != "recv"]
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["in the first call", "in a later call"])
-@pytest.mark.parametrize("name", some("barrier", "background all_reduce", of=COLLECTIVES))
+@pytest.mark.parametrize("name", some("barrier", of=COLLECTIVES))
 def test_a_message_that_is_lost_with_its_sender(ranks: Ranks, name: str, first: bool) -> None:
     """Who waits for its receiver is told, too, although the dead rank has come to the call."""
     with ranks.own(3, _death_of_a_sender, name, first) as running:

@@ -197,7 +197,7 @@ def _peer_dies(group: dist.ProcessGroup, receives: bool) -> tuple[str, float]:
             return str(error), time.monotonic()
 
 
-@pytest.mark.parametrize("receives", [True, False])
+@pytest.mark.parametrize("receives", some(True, of=[True, False]))
 def test_a_peer_that_is_killed_is_named(ranks: Ranks, receives: bool) -> None:
     with ranks.own(2, _peer_dies, receives) as running:
         survivor, killed = running.outcomes()

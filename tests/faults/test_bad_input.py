@@ -21,7 +21,7 @@ from tests.ops.test_errors import works
 from tests.pool import Ranks
 
 #: World sizes and numbers of cases; 3,200 with --all.
-FEW = ((1, 100), (2, 400), (3, 300))
+FEW = ((1, 100), (2, 200), (3, 150))
 CASES = some(*FEW, of=[*FEW, (1, 200), (2, 1200), (3, 1000)])
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1, torch.float32: 1e-4, torch.complex64: 1e-4}
 _REFUSALS = {"ValueError", "TypeError", "NotImplementedError"}

@@ -14,7 +14,7 @@ from tests.faults.ops import ALL, results
 from tests.pool import Ranks
 
 #: World sizes and numbers of random sequences of ops; 600 with --all.
-FEW = ((2, 80), (3, 60), (4, 40))
+FEW = ((2, 40), (3, 30), (4, 20))
 SEQUENCES = some(*FEW, of=[*FEW, (2, 140), (3, 160), (4, 120)])
 _OPS = 4
 _DELAY_US = 200

@@ -240,6 +240,7 @@ def unequal(group: dist.ProcessGroup) -> str:
         return span._get_backend(torch.device("cpu")).name()
 
 
+@exhaustive
 def test_hosts_with_different_numbers_of_ranks_use_gloo(ranks: Ranks) -> None:
     with ranks.own(3, unequal) as running:
         outcomes = running.outcomes()

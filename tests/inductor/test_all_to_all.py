@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp.inductor.options import Options
-from tests.exhaustive import some
+from tests.exhaustive import exhaustive, some
 from tests.inductor.graphs import run, through_passes
 from tests.inductor.ulysses_graphs import OTHERS, PROGRAMS, D, E, Ordered, functional_to_heads
 from tests.pool import Ranks
@@ -208,6 +208,7 @@ def into_arguments(group: dist.ProcessGroup) -> None:
         torch.testing.assert_close([got, *inputs], [*want, *changed])
 
 
+@exhaustive
 def test_memory_of_the_caller(ranks: Ranks) -> None:
     ranks.run(2, into_arguments)
 

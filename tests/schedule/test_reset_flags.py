@@ -18,6 +18,7 @@ import pytest
 from symm_cp.schedule import Call, Compute, Region, Schedule, Signal, Step, Wait, check
 from symm_cp.schedule.check import CheckReport, Race
 from symm_cp.schedule.patterns import PRODUCE_AND_REDUCE_SCATTER
+from tests.exhaustive import some
 from tests.schedule.calls import MIX, PLACES, WORKSPACES, Place, Workspace
 from tests.schedule.test_issue_order import copy_lane_first, partial_sums_in_turns
 
@@ -59,7 +60,7 @@ def visible(schedule: Schedule) -> Schedule:
     return replace(schedule, lanes=lanes)
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
 @pytest.mark.parametrize("workspace", ONE_SLOT, ids=str)
 def test_no_signal_of_a_graph_is_lost(
     workspace: Workspace, world_size: int, monkeypatch: pytest.MonkeyPatch

@@ -213,6 +213,8 @@ def _check(
     for name, expected in exact.items():
         assert found[name].dtype == (dtype if name == "out" else wide), name
         scale = max(1.0, float(expected.nan_to_num(neginf=0.0).abs().max()))
+        if name in ("key", "value"):  # sums over rows, which may cancel
+            scale = max(scale, float(found["out"].shape[2]) ** 0.5)
         # lse comes of scores, of which none is rounded to the dtype.
         tolerance = TOLERANCE[wide if name == "lse" else dtype] * scale
         actual = found[name].double()

@@ -1,10 +1,10 @@
 // How to store to a slot: past the caches where the usual way takes far longer.
 //
 // Peers have read a slot before it is written again, so their caches hold its lines, and a store
-// waits until they have given these up. On an AMD EPYC that took four times as long at some times as
-// at others: where the ranks' cores shared no cache, by all signs. Past the caches a store does not
-// wait, but peers then read memory. As it depends on the cores that the ranks run on at the moment,
-// it is measured all the time.
+// waits until they have given these up. On an AMD EPYC that took four times as long at some times
+// as at others: where the ranks' cores shared no cache, by all signs. Past the caches a store does
+// not wait, but peers then read memory. As it depends on the cores that the ranks run on at the
+// moment, it is measured all the time.
 #pragma once
 
 #include <algorithm>

@@ -296,9 +296,10 @@ def sequences() -> list[str]:
     lines = [f"Sequences spread over ranks, on {machine(SEQUENCE_FILES)}:", ""]
     for file in filter(measured, SEQUENCE_FILES):
         _, rows = load(file)
+        program = file.removesuffix("_2").removesuffix("_4")  # numbers of ranks
         names = list(dict.fromkeys(name for row in rows.values() for name in row["ratio"]))
         cases = [[case, *(ratio(row, name) for name in names)] for case, row in rows.items()]
-        lines += table([f"`python benchmarks/{file.rstrip('_24')}.py`", *names], cases)
+        lines += table([f"`python benchmarks/{program}.py`", *names], cases)
     return lines
 
 

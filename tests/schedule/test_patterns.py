@@ -356,8 +356,8 @@ def test_an_exchange_in_the_caller_is_the_one_in_the_background(place: Place) ->
             same = place.variant.name != "REDUCE_SCATTER" or "in_place" in options
             if place.variant.name == "ALL_TO_ALL":
                 own = background[0]
-                last_signal = [isinstance(step, Signal) for step in background].index(True) + 1
-                assert caller.index(own) == last_signal
+                signals = [at for at, step in enumerate(caller) if isinstance(step, Signal)]
+                assert caller.index(own) == signals[-1] + 1
                 caller.remove(own)
                 caller.insert(0, own)
             assert (caller == background) is same

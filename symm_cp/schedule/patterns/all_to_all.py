@@ -29,13 +29,9 @@ from symm_cp.schedule.steps import Copy
 def _direct(draft: Draft, options: Options, lane: str) -> None:
     rank = draft.rank
     own = Copy(draft.own("input", rank), draft.own("output", rank))
-    if lane == "copy":
-        draft.add(lane, own)
-    for peer in draft.peers:
-        draft.add(lane, Copy(draft.own("input", peer), draft.own("slot", peer)))
-    draft.add(lane, *draft.signals("ready"))
-    if lane != "copy":
-        draft.add(lane, own)
+    given = [Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in draft.peers]
+    published = [*given, *draft.signals("ready")]
+    draft.add(lane, *([own, *published] if lane == "copy" else [*published, own]))
     for peer in draft.peers:
         draft.add(lane, draft.wait(peer, "ready"))
         draft.add(lane, Copy(draft.of(peer, "slot", rank), draft.own("output", peer)))

@@ -10,7 +10,7 @@ namespace symm_cp {
 
 namespace {
 
-Planes in_tensor(const Box& box, const std::vector<char*>& operands) {
+Planes in_tensor(const Box& box, const Boxes::Operands& operands) {
   return {operands[box.operand] + box.offset, box.plane_pitch, box.pitch};
 }
 
@@ -41,11 +41,8 @@ const Box* Boxes::Side::first(int peer, int64_t piece, int64_t* count) const {
   return boxes.data() + (begin - boxes.begin());
 }
 
-Boxes::Boxes(std::vector<Box> given, std::vector<Box> taken, std::vector<char*> operands,
-             int world_size)
-    : given_(std::move(given), world_size),
-      taken_(std::move(taken), world_size),
-      operands_(std::move(operands)) {
+Boxes::Boxes(std::vector<Box> given, std::vector<Box> taken, int world_size)
+    : given_(std::move(given), world_size), taken_(std::move(taken), world_size) {
   for (const Side* side : {&given_, &taken_})
     for (const Box& box : side->boxes) pieces_ = std::max<int64_t>(pieces_, box.piece + 1);
 }
@@ -59,34 +56,36 @@ void Boxes::check_room(const std::string& call_name, int64_t room) const {
                                     " of a part of the slot of " + std::to_string(room));
 }
 
-int64_t Boxes::give(int peer, int64_t piece, char* slot, bool streaming) const {
+int64_t Boxes::give(int peer, int64_t piece, const Operands& operands, char* slot,
+                    bool streaming) const {
   int64_t count = 0, bytes = 0;
   const Box* box = given_.first(peer, piece, &count);
   for (; count > 0; --count, ++box) {
-    copy_planes(in_slot(*box, slot), in_tensor(*box, operands_), box->planes, box->rows, box->row,
+    copy_planes(in_slot(*box, slot), in_tensor(*box, operands), box->planes, box->rows, box->row,
                 streaming);
     bytes += bytes_of(*box);
   }
   return bytes;
 }
 
-int64_t Boxes::take(int peer, int64_t piece, const char* slot, bool streaming) const {
+int64_t Boxes::take(int peer, int64_t piece, const Operands& operands, const char* slot,
+                    bool streaming) const {
   int64_t count = 0, bytes = 0;
   const Box* box = taken_.first(peer, piece, &count);
   for (; count > 0; --count, ++box) {
-    copy_planes(in_tensor(*box, operands_), in_slot(*box, slot), box->planes, box->rows, box->row,
+    copy_planes(in_tensor(*box, operands), in_slot(*box, slot), box->planes, box->rows, box->row,
                 streaming);
     bytes += bytes_of(*box);
   }
   return bytes;
 }
 
-int64_t Boxes::keep(int rank, int64_t piece, bool streaming) const {
+int64_t Boxes::keep(int rank, int64_t piece, const Operands& operands, bool streaming) const {
   int64_t count = 0, also = 0, bytes = 0;
   const Box* source = given_.first(rank, piece, &count);
   const Box* to = taken_.first(rank, piece, &also);
   for (; count > 0; --count, ++source, ++to) {
-    copy_planes(in_tensor(*to, operands_), in_tensor(*source, operands_), source->planes,
+    copy_planes(in_tensor(*to, operands), in_tensor(*source, operands), source->planes,
                 source->rows, source->row, streaming);
     bytes += bytes_of(*source);
   }

@@ -11,10 +11,11 @@ namespace symm_cp {
 
 class Boxes {
  public:
+  using Operands = std::vector<char*>;
+
   // `given` and `taken` are in order of peers and pieces. What a rank keeps is given and taken by
-  // boxes of equal sizes in one order. `operands` are the addresses of the tensors.
-  Boxes(std::vector<Box> given, std::vector<Box> taken, std::vector<char*> operands,
-        int world_size);
+  // boxes of equal sizes in one order.
+  Boxes(std::vector<Box> given, std::vector<Box> taken, int world_size);
 
   int64_t pieces() const { return pieces_; }
   // The bytes for or from each rank.
@@ -23,10 +24,12 @@ class Boxes {
   // Throws std::invalid_argument unless each piece fits into a part of the slot of `room` bytes.
   void check_room(const std::string& call_name, int64_t room) const;
 
-  // These copy the boxes of a piece, and return their bytes.
-  int64_t give(int peer, int64_t piece, char* slot, bool streaming) const;
-  int64_t take(int peer, int64_t piece, const char* slot, bool streaming) const;
-  int64_t keep(int rank, int64_t piece, bool streaming) const;
+  // These copy the boxes of a piece, and return their bytes. `operands` are the addresses of the
+  // tensors.
+  int64_t give(int peer, int64_t piece, const Operands& operands, char* slot, bool streaming) const;
+  int64_t take(int peer, int64_t piece, const Operands& operands, const char* slot,
+               bool streaming) const;
+  int64_t keep(int rank, int64_t piece, const Operands& operands, bool streaming) const;
 
  private:
   struct Side {
@@ -39,7 +42,6 @@ class Boxes {
   };
 
   Side given_, taken_;
-  std::vector<char*> operands_;
   int64_t pieces_ = 1;
 };
 

@@ -214,16 +214,11 @@ int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const
 int64_t symm_cp_exchange_boxes(void* group, const char* call_name, const Box* given, int64_t gives,
                                const Box* taken, int64_t takes, void* const* operands, int count) {
   return guarded([&]() -> int64_t {
-    std::vector<char*> addresses;
-    for (int i = 0; i < count; ++i) addresses.push_back(static_cast<char*>(operands[i]));
-    Exchange exchange{ExchangeKind::kAllToAll, call_name};
-    exchange.boxes = std::make_shared<const Boxes>(std::vector<Box>(given, given + gives),
-                                                   std::vector<Box>(taken, taken + takes),
-                                                   std::move(addresses), of(group).world_size());
-    for (const int64_t bytes : exchange.boxes->given_bytes())
-      exchange.input.push_back({nullptr, bytes});
-    for (const int64_t bytes : exchange.boxes->taken_bytes())
-      exchange.output.push_back({nullptr, bytes});
+    Exchange exchange =
+        exchange_of(call_name, std::make_shared<const Boxes>(std::vector<Box>(given, given + gives),
+                                                             std::vector<Box>(taken, taken + takes),
+                                                             of(group).world_size()));
+    for (int i = 0; i < count; ++i) exchange.operands.push_back(static_cast<char*>(operands[i]));
     run(of(group), std::move(exchange));
     return 0;
   });

@@ -154,16 +154,17 @@ int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, const LoopSt
   const Boxes& boxes = *exchange_.boxes;
   int64_t unused = 0;
   if (step.source.buffer == Buffer::kPeerSlot)
-    return boxes.take(step.to.chunk, piece, address(channel, call, step.source, piece, &unused),
-                      streamed_);
+    return boxes.take(step.to.chunk, piece, exchange_.operands,
+                      address(channel, call, step.source, piece, &unused), streamed_);
   if (step.to.buffer == Buffer::kPeerSlot) {
     const int peer = step.to.chunk;
     char* slot = address(channel, call, step.to, piece, &unused);
     return channel.slot_stores().run(
-        std::min(room_, exchange_.input[peer].bytes),
-        [&](bool past_caches) { return boxes.give(peer, piece, slot, past_caches); });
+        std::min(room_, exchange_.input[peer].bytes), [&](bool past_caches) {
+          return boxes.give(peer, piece, exchange_.operands, slot, past_caches);
+        });
   }
-  return boxes.keep(rank_, piece, streamed_);
+  return boxes.keep(rank_, piece, exchange_.operands, streamed_);
 }
 
 int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
@@ -357,6 +358,14 @@ void ExchangeRun::finish(Channel& channel, Call& call) {
   for (int64_t piece = 1; piece < pieces_; ++piece)
     steps(channel, call, piece, 0, loop_.steps.size());
   channel.verify_all(call);
+}
+
+Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes) {
+  Exchange exchange{ExchangeKind::kAllToAll, std::move(call_name)};
+  for (const int64_t bytes : boxes->given_bytes()) exchange.input.push_back({nullptr, bytes});
+  for (const int64_t bytes : boxes->taken_bytes()) exchange.output.push_back({nullptr, bytes});
+  exchange.boxes = std::move(boxes);
+  return exchange;
 }
 
 void run(Group& group, Exchange exchange) {

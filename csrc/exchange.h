@@ -71,8 +71,10 @@ struct Exchange {
   // Of what is produced: added to the sum, again and again, as a row to the rows of a matrix. Not
   // of averages.
   Extent addend;
-  // Of kAllToAll: what travels with strides. Inputs and outputs have sizes only.
+  // Of kAllToAll: what travels with strides, and the addresses of the tensors. Inputs and outputs
+  // have sizes only.
   std::shared_ptr<const Boxes> boxes;
+  std::vector<char*> operands;
   // Of all parts together; the same on all ranks. With another size than the usual one there is one
   // piece: a caller that wants all its data to have left its input when `start` returns gives what
   // the largest part of any rank takes, rounded up to kPartAlignment, times the number of parts.
@@ -86,6 +88,9 @@ struct Exchange {
 constexpr bool two_shot(int ranks, int64_t bytes) {
   return ranks > 2 && bytes * (ranks - 1) >= (int64_t{192} << 10);
 }
+
+// Returns an all-to-all of boxes, without the addresses of the tensors.
+Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes);
 
 // Parts of a piece begin at multiples of this.
 inline constexpr int64_t kPartAlignment = 64;

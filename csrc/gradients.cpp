@@ -174,6 +174,24 @@ struct GatherKvBackward : torch::autograd::Node {
   }
 };
 
+// Each direction is the gradient of the other.
+struct ExchangeHeadsBackward : torch::autograd::Node {
+  bool to_heads;
+  std::vector<c10::IValue> others;  // the arguments from the group on
+
+  std::string name() const override { return "ExchangeHeadsBackward"; }
+  variable_list apply(variable_list&& grads) override {
+    static const auto op = handle_of("symm_mem::exchange_heads");
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    for (uint32_t i = 0; i < grads.size(); ++i)
+      if (!grads[i].defined()) grads[i] = input_metadata(i).zeros_like();
+    Stack stack{c10::List<at::Tensor>(grads), !to_heads};
+    stack.insert(stack.end(), others.begin(), others.end());
+    op.callBoxed(stack);
+    return stack[0].toTensorVector();
+  }
+};
+
 struct AllReduceInPlace : torch::autograd::Function<AllReduceInPlace> {
   static at::Tensor forward(AutogradContext* ctx, const at::Tensor& tensor,
                             const c10::IValue& reduce_op, const c10::IValue& group) {
@@ -313,6 +331,23 @@ void gather_kv_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
     torch::autograd::set_history(gathered.toTensor(), node);
 }
 
+void exchange_heads_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                             Stack* stack) {
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  const std::vector<at::Tensor> tensors = arguments[0].toTensorVector();
+  bool needed = false;
+  for (const at::Tensor& tensor : tensors)
+    needed = needs_gradient("exchange_heads", tensor) || needed;
+  if (!needed) return redispatch(op, keys, stack);
+  const auto node = make_node<ExchangeHeadsBackward>();
+  node->set_next_edges(torch::autograd::collect_next_edges(tensors));
+  node->to_heads = arguments[1].toBool();
+  node->others.assign(arguments.begin() + 2, arguments.end());
+  redispatch(op, keys, stack);
+  for (const at::Tensor& exchanged : stack->back().toTensorVector())
+    torch::autograd::set_history(exchanged, node);
+}
+
 void two_shot_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
   const auto arguments = torch::jit::last(*stack, 3);
   const at::Tensor tensor = arguments[0].toTensor();
@@ -361,6 +396,7 @@ TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   m.impl("all_gather_kv", torch::CppFunction::makeFromBoxedFunction<&gather_kv_autograd>());
   for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
+  m.impl("exchange_heads", torch::CppFunction::makeFromBoxedFunction<&exchange_heads_autograd>());
   m.impl("fused_matmul_all_reduce",
          torch::CppFunction::makeFromBoxedFunction<&matmul_all_reduce_autograd>());
 }

@@ -139,17 +139,22 @@ void CheckedCalls::keep(const CallKey& key, const std::shared_ptr<CheckedCall>& 
   calls_[key] = call;
 }
 
+std::optional<std::vector<int64_t>> Arguments::numbers(size_t index) const {
+  const c10::IValue& value = at(index);
+  if (value.isNone()) return {};
+  if (value.isIntList()) return value.toIntVector();
+  std::vector<int64_t> numbers;
+  for (const c10::SymInt& number : value.toSymIntVector())
+    numbers.push_back(number.guard_int(__FILE__, __LINE__));
+  return numbers;
+}
+
 Sizes Arguments::sizes(size_t index, const Group& group) const {
   if (count_ <= index || at(index).isNone() || at(index + 1).isNone()) return {};
   const int64_t rank = number(index + 1);
   TORCH_CHECK_VALUE(rank == group.rank(), "rank=", rank,
                     " must be this rank's number in its group, ", group.rank());
-  const c10::IValue& value = at(index);
-  if (value.isIntList()) return value.toIntVector();
-  std::vector<int64_t> sizes;
-  for (const c10::SymInt& size : value.toSymIntVector())
-    sizes.push_back(size.guard_int(__FILE__, __LINE__));
-  return sizes;
+  return numbers(index);
 }
 
 void add_tensor(CallKey& key, const at::Tensor& tensor) {

@@ -36,7 +36,7 @@ struct CheckedCall {
   // Where the extents of the exchange begin in the tensors.
   std::vector<int64_t> input_offsets;
   std::vector<int64_t> output_offsets;
-  std::vector<int64_t> output_shape;
+  std::vector<int64_t> output_shape;        // of several outputs one after the other
   std::array<at::Tensor, kSlots> products;  // views of slots; see matmul_all_reduce.cpp
   bool in_place_possible = true;            // an input in symmetric memory is read where it lies
   bool background = false;                  // large enough to wake the copy engine for it
@@ -91,9 +91,16 @@ class Arguments {
   const std::string& text(size_t index) const { return at(index).toStringRef(); }
   bool flag(size_t index) const { return at(index).toBool(); }
   int64_t number(size_t index) const { return at(index).toInt(); }
+  std::vector<at::Tensor> tensors(size_t index) const { return at(index).toTensorVector(); }
+  std::optional<int64_t> optional_number(size_t index) const {
+    return at(index).toOptional<int64_t>();
+  }
+  // None where it is None.
+  std::optional<std::vector<int64_t>> numbers(size_t index) const;
   // The arguments for uneven parts, the lengths of all and the rank, which begin at `index`. Raises
   // ValueError for another rank than that of this process.
   Sizes sizes(size_t index, const Group& group) const;
+  Stack all() const { return torch::jit::last(*stack_, count_).vec(); }
   template <class... Results>
   void end(Results... results) {
     torch::jit::drop(*stack_, count_);

@@ -38,6 +38,7 @@ TORCH_UNITS = (
         "attention.cpp",
         "attention_tile.cpp",
         "collectives.cpp",
+        "exchange_heads.cpp",
         "gather_kv.cpp",
         "gradients.cpp",
         "groups.cpp",

@@ -217,12 +217,21 @@ def _exchange(
     heads: Heads | Sequence[Heads] | None,
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     name = group_name(group)
-    one = isinstance(x, torch.Tensor)
-    tensors = telling_peers(name, _listed, OP, "x", x)
-    by_tensor: Any = [heads] if one and heads is not None else heads
-    options = telling_peers(name, _options, OP, name, len(tensors), load_balancer, by_tensor)
-    results = torch.ops.symm_mem.exchange_heads(tensors, to_heads, name, *options)
-    return results[0] if one else tuple(results)
+    tensors, options = telling_peers(name, _exchanged, name, x, load_balancer, heads)
+    results = torch.ops.symm_mem.exchange_heads.default(tensors, to_heads, name, *options)
+    return results[0] if isinstance(x, torch.Tensor) else tuple(results)
+
+
+def _exchanged(
+    group: str,
+    x: torch.Tensor | Tensors,
+    load_balancer: LoadBalancer | None,
+    heads: Heads | Sequence[Heads] | None,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Returns the tensors and the last arguments of the op."""
+    tensors = _listed(OP, "x", x)
+    by_tensor: Any = [heads] if isinstance(x, torch.Tensor) and heads is not None else heads
+    return tensors, _options(OP, group, len(tensors), load_balancer, by_tensor)
 
 
 def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch.Tensor]:

@@ -46,7 +46,7 @@ class _Library(torch.library.Library):
     ) -> None:
         if dispatch_key == "CPU":
             channel = "async" if str(op_name).startswith("_low_contention") else "sync"
-            fn = tells_peers(fn, "group_name", channel, str(op_name))
+            fn = tells_peers(fn, "group_name", channel, str(op_name).partition(".")[0])
         if dispatch_key == "Meta" and self.ns == "symm_mem":
             fn = called_in_order(str(op_name).rpartition("::")[2], fn)
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
@@ -179,6 +179,15 @@ def register_in_python(name: str, kernel: Op) -> None:
     _in_python.define(schema.removeprefix("symm_mem::"))
     _in_python.impl(name, kernel, "CPU")
     _with_native_kernels.append(name)
+
+
+def register_planner(name: str, schema: str, plan: Op) -> None:
+    """Registers what a native kernel asks once for each kind of arguments, as the overload `plan`.
+
+    It checks the arguments. `schema` is its own, without a name.
+    """
+    _in_python.define(f"{name}.plan{schema}")
+    _in_python.impl(f"{name}.plan", plan, "CPU")
 
 
 def register_without_native() -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -21,11 +21,12 @@ from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
     lib,
-    register_kernel,
+    register_device_kernel,
+    register_in_python,
+    register_planner,
     world_size_of,
 )
 from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
-from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import contiguous
 from symm_cp.schedule.layout import SequenceLayout
 
@@ -34,10 +35,11 @@ OP = "exchange_heads"
 # Of every tensor `head_ranges` lists the first head of each rank and the one behind its last, by
 # default H / W for each. `chunk_order`, `chunk_lengths`: see schedule/layout.py, by default the
 # r-th of W parts. The rank has to be given with either, as the shapes of results depend on it.
-lib.define(
-    f"{OP}(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
-    "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None) -> Tensor[]"
+_ARGUMENTS = (
+    "(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
+    "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None)"
 )
+lib.define(f"{OP}{_ARGUMENTS} -> Tensor[]")
 
 
 class _Kind(NamedTuple):
@@ -214,6 +216,34 @@ def _kernel(
     return run_exchange(group, exchange, tensors)
 
 
+def _plan(
+    tensors: list[torch.Tensor],
+    to_heads: bool,
+    group_name: str,
+    head_ranges: list[int] | None = None,
+    chunk_order: list[int] | None = None,
+    chunk_lengths: list[int] | None = None,
+    rank: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
+    """Plans a call for csrc/exchange_heads.cpp; raises `ValueError` or `TypeError`.
+
+    Returns the bytes of the boxes given and taken, the sizes of all results and the call's name; no
+    sizes where results are to be summed, of which the native kernel knows nothing.
+    """
+    group = group_of(group_name, rank)
+    exchange = checked_exchange(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
+    if not exchange.copies_only:
+        return torch.empty(0), torch.empty(0), [], ""
+    outputs = exchange.new_outputs([t.to("meta") for t in tensors])
+    strides = tuple([t.stride() for t in (*tensors, *outputs)])
+    given, taken = (
+        torch.frombuffer(boxes, dtype=torch.uint8) if len(boxes) else torch.empty(0)
+        for boxes in runtime.boxes_of(exchange, strides, group.world_size)
+    )
+    shapes = [size for output in outputs for size in output.shape]
+    return given, taken, shapes, exchange_name(exchange).decode()
+
+
 def run_exchange(
     group: Group,
     exchange: HeadExchange,
@@ -279,18 +309,12 @@ def exchange_fake(
     return results
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, ctx.to_heads, *ctx.others = inputs
-
-
-def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
-    back = torch.ops.symm_mem.exchange_heads(list(grads), not ctx.to_heads, *ctx.others)
-    # Of as many arguments as there were: those at the end that had their defaults do not count.
-    return (back, *(None for _ in ctx.needs_input_grad[1:]))
-
-
 def register() -> None:
-    """Adds the kernels, the fake kernel and the gradient."""
-    register_kernel(OP, _kernel)
+    """Adds the kernels and the fake kernel.
+
+    The kernel for CPU tensors is csrc/exchange_heads.cpp, the gradient in csrc/gradients.cpp.
+    """
+    register_in_python(OP, _kernel)
+    register_planner(OP, f"{_ARGUMENTS} -> (Tensor, Tensor, int[], str)", _plan)
+    register_device_kernel(OP, _kernel)
     lib.impl(OP, exchange_fake, "Meta")
-    register_gradient(OP, _backward, _setup)

@@ -183,6 +183,11 @@ class HeadExchange:
             for place, rows in part.rows_of(own, tensor, self.rank):
                 place.copy_(rows)
 
+    @cached_property
+    def copies_only(self) -> bool:
+        """Whether each head of what a rank gets comes from one rank."""
+        return self.to_heads or all(part.disjoint for part in self.parts)
+
     def summed(self, outputs: Tensors) -> list[torch.Tensor]:
         """Returns outputs in which heads that several ranks gave are added, in rank order."""
         return [

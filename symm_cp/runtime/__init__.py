@@ -8,9 +8,11 @@ from symm_cp.devices import has_streams, spans_hosts
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
-from symm_cp.runtime.cpu import CpuRuntime
+from symm_cp.runtime.cpu import CpuRuntime, boxes_of
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.streams import StreamRuntime
+
+__all__ = ["background_of", "boxes_of", "of"]
 
 _cpu: Runtime = CpuRuntime()
 _streams = StreamRuntime()

@@ -140,11 +140,12 @@ def _exchange_and_consume_program(rank: int, sizes: Sizes) -> tuple[Program, Siz
     return program, offsets, max(each[-1] for each in offsets)
 
 
-_Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
+Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 
 @lru_cache(maxsize=128)
-def _boxes(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size: int) -> _Boxes:
+def boxes_of(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
+    """What is given and what is taken, as native code wants it; `strides` as `Parcels.boxes`."""
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
     given, taken = parcels.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))
@@ -335,7 +336,7 @@ class CpuRuntime:
         """See `Runtime`. One copy into the slot and one out of it, in pieces (csrc/boxes.h)."""
         used = (*tensors, *outputs)
         strides = tuple([t.stride() for t in used])
-        given, taken = _boxes(parcels, strides, group.world_size)
+        given, taken = boxes_of(parcels, strides, group.world_size)
         addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
         run = native.load().symm_cp_exchange_boxes
         lists = given, len(given), taken, len(taken)

@@ -4,8 +4,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "copy.h"
-
 namespace symm_cp {
 
 namespace {
@@ -29,7 +27,7 @@ Boxes::Side::Side(std::vector<Box> all, int world_size)
   for (const Box& box : boxes) bytes[box.peer] += bytes_of(box);
 }
 
-const Box* Boxes::Side::first(int peer, int64_t piece, int64_t* count) const {
+std::pair<const Box*, const Box*> Boxes::Side::of(int peer, int64_t piece) const {
   const auto before = [](const Box& box, const std::pair<int, int64_t>& place) {
     return std::pair<int, int64_t>(box.peer, box.piece) < place;
   };
@@ -37,8 +35,7 @@ const Box* Boxes::Side::first(int peer, int64_t piece, int64_t* count) const {
       std::lower_bound(boxes.begin(), boxes.end(), std::pair<int, int64_t>(peer, piece), before);
   const auto end =
       std::lower_bound(begin, boxes.end(), std::pair<int, int64_t>(peer, piece + 1), before);
-  *count = end - begin;
-  return boxes.data() + (begin - boxes.begin());
+  return {boxes.data() + (begin - boxes.begin()), boxes.data() + (end - boxes.begin())};
 }
 
 Boxes::Boxes(std::vector<Box> given, std::vector<Box> taken, int world_size)
@@ -56,40 +53,35 @@ void Boxes::check_room(const std::string& call_name, int64_t room) const {
                                     " of a part of the slot of " + std::to_string(room));
 }
 
-int64_t Boxes::give(int peer, int64_t piece, const Operands& operands, char* slot,
-                    bool streaming) const {
-  int64_t count = 0, bytes = 0;
-  const Box* box = given_.first(peer, piece, &count);
-  for (; count > 0; --count, ++box) {
-    copy_planes(in_slot(*box, slot), in_tensor(*box, operands), box->planes, box->rows, box->row,
-                streaming);
-    bytes += bytes_of(*box);
-  }
-  return bytes;
+std::vector<PlaneCopy> Boxes::gives(int peer, int64_t piece, const Operands& operands, char* slot,
+                                    bool streaming) const {
+  std::vector<PlaneCopy> copies;
+  const auto [begin, end] = given_.of(peer, piece);
+  for (const Box* box = begin; box != end; ++box)
+    copies.push_back({in_slot(*box, slot), in_tensor(*box, operands), box->planes, box->rows,
+                      box->row, streaming});
+  return copies;
 }
 
-int64_t Boxes::take(int peer, int64_t piece, const Operands& operands, const char* slot,
-                    bool streaming) const {
-  int64_t count = 0, bytes = 0;
-  const Box* box = taken_.first(peer, piece, &count);
-  for (; count > 0; --count, ++box) {
-    copy_planes(in_tensor(*box, operands), in_slot(*box, slot), box->planes, box->rows, box->row,
-                streaming);
-    bytes += bytes_of(*box);
-  }
-  return bytes;
+std::vector<PlaneCopy> Boxes::takes(int peer, int64_t piece, const Operands& operands,
+                                    const char* slot, bool streaming) const {
+  std::vector<PlaneCopy> copies;
+  const auto [begin, end] = taken_.of(peer, piece);
+  for (const Box* box = begin; box != end; ++box)
+    copies.push_back({in_tensor(*box, operands), in_slot(*box, slot), box->planes, box->rows,
+                      box->row, streaming});
+  return copies;
 }
 
-int64_t Boxes::keep(int rank, int64_t piece, const Operands& operands, bool streaming) const {
-  int64_t count = 0, also = 0, bytes = 0;
-  const Box* source = given_.first(rank, piece, &count);
-  const Box* to = taken_.first(rank, piece, &also);
-  for (; count > 0; --count, ++source, ++to) {
-    copy_planes(in_tensor(*to, operands), in_tensor(*source, operands), source->planes,
-                source->rows, source->row, streaming);
-    bytes += bytes_of(*source);
-  }
-  return bytes;
+std::vector<PlaneCopy> Boxes::keeps(int rank, int64_t piece, const Operands& operands,
+                                    bool streaming) const {
+  std::vector<PlaneCopy> copies;
+  const auto [begin, end] = given_.of(rank, piece);
+  const Box* to = taken_.of(rank, piece).first;
+  for (const Box* box = begin; box != end; ++box, ++to)
+    copies.push_back({in_tensor(*to, operands), in_tensor(*box, operands), box->planes, box->rows,
+                      box->row, streaming});
+  return copies;
 }
 
 }  // namespace symm_cp

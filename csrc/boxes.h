@@ -3,8 +3,10 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
+#include "copy.h"
 #include "wire.h"
 
 namespace symm_cp {
@@ -24,18 +26,19 @@ class Boxes {
   // Throws std::invalid_argument unless each piece fits into a part of the slot of `room` bytes.
   void check_room(const std::string& call_name, int64_t room) const;
 
-  // These copy the boxes of a piece, and return their bytes. `operands` are the addresses of the
-  // tensors.
-  int64_t give(int peer, int64_t piece, const Operands& operands, char* slot, bool streaming) const;
-  int64_t take(int peer, int64_t piece, const Operands& operands, const char* slot,
-               bool streaming) const;
-  int64_t keep(int rank, int64_t piece, const Operands& operands, bool streaming) const;
+  // The copies of a piece. `operands` are the addresses of the tensors.
+  std::vector<PlaneCopy> gives(int peer, int64_t piece, const Operands& operands, char* slot,
+                               bool streaming) const;
+  std::vector<PlaneCopy> takes(int peer, int64_t piece, const Operands& operands, const char* slot,
+                               bool streaming) const;
+  std::vector<PlaneCopy> keeps(int rank, int64_t piece, const Operands& operands,
+                               bool streaming) const;
 
  private:
   struct Side {
     Side(std::vector<Box> all, int world_size);
-    // Sets `count`; the boxes of one piece follow one another.
-    const Box* first(int peer, int64_t piece, int64_t* count) const;
+    // The boxes of a piece follow one another: the first, and the one behind the last.
+    std::pair<const Box*, const Box*> of(int peer, int64_t piece) const;
 
     std::vector<Box> boxes;
     std::vector<int64_t> bytes;

@@ -210,14 +210,18 @@ int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const
   });
 }
 
-// An all-to-all of boxes in the calling thread; `operands` are the addresses of the tensors.
+// An all-to-all of boxes in the calling thread, see exchange_of; `operands` are the addresses of
+// the tensors.
 int64_t symm_cp_exchange_boxes(void* group, const char* call_name, const Box* given, int64_t gives,
-                               const Box* taken, int64_t takes, void* const* operands, int count) {
+                               const Box* taken, int64_t takes, int joining, void* const* operands,
+                               int count) {
   return guarded([&]() -> int64_t {
     Exchange exchange =
-        exchange_of(call_name, std::make_shared<const Boxes>(std::vector<Box>(given, given + gives),
-                                                             std::vector<Box>(taken, taken + takes),
-                                                             of(group).world_size()));
+        exchange_of(call_name,
+                    std::make_shared<const Boxes>(std::vector<Box>(given, given + gives),
+                                                  std::vector<Box>(taken, taken + takes),
+                                                  of(group).world_size()),
+                    joining != 0);
     for (int i = 0; i < count; ++i) exchange.operands.push_back(static_cast<char*>(operands[i]));
     run(of(group), std::move(exchange));
     return 0;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <vector>
 
 #include "vectors.h"
 
@@ -53,13 +54,34 @@ inline __attribute__((always_inline)) void copy_row(char* to, const char* from, 
   }
 }
 
-// What is written to a plane whose rows follow one another before the next plane is.
-constexpr int64_t kRun = 2048;
+using CopyRow = void (*)(char* to, const char* from, int64_t bytes);
+
+CopyRow row_copy_of(const PlaneCopy& copy) {
+  if (copy.row % kVectorBytes != 0)
+    return [](char* to, const char* from, int64_t bytes) {
+      std::memcpy(to, from, static_cast<size_t>(bytes));
+    };
+  const auto& [data, plane, pitch] = copy.to;
+  const bool aligned = (reinterpret_cast<intptr_t>(data) | plane | pitch) % kVectorBytes == 0;
+  return copy.streaming && aligned ? copy_row<true> : copy_row<false>;
+}
+
+// Planes that are side by side on both sides are one.
+PlaneCopy merged(const PlaneCopy& copy) {
+  const auto& [to, from, planes, rows, row, streaming] = copy;
+  if (to.plane != row || from.plane != row) return copy;
+  return {{to.data, 0, to.pitch}, {from.data, 0, from.pitch}, 1, rows, planes * row, streaming};
+}
+
+// What is written to a plane whose rows follow one another before the next plane is: then other
+// planes' parts of the rows that are read are still in the nearest cache.
+constexpr int64_t kRun = 256;
 
 // A few rows of each plane in turn: where planes are side by side on one of the sides, its memory
 // is passed about in order.
-template <class CopyRow>
-void copy_by_rows(Planes to, Planes from, int64_t planes, int64_t rows, int64_t row, CopyRow copy) {
+template <class Copy>
+void copy_by_rows(const PlaneCopy& all, Copy copy) {
+  const auto& [to, from, planes, rows, row, streaming] = all;
   const int64_t most = to.pitch == row ? std::max<int64_t>(1, kRun / row) : 1;
   for (int64_t first = 0; first < rows; first += most)
     for (int64_t p = 0; p < planes; ++p)
@@ -67,33 +89,57 @@ void copy_by_rows(Planes to, Planes from, int64_t planes, int64_t rows, int64_t 
         copy(to.data + p * to.plane + r * to.pitch, from.data + p * from.plane + r * from.pitch);
 }
 
+// Whether they read, or write, parts of the same rows; then they are put in the order of the parts.
+bool share_rows(std::vector<PlaneCopy>& copies, Planes PlaneCopy::* side) {
+  const PlaneCopy& one = copies.front();
+  for (const PlaneCopy& copy : copies)
+    if (copy.rows != one.rows || (copy.*side).pitch != (one.*side).pitch) return false;
+  std::sort(copies.begin(), copies.end(), [&](const PlaneCopy& a, const PlaneCopy& b) {
+    return (a.*side).data < (b.*side).data;
+  });
+  return (copies.back().*side).data - (copies.front().*side).data < (copies.front().*side).pitch;
+}
+
 }  // namespace
 
-void copy_planes(Planes to, Planes from, int64_t planes, int64_t rows, int64_t row,
-                 bool streaming) {
+void copy_planes(PlaneCopy copy) {
+  copy = merged(copy);
+  const auto& [to, from, planes, rows, row, streaming] = copy;
   if (row == 0) return;
-  if (planes > 1 && to.plane == row && from.plane == row)
-    return copy_planes({to.data, 0, to.pitch}, {from.data, 0, from.pitch}, 1, rows, planes * row,
-                       streaming);
   if (to.pitch == row && from.pitch == row) {
     for (int64_t p = 0; p < planes; ++p)
       copy_bytes(to.data + p * to.plane, from.data + p * from.plane, rows * row, streaming);
+  } else if (row >= kLongRow) {
+    copy_by_rows(copy,
+                 [&](char* out, const char* in) { copy_bytes(out, in, copy.row, copy.streaming); });
+  } else {
+    const CopyRow copy_one = row_copy_of(copy);
+    copy_by_rows(copy, [&](char* out, const char* in) { copy_one(out, in, copy.row); });
+    if (streaming) finish_streams();
+  }
+}
+
+// Parts of a row that are copied one part after the other, each from many rows, are read twice from
+// memory, or nearly: the processor fetches ahead what lies behind a part.
+void copy_all_planes(std::vector<PlaneCopy> copies) {
+  const bool one_pass = copies.size() > 1 && (share_rows(copies, &PlaneCopy::from) ||
+                                              share_rows(copies, &PlaneCopy::to));
+  if (!one_pass) {
+    for (const PlaneCopy& copy : copies) copy_planes(copy);
     return;
   }
-  if (row >= kLongRow)
-    return copy_by_rows(to, from, planes, rows, row,
-                        [&](char* out, const char* in) { copy_bytes(out, in, row, streaming); });
-  if (row % kVectorBytes != 0)
-    return copy_by_rows(to, from, planes, rows, row, [&](char* out, const char* in) {
-      std::memcpy(out, in, static_cast<size_t>(row));
-    });
-  const bool aligned =
-      (reinterpret_cast<intptr_t>(to.data) | to.plane | to.pitch) % kVectorBytes == 0;
-  if (!streaming || !aligned)
-    return copy_by_rows(to, from, planes, rows, row,
-                        [&](char* out, const char* in) { copy_row<false>(out, in, row); });
-  copy_by_rows(to, from, planes, rows, row,
-               [&](char* out, const char* in) { copy_row<true>(out, in, row); });
+  std::vector<CopyRow> copy_one;
+  for (PlaneCopy& copy : copies) {
+    copy = merged(copy);
+    copy_one.push_back(row_copy_of(copy));
+  }
+  for (int64_t r = 0; r < copies.front().rows; ++r)
+    for (size_t i = 0; i < copies.size(); ++i) {
+      const auto& [to, from, planes, rows, row, streaming] = copies[i];
+      for (int64_t p = 0; p < planes; ++p)
+        copy_one[i](to.data + p * to.plane + r * to.pitch,
+                    from.data + p * from.plane + r * from.pitch, row);
+    }
   finish_streams();
 }
 

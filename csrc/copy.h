@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace symm_cp {
 
@@ -16,7 +17,21 @@ struct Planes {
   int64_t pitch;
 };
 
-// Copies `planes` times `rows` rows of `row` bytes, which do not overlap.
-void copy_planes(Planes to, Planes from, int64_t planes, int64_t rows, int64_t row, bool streaming);
+// `planes` times `rows` rows of `row` bytes, which do not overlap.
+struct PlaneCopy {
+  Planes to;
+  Planes from;
+  int64_t planes;
+  int64_t rows;
+  int64_t row;
+  bool streaming;
+
+  int64_t bytes() const { return planes * rows * row; }
+};
+
+void copy_planes(PlaneCopy copy);
+
+// Carries several out, in one pass where they read or write parts of the same rows.
+void copy_all_planes(std::vector<PlaneCopy> copies);
 
 }  // namespace symm_cp

@@ -149,26 +149,63 @@ char* ExchangeRun::address(Channel& channel, const Call& call, const Area& area,
   }
 }
 
-int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, const LoopStep& step,
-                                int64_t piece) {
+std::vector<PlaneCopy> ExchangeRun::copies_of(Channel& channel, const Call& call,
+                                              const LoopStep& step, int64_t piece,
+                                              bool past_caches) {
   const Boxes& boxes = *exchange_.boxes;
+  const Boxes::Operands& operands = exchange_.operands;
   int64_t unused = 0;
   if (step.source.buffer == Buffer::kPeerSlot)
-    return boxes.take(step.to.chunk, piece, exchange_.operands,
-                      address(channel, call, step.source, piece, &unused), streamed_);
-  if (step.to.buffer == Buffer::kPeerSlot) {
-    const int peer = step.to.chunk;
-    char* slot = address(channel, call, step.to, piece, &unused);
-    return channel.slot_stores().run(
-        std::min(room_, exchange_.input[peer].bytes), [&](bool past_caches) {
-          return boxes.give(peer, piece, exchange_.operands, slot, past_caches);
-        });
+    return boxes.takes(step.to.chunk, piece, operands,
+                       address(channel, call, step.source, piece, &unused), streamed_);
+  if (step.to.buffer == Buffer::kPeerSlot)
+    return boxes.gives(step.to.chunk, piece, operands,
+                       address(channel, call, step.to, piece, &unused), past_caches);
+  return boxes.keeps(rank_, piece, operands, streamed_);
+}
+
+// The first boxes of all steps together, then the second ones, and so on.
+int64_t ExchangeRun::copy_boxes(Channel& channel, const Call& call, size_t first, size_t last,
+                                int64_t piece, bool past_caches) {
+  std::vector<std::vector<PlaneCopy>> by_step;
+  size_t most = 0;
+  for (size_t at = first; at < last; ++at) {
+    by_step.push_back(copies_of(channel, call, loop_.steps[at], piece, past_caches));
+    most = std::max(most, by_step.back().size());
   }
-  return boxes.keep(rank_, piece, exchange_.operands, streamed_);
+  int64_t bytes = 0;
+  for (size_t i = 0; i < most; ++i) {
+    std::vector<PlaneCopy> together;
+    for (const auto& copies : by_step)
+      if (i < copies.size()) together.push_back(copies[i]);
+    for (const PlaneCopy& copy : together) bytes += copy.bytes();
+    copy_all_planes(std::move(together));
+  }
+  return bytes;
+}
+
+int64_t ExchangeRun::copy_pass(Channel& channel, const Call& call, size_t first, size_t last,
+                               int64_t piece) {
+  int64_t to_slots = 0;
+  for (size_t at = first; at < last; ++at) {
+    const Area& to = loop_.steps[at].to;
+    if (to.buffer == Buffer::kPeerSlot)
+      to_slots += std::min(room_, exchange_.input[to.chunk].bytes);
+  }
+  return channel.slot_stores().run(to_slots, [&](bool past_caches) {
+    return copy_boxes(channel, call, first, last, piece, past_caches);
+  });
+}
+
+size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
+  const auto copies = [&](size_t i) { return loop_.steps[i].kind == Kind::kCopy; };
+  size_t end = at + 1;
+  if (exchange_.boxes == nullptr || !copies(at)) return end;
+  while (end < last && copies(end)) ++end;
+  return end;
 }
 
 int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
-  if (exchange_.boxes != nullptr) return copy_boxes(channel, call, step, piece);
   int64_t bytes = room_;
   char* to = address(channel, call, step.to, piece, &bytes);
   int64_t given = bytes;
@@ -268,8 +305,9 @@ void ExchangeRun::announce(Channel& channel, Call& call) {
 // A rank that takes anything takes something of each rank, if only nothing.
 void ExchangeRun::compare_sizes(Channel& channel, int peer, const Call& call) {
   const ExchangeKind kind = exchange_.kind;
-  const bool by_source = kind == ExchangeKind::kAllGather || kind == ExchangeKind::kAllToAll;
-  if (kind != ExchangeKind::kAllToAll && all_bytes(exchange_.output) == 0) return;
+  const bool to_all = kind == ExchangeKind::kAllToAll || kind == ExchangeKind::kJoiningAllToAll;
+  const bool by_source = kind == ExchangeKind::kAllGather || to_all;
+  if (!to_all && all_bytes(exchange_.output) == 0) return;
   const bool by_owner =
       kind == ExchangeKind::kTwoShotAllReduce || kind == ExchangeKind::kProducedTwoShotAllReduce;
   const size_t own = by_source ? peer : by_owner ? rank_ : 0;
@@ -309,15 +347,21 @@ void ExchangeRun::steps(Channel& channel, Call& call, int64_t piece, size_t firs
   Recorder& recorder = Recorder::instance();
   Probe& probe = Probe::instance();
   const bool watched = recorder.on() || probe.on();
-  for (size_t at = first; at < last; ++at) {
-    const LoopStep& each = loop_.steps[at];
+  for (size_t at = first, end = 0; at < last; at = end) {
+    end = end_of_pass(at, last);
+    const LoopStep& each = loop_.steps[end - 1];
+    const auto carry_out = [&] {
+      return exchange_.boxes != nullptr && each.kind == Kind::kCopy
+                 ? copy_pass(channel, call, at, end, piece)
+                 : step(channel, call, each, piece);
+    };
     if (!watched) {
-      step(channel, call, each, piece);
+      carry_out();
       continue;
     }
     if (probe.on()) probe.step();
     const int64_t start = Recorder::now();
-    const int64_t bytes = step(channel, call, each, piece);
+    const int64_t bytes = carry_out();
     if (!recorder.on()) continue;
     Command shown{};
     shown.kind = each.kind;
@@ -360,8 +404,9 @@ void ExchangeRun::finish(Channel& channel, Call& call) {
   channel.verify_all(call);
 }
 
-Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes) {
-  Exchange exchange{ExchangeKind::kAllToAll, std::move(call_name)};
+Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, bool joining) {
+  Exchange exchange{joining ? ExchangeKind::kJoiningAllToAll : ExchangeKind::kAllToAll,
+                    std::move(call_name)};
   for (const int64_t bytes : boxes->given_bytes()) exchange.input.push_back({nullptr, bytes});
   for (const int64_t bytes : boxes->taken_bytes()) exchange.output.push_back({nullptr, bytes});
   exchange.boxes = std::move(boxes);

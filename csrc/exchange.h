@@ -71,7 +71,7 @@ struct Exchange {
   // Of what is produced: added to the sum, again and again, as a row to the rows of a matrix. Not
   // of averages.
   Extent addend;
-  // Of kAllToAll: what travels with strides, and the addresses of the tensors. Inputs and outputs
+  // Of all-to-alls: what travels with strides, and the addresses of the tensors. Inputs and outputs
   // have sizes only.
   std::shared_ptr<const Boxes> boxes;
   std::vector<char*> operands;
@@ -89,8 +89,9 @@ constexpr bool two_shot(int ranks, int64_t bytes) {
   return ranks > 2 && bytes * (ranks - 1) >= (int64_t{192} << 10);
 }
 
-// Returns an all-to-all of boxes, without the addresses of the tensors.
-Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes);
+// Returns an all-to-all of boxes, without the addresses of the tensors. `joining`: what comes from
+// all ranks lies side by side, rather than what goes to all.
+Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, bool joining);
 
 // Parts of a piece begin at multiples of this.
 inline constexpr int64_t kPartAlignment = 64;

@@ -55,6 +55,7 @@ std::vector<Box> boxes_in(const at::Tensor& bytes) {
 
 // Leaves the call without boxes where heads have to be added, which Python does.
 void plan(CheckedCall& call, Stack arguments, int ranks) {
+  const bool to_heads = arguments[kToHeads].toBool();
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("symm_cp::exchange_heads", "plan");
   try {
@@ -67,7 +68,7 @@ void plan(CheckedCall& call, Stack arguments, int ranks) {
   if (call.output_shape.empty()) return;
   auto boxes = std::make_shared<const Boxes>(boxes_in(results[0].toTensor()),
                                              boxes_in(results[1].toTensor()), ranks);
-  call.exchange = exchange_of(results[3].toStringRef(), std::move(boxes));
+  call.exchange = exchange_of(results[3].toStringRef(), std::move(boxes), !to_heads);
 }
 
 // Returns memory for what arrives, with the heads of a position side by side unless `to_heads`.

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "channel.h"
+#include "copy.h"
 #include "exchange.h"
 
 namespace symm_cp {
@@ -34,7 +35,13 @@ class ExchangeRun {
   // Returns the bytes that were moved.
   int64_t step(Channel& channel, Call& call, const LoopStep& step, int64_t piece);
   int64_t copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
-  int64_t copy_boxes(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
+  // Copies of boxes that follow one another are one pass: steps from `first` to before `last`.
+  size_t end_of_pass(size_t at, size_t last) const;
+  int64_t copy_pass(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece);
+  int64_t copy_boxes(Channel& channel, const Call& call, size_t first, size_t last, int64_t piece,
+                     bool past_caches);
+  std::vector<PlaneCopy> copies_of(Channel& channel, const Call& call, const LoopStep& step,
+                                   int64_t piece, bool past_caches);
   int64_t reduce_all(Channel& channel, const Call& call, const LoopStep& step, int64_t piece);
   // Reduces to `to`, which begins at byte `offset` of the result, and adds the addend to each row.
   void reduce_rows(char* to, int64_t offset, int64_t bytes);

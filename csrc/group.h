@@ -175,7 +175,7 @@ class Group {
   std::atomic<bool> closing_{false};
   // Throws Interrupted when a handler of a signal raises while it waits.
   static void acquire(std::recursive_timed_mutex& mutex);
-  static constexpr int kKinds = 7;
+  static constexpr int kKinds = 8;
   std::optional<Loop> loops_[kChannels][kKinds][2];
   std::atomic<bool> on_one_host_{true};
   std::recursive_timed_mutex call_locks_[kChannels];

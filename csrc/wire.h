@@ -97,9 +97,9 @@ SYMM_CP_WIRE_ENUM(ReduceOp, kSum, kAvg, kProduct, kMin, kMax, kBand, kBor, kBxor
 
 // What ranks do with each other's data, see exchange.h. kTwoShotAllReduce is an all-reduce whose
 // inputs and outputs are given by the parts that the ranks reduce. What is "produced" has no input:
-// the caller writes it to the slot.
+// the caller writes it to the slot. In a kJoiningAllToAll a rank takes from all at once.
 SYMM_CP_WIRE_ENUM(ExchangeKind, kAllGather, kAllReduce, kTwoShotAllReduce, kReduceScatter,
-                  kAllToAll, kProducedAllReduce, kProducedTwoShotAllReduce);
+                  kAllToAll, kProducedAllReduce, kProducedTwoShotAllReduce, kJoiningAllToAll);
 
 // The buffers of a loop: what this rank gives and takes, and the slot of a rank, or what it gives
 // in symmetric memory.

@@ -392,7 +392,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_run": (_LONG, [_VOID, _VOID, _INT, _VOID, _VOID]),
     "symm_cp_exchange_boxes": (
         _LONG,
-        [_VOID, _TEXT, _VOID, _LONG, _VOID, _LONG, _VOID, _INT],
+        [_VOID, _TEXT, _VOID, _LONG, _VOID, _LONG, _INT, _VOID, _INT],
     ),
     "symm_cp_set_loop": (
         None,

@@ -84,6 +84,7 @@ class ExchangeKind(IntEnum):
     ALL_TO_ALL = 4
     PRODUCED_ALL_REDUCE = 5
     PRODUCED_TWO_SHOT_ALL_REDUCE = 6
+    JOINING_ALL_TO_ALL = 7
 
 
 class Buffer(IntEnum):

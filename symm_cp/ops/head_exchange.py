@@ -116,6 +116,11 @@ class HeadExchange:
         """The number of ranks."""
         return len(self.parts[0].ranges)
 
+    @property
+    def joins(self) -> bool:
+        """Whether the heads of all ranks come together, side by side."""
+        return not self.to_heads
+
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
         """How many bytes each rank (first index) gives to each (second index)."""

@@ -83,6 +83,10 @@ class Parcels(Protocol):
     def sizes(self) -> Sizes:
         """How many bytes each rank (first index) gives to each (second index)."""
 
+    @property
+    def joins(self) -> bool:
+        """Whether what comes from all ranks lies side by side, rather than what goes to all."""
+
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
         """Writes what goes to a peer to memory of that size."""
 

@@ -340,7 +340,7 @@ class CpuRuntime:
         addresses = (ctypes.c_void_p * len(used))(*[t.data_ptr() for t in used])
         run = native.load().symm_cp_exchange_boxes
         lists = given, len(given), taken, len(taken)
-        if run(group.handle, call_name, *lists, addresses, len(used)) < 0:
+        if run(group.handle, call_name, *lists, parcels.joins, addresses, len(used)) < 0:
             raise reported(RuntimeError(native.error()))
 
     def consume_and_reduce_scatter(

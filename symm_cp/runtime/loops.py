@@ -29,10 +29,11 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
 }
-#: Exchanges of one piece, in the calling thread, of what it produces.
-PRODUCED: dict[_Kind, Variant] = {
+#: In the calling thread only. What it produces itself is one piece.
+IN_CALLER: dict[_Kind, Variant] = {
     _Kind.PRODUCED_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(one_shot=True),
     _Kind.PRODUCED_TWO_SHOT_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(whole=True),
+    _Kind.JOINING_ALL_TO_ALL: patterns.JOINING_ALL_TO_ALL.direct(),
 }
 
 
@@ -112,7 +113,7 @@ def exchanges() -> Iterator[tuple[_Kind, int, Variant]]:
     for kind, of_channels in PATTERNS.items():
         for channel, pattern in enumerate(of_channels):
             yield from ((kind, channel, variant) for variant in pattern.variants("direct"))
-    yield from ((kind, 0, variant) for kind, variant in PRODUCED.items())
+    yield from ((kind, 0, variant) for kind, variant in IN_CALLER.items())
 
 
 def install(group: Group) -> None:

@@ -9,7 +9,11 @@ from symm_cp.schedule.patterns.all_gather_and_combine import ALL_GATHER_AND_COMB
 from symm_cp.schedule.patterns.all_gather_and_consume import ALL_GATHER_AND_CONSUME
 from symm_cp.schedule.patterns.all_gather_and_poll import ALL_GATHER_AND_POLL
 from symm_cp.schedule.patterns.all_reduce import ALL_REDUCE, BACKGROUND_ALL_REDUCE
-from symm_cp.schedule.patterns.all_to_all import ALL_TO_ALL, BACKGROUND_ALL_TO_ALL
+from symm_cp.schedule.patterns.all_to_all import (
+    ALL_TO_ALL,
+    BACKGROUND_ALL_TO_ALL,
+    JOINING_ALL_TO_ALL,
+)
 from symm_cp.schedule.patterns.consume_and_reduce_scatter import CONSUME_AND_REDUCE_SCATTER
 from symm_cp.schedule.patterns.exchange_and_consume import EXCHANGE_AND_CONSUME
 from symm_cp.schedule.patterns.pattern import (
@@ -44,6 +48,7 @@ PATTERNS: tuple[Pattern, ...] = (
     TWO_SHOT_ALL_REDUCE,
     REDUCE_SCATTER,
     ALL_TO_ALL,
+    JOINING_ALL_TO_ALL,
     BACKGROUND_ALL_GATHER,
     BACKGROUND_ALL_REDUCE,
     BACKGROUND_TWO_SHOT_ALL_REDUCE,
@@ -79,6 +84,7 @@ __all__ = [
     "PATTERNS",
     "PRODUCE_AND_ALL_REDUCE",
     "EXCHANGE_AND_CONSUME",
+    "JOINING_ALL_TO_ALL",
     "PRODUCE_AND_REDUCE_SCATTER",
     "REDUCE_SCATTER",
     "RELAY",

@@ -1,7 +1,7 @@
 """All-to-all: chunk d of every rank's ``"input"`` comes to rank d, as chunk r of its ``"output"``.
 
-ALL_TO_ALL runs in the calling thread, BACKGROUND_ALL_TO_ALL in lane ``"copy"``, where the input is
-left alone after the signals.
+ALL_TO_ALL and JOINING_ALL_TO_ALL run in the calling thread, BACKGROUND_ALL_TO_ALL in lane
+``"copy"``, where the input is left alone after the signals.
 
 Direct only, in pieces. Source: torch's ``all_to_all_single``.
 """
@@ -17,27 +17,42 @@ from symm_cp.schedule.patterns.pattern import (
 )
 from symm_cp.schedule.steps import Copy
 
-# Rank 0 of 3, direct. While a rank copies its own chunk its peers may fall behind or run ahead.
+# Rank 0 of 3, direct. Copies that follow each other may be one pass over memory in which the chunks
+# lie side by side: the input here,
 #
-#   compute  copy chunks>slot | signal 1, 2 | copy own | wait 1 | copy 1 | wait 2 | copy 2
+#   compute  copy own, chunks>slot | signal 1, 2 | wait 1 | copy 1 | wait 2 | copy 2
 #
-# In the background:
+# and the output where the chunks join:
 #
-#   copy  copy own | copy chunks>slot | signal 1, 2 | wait 1 | copy 1 | wait 2 | copy 2
+#   compute  copy chunks>slot | signal 1, 2 | wait 1 | wait 2 | copy own, 1, 2
+
+
+def _own(draft: Draft) -> Copy:
+    return Copy(draft.own("input", draft.rank), draft.own("output", draft.rank))
+
+
+def _given(draft: Draft) -> list[Copy]:
+    return [Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in draft.peers]
+
+
+def _taken(draft: Draft, peer: int) -> Copy:
+    return Copy(draft.of(peer, "slot", draft.rank), draft.own("output", peer))
 
 
 def _direct(draft: Draft, options: Options, lane: str) -> None:
-    rank = draft.rank
-    own = Copy(draft.own("input", rank), draft.own("output", rank))
-    given = [Copy(draft.own("input", peer), draft.own("slot", peer)) for peer in draft.peers]
-    published = [*given, *draft.signals("ready")]
-    draft.add(lane, *([own, *published] if lane == "copy" else [*published, own]))
+    draft.add(lane, _own(draft), *_given(draft), *draft.signals("ready"))
     for peer in draft.peers:
-        draft.add(lane, draft.wait(peer, "ready"))
-        draft.add(lane, Copy(draft.of(peer, "slot", rank), draft.own("output", peer)))
+        draft.add(lane, draft.wait(peer, "ready"), _taken(draft, peer))
+
+
+def _joining(draft: Draft, options: Options, lane: str) -> None:
+    draft.add(lane, *_given(draft), *draft.signals("ready"))
+    draft.add(lane, *(draft.wait(peer, "ready") for peer in draft.peers))
+    draft.add(lane, _own(draft), *(_taken(draft, peer) for peer in draft.peers))
 
 
 ALL_TO_ALL = Pattern("ALL_TO_ALL", "sync", direct=loop_in_caller(_direct))
+JOINING_ALL_TO_ALL = Pattern("JOINING_ALL_TO_ALL", "sync", direct=loop_in_caller(_joining))
 BACKGROUND_ALL_TO_ALL = Pattern(
     "BACKGROUND_ALL_TO_ALL", "async", direct=loop_in_background(_direct)
 )

@@ -205,6 +205,12 @@ size_t ExchangeRun::end_of_pass(size_t at, size_t last) const {
   return end;
 }
 
+template <class Store>
+int64_t ExchangeRun::stored(Channel& channel, const Area& to, int64_t bytes, const Store& store) {
+  return to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, store)
+                                        : store(streamed_);
+}
+
 int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& step, int64_t piece) {
   int64_t bytes = room_;
   char* to = address(channel, call, step.to, piece, &bytes);
@@ -224,8 +230,7 @@ int64_t ExchangeRun::copy(Channel& channel, const Call& call, const LoopStep& st
     }
     return bytes;
   };
-  return step.to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, copy)
-                                             : copy(streamed_);
+  return stored(channel, step.to, bytes, copy);
 }
 
 const Extent* ExchangeRun::extent_of(const Area& area) const {
@@ -257,8 +262,7 @@ int64_t ExchangeRun::reduce_all(Channel& channel, const Call& call, const LoopSt
            exchange_.dtype, exchange_.reduce_op, past_caches);
     return bytes;
   };
-  return step.to.buffer == Buffer::kPeerSlot ? channel.slot_stores().run(bytes, sum)
-                                             : sum(streamed_);
+  return stored(channel, step.to, bytes, sum);
 }
 
 void ExchangeRun::reduce_rows(char* to, int64_t offset, int64_t bytes) {

@@ -130,6 +130,32 @@ def test_lengths_that_are_not_known(ranks: Ranks) -> None:
     ranks.run(2, lengths, timeout=300)
 
 
+def under_autocast(group: dist.ProcessGroup, name: str) -> None:
+    """As far from the numbers in float64 as the program is that is not compiled, or nearer."""
+    program = functools.partial(PROGRAMS[name], group)
+    exact = whole_inputs(group.size(), PROGRAMS[name].rows_first, True)
+    exact[0] = part(exact[0], group, PROGRAMS[name].rows_first).requires_grad_()
+    inputs = [t.detach().float().requires_grad_() for t in exact]
+    with torch.autocast("cpu", torch.bfloat16):
+        results, grads = run(program, inputs)
+        compiled = through_passes(program, inputs, Options())
+    # Each projection has an op of its own, as autocast casts the input for each.
+    left = 4 if PROGRAMS[name].rotated else 0
+    assert len(compiled.report.left) == left, str(compiled.report)
+    eager = [*results, *grads]
+    want = [each for part in run(program, exact) for each in part]
+    for got, other, right in zip([*compiled.results, *compiled.grads], eager, want, strict=True):
+        assert got.dtype == other.dtype
+        least = 4e-3 * float(right.norm())
+        assert (got - right).norm() <= 1.5 * (other - right).norm() + least
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", list(PROGRAMS))
+def test_under_autocast(ranks: Ranks, name: str) -> None:
+    ranks.run(2, under_autocast, name)
+
+
 def stays(group: dist.ProcessGroup) -> None:
     for fn, reason in OTHERS.items():
         shapes = [(2, 4, D), (4 * E, D), (D, 4 * E)]

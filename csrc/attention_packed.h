@@ -61,22 +61,31 @@ inline bool multiplies_blocks() {
   return can;
 }
 
+// Columns of floats that begin a cache line: blocks that begin there are read fastest.
+inline constexpr int64_t kLineFloats = 16;
+
 // The forward pass of float32 by such products: small blocks take little more than large ones.
 class BlockedForward {
  public:
   using Number = float;
   using Weight = float;
-  static constexpr int64_t kAlign = 1;  // of columns
+  static constexpr int64_t kAlign = 1;
+  static constexpr int64_t kStart = kLineFloats;
   static constexpr int64_t kBandRows = 32;
+  // Keys that a task under a narrow band transposes at a time, which its cache then has: several
+  // times as many as a block of rows sees.
+  static constexpr int64_t kSpan = 2048;
 
-  // All keys, transposed.
+  // All keys, transposed; none under a narrow band.
   struct Shared {
-    explicit Shared(const TileInputs<float>& inputs)
+    Shared(const TileInputs<float>& inputs, bool is_narrow)
         : in(inputs),
+          narrow(is_narrow),
           // Not a power of two, so that rows of it do not share few places of the cache.
-          key_stride(padded(in.sizes.keys) + 16),
+          key_stride(padded(narrow ? std::min(in.sizes.keys, kSpan) : in.sizes.keys) + 16),
           key_size(in.sizes.features * key_stride),
-          keys(in.sizes.samples * in.sizes.groups * key_size) {
+          keys(narrow ? 0 : in.sizes.samples * in.sizes.groups * key_size) {
+      if (narrow) return;
       const TileSizes& sizes = in.sizes;
       at::parallel_for(0, sizes.samples * sizes.groups, 1, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; ++i)
@@ -86,11 +95,13 @@ class BlockedForward {
     }
 
     const TileInputs<float>& in;
+    bool narrow;
     int64_t key_stride, key_size;
     Scratch<float> keys;
   };
 
-  BlockedForward(const Shared& shared, int64_t) : shared_(shared) {}
+  BlockedForward(const Shared& shared, int64_t)
+      : shared_(shared), span_(shared.narrow ? shared.key_size : 0) {}
   ~BlockedForward() { at::native::cpublas::brgemm_release(false); }
   BlockedForward(const BlockedForward&) = delete;
   BlockedForward& operator=(const BlockedForward&) = delete;
@@ -103,9 +114,8 @@ class BlockedForward {
 
   void scores(int64_t first, int64_t columns, float* out, int64_t stride) {
     const TileInputs<float>& in = shared_.in;
-    const float* keys = shared_.keys.get() + (b_ * in.sizes.groups + g_) * shared_.key_size + first;
-    multiply_block(rows_, columns, in.sizes.features, query_, in.query.row, keys,
-                   shared_.key_stride, false, out, stride);
+    multiply_block(rows_, columns, in.sizes.features, query_, in.query.row,
+                   keys_from(first, columns), shared_.key_stride, false, out, stride);
   }
 
   void add_values(int64_t first, int64_t columns, const float* weights, int64_t stride, bool adds,
@@ -117,7 +127,23 @@ class BlockedForward {
   }
 
  private:
+  // Transposed keys: at least `columns` from `first` on.
+  const float* keys_from(int64_t first, int64_t columns) {
+    const TileInputs<float>& in = shared_.in;
+    const int64_t group = b_ * in.sizes.groups + g_;
+    if (!shared_.narrow) return shared_.keys.get() + group * shared_.key_size + first;
+    if (group != span_group_ || first < span_begin_ || first + columns > span_end_) {
+      span_group_ = group, span_begin_ = first;
+      span_end_ = std::min(first + kSpan, in.sizes.keys);
+      transpose_floats(in.key.at(b_, g_, first), in.key.row, span_end_ - first, in.sizes.features,
+                       span_.get(), shared_.key_stride);
+    }
+    return span_.get() + first - span_begin_;
+  }
+
   const Shared& shared_;
+  Scratch<float> span_;
+  int64_t span_group_ = -1, span_begin_ = 0, span_end_ = 0;
   const float* query_ = nullptr;
   int64_t b_ = 0, g_ = 0, rows_ = 0;
 };
@@ -128,7 +154,9 @@ class BlockedBackward {
   using Number = float;
   using Weight = float;
   static constexpr int64_t kAlign = 1;
+  static constexpr int64_t kStart = kLineFloats;
   static constexpr int64_t kBandRows = 32;
+  static constexpr bool kRolls = true;
 
   BlockedBackward(const TileInputs<float>& inputs, const TileGradients<float>& grads, int64_t b,
                   int64_t g, int64_t most_rows, int64_t most_columns)
@@ -149,15 +177,25 @@ class BlockedBackward {
   BlockedBackward& operator=(const BlockedBackward&) = delete;
 
   void enter_keys(int64_t first, int64_t columns) {
-    const TileSizes& sizes = in_.sizes;
     key_ = first, columns_ = columns;
-    transpose_floats(in_.key.at(b_, g_, first), in_.key.row, columns, sizes.features, keys_.get(),
-                     key_stride_);
-    transpose_floats(in_.value.at(b_, g_, first), in_.value.row, columns, sizes.value_features,
-                     values_.get(), key_stride_);
-    std::fill_n(grad_keys_.get(), sizes.features * key_stride_, 0.0f);
-    std::fill_n(grad_values_.get(), sizes.value_features * key_stride_, 0.0f);
+    load(0);
   }
+
+  // Holds keys from `begin` to `end`, and at most `capacity` in all; is done with those before.
+  // Neither decreases from call to call.
+  void roll_keys(int64_t begin, int64_t end, int64_t capacity) {
+    if (end <= key_ + columns_) return;
+    const int64_t done = std::min(begin - key_, columns_), kept = columns_ - done;
+    flush(done);
+    for (float* buffer : {keys_.get(), grad_keys_.get()})
+      move_columns(buffer, in_.sizes.features, done, kept);
+    for (float* buffer : {values_.get(), grad_values_.get()})
+      move_columns(buffer, in_.sizes.value_features, done, kept);
+    key_ = begin, columns_ = std::min(capacity, in_.sizes.keys - begin);
+    load(kept);
+  }
+  int64_t first_key() const { return key_; }
+  int64_t held_keys() const { return columns_; }
 
   void enter_rows(int64_t h, int64_t first, int64_t count) {
     const TileSizes& sizes = in_.sizes;
@@ -187,14 +225,39 @@ class BlockedBackward {
                    in_.key.row, true, grads_.query.at(b_, h_, row_), grads_.query.row);
   }
 
-  void leave_keys() {
-    add_transposed(grad_keys_.get(), key_stride_, in_.sizes.features, columns_,
+  void leave_keys() { flush(columns_); }
+
+ private:
+  // Keys and values from a column on, whose gradients are 0 so far.
+  void load(int64_t first) {
+    const int64_t count = columns_ - first, key = key_ + first;
+    const int64_t features = in_.sizes.features, value_features = in_.sizes.value_features;
+    transpose_floats(in_.key.at(b_, g_, key), in_.key.row, count, features, keys_.get() + first,
+                     key_stride_);
+    transpose_floats(in_.value.at(b_, g_, key), in_.value.row, count, value_features,
+                     values_.get() + first, key_stride_);
+    for (int64_t i = 0; i < features; ++i)
+      std::fill_n(grad_keys_.get() + i * key_stride_ + first, count, 0.0f);
+    for (int64_t i = 0; i < value_features; ++i)
+      std::fill_n(grad_values_.get() + i * key_stride_ + first, count, 0.0f);
+  }
+
+  // Adds the gradients of the first columns.
+  void flush(int64_t columns) {
+    add_transposed(grad_keys_.get(), key_stride_, in_.sizes.features, columns,
                    grads_.key.at(b_, g_, key_), grads_.key.row);
-    add_transposed(grad_values_.get(), key_stride_, in_.sizes.value_features, columns_,
+    add_transposed(grad_values_.get(), key_stride_, in_.sizes.value_features, columns,
                    grads_.value.at(b_, g_, key_), grads_.value.row);
   }
 
- private:
+  // Moves columns to the front.
+  void move_columns(float* buffer, int64_t rows, int64_t first, int64_t count) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      float* row = buffer + i * key_stride_;
+      std::copy_n(row + first, count, row);
+    }
+  }
+
   const TileInputs<float>& in_;
   const TileGradients<float>& grads_;
   int64_t b_, g_, row_stride_, key_stride_;
@@ -209,11 +272,12 @@ class PackedForward {
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
+  static constexpr int64_t kStart = kTileElements;
   static constexpr int64_t kBandRows = 32;
 
   // All keys and values, packed.
   struct Shared {
-    explicit Shared(const TileInputs<BFloat16>& inputs)
+    Shared(const TileInputs<BFloat16>& inputs, bool)
         : in(inputs),
           features(padded(in.sizes.features)),
           // Not a power of two, so that rows of it do not share few places of the cache.
@@ -281,7 +345,9 @@ class PackedBackward {
   using Number = float;
   using Weight = BFloat16;
   static constexpr int64_t kAlign = kTileElements;
+  static constexpr int64_t kStart = kTileElements;
   static constexpr int64_t kBandRows = symm_cp::kBandRows;
+  static constexpr bool kRolls = false;
 
   PackedBackward(const TileInputs<BFloat16>& inputs, const TileGradients<float>& grads, int64_t b,
                  int64_t g, int64_t most_rows, int64_t most_columns)

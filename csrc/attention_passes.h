@@ -13,8 +13,9 @@ namespace symm_cp {
 
 // Rows and columns of a block.
 constexpr int64_t kRows = 128, kColumns = 512;
-// Keys whose gradients a backward pass under a narrow band sums up together.
-constexpr int64_t kBandKeys = 4096;
+// Keys whose gradients a backward pass under a narrow band sums up together: all that a block of
+// rows sees and some more, if they move on with the rows.
+constexpr int64_t kBandKeys = 4096, kMoreKeys = 256;
 
 inline DType number_of(const at::Tensor& tensor) {
   return static_cast<DType>(tensor.scalar_type());
@@ -62,11 +63,20 @@ inline int64_t balanced(int64_t length, int64_t most) {
   return std::max<int64_t>((length + blocks - 1) / blocks, 1);
 }
 
-// Whether a band hides much: then smaller blocks of rows waste less.
+// The band of a tile: how many keys a row sees at most, and whether that is few and not all. Then
+// smaller blocks of rows waste less.
+struct Band {
+  int64_t width;
+  bool narrow;
+};
+
 template <class A>
-bool is_narrow(const TileTerms<A>& terms, int64_t keys) {
-  const bool is_band = keys > terms.high && -keys < terms.low;
-  return is_band && 2 * kColumns > terms.high - terms.low;
+Band band_of(const TileTerms<A>& terms, const TileSizes& sizes) {
+  const int64_t low = std::max(terms.low, 1 - sizes.rows);
+  const int64_t high = std::min(terms.high, sizes.keys - 1);
+  const int64_t width = std::max<int64_t>(high - low + 1, 0);
+  const bool hides = low > 1 - sizes.rows || high < sizes.keys - 1;
+  return {width, hides && width <= 2 * kColumns};
 }
 
 // --- forward -----------------------------------------------------------------------------------
@@ -98,7 +108,7 @@ class Forward {
     std::fill_n(states_, count, RowState<A>{-std::numeric_limits<A>::infinity(), 0});
     const Columns seen = terms_.keys_of(first, first + count - 1, sizes_.keys);
     bool adds = false;
-    const int64_t begin = seen.begin / Products::kAlign * Products::kAlign;
+    const int64_t begin = seen.begin / Products::kStart * Products::kStart;
     const int64_t step = round_up(balanced(seen.end - begin, most_columns_), kTileElements);
     if (seen.begin < seen.end)
       for (int64_t column = begin; column < seen.end; column += step) {
@@ -178,9 +188,9 @@ template <class Products, class Inputs>
 void attend(const Inputs& inputs, const TileTerms<typename Products::Number>& terms,
             const at::Tensor& out, const at::Tensor& lse) {
   const TileSizes& sizes = inputs.sizes;
-  const typename Products::Shared shared(inputs);
-  const int64_t step =
-      balanced(sizes.rows, is_narrow(terms, sizes.keys) ? Products::kBandRows : kRows);
+  const bool narrow = band_of(terms, sizes).narrow;
+  const typename Products::Shared shared(inputs, narrow);
+  const int64_t step = balanced(sizes.rows, narrow ? Products::kBandRows : kRows);
   const int64_t blocks = (sizes.rows + step - 1) / step;
   for_tasks(sizes.samples * sizes.heads * blocks, [&](int64_t begin, int64_t end) {
     Forward<Products> forward(sizes, terms, shared, step, out, lse);
@@ -207,10 +217,9 @@ class Backward {
            Strided<const A> lse, Strided<const A> inner, A* grad_bias, int64_t b, int64_t g)
       : sizes_(inputs.sizes),
         terms_(terms),
-        narrow_(is_narrow(terms, sizes_.keys)),
-        // Under a narrow band a block of rows sees few keys of many, so it is entered once for all.
-        most_rows_(std::min(narrow_ ? Products::kBandRows : kRows, sizes_.rows)),
-        most_keys_(std::min(narrow_ ? kBandKeys : kColumns, sizes_.keys)),
+        band_(band_of(terms, sizes_)),
+        most_rows_(std::min(band_.narrow ? Products::kBandRows : kRows, sizes_.rows)),
+        most_keys_(std::min(most_keys(), sizes_.keys)),
         most_columns_(std::min(most_keys_, 2 * kColumns + kRows) + Products::kAlign),
         stride_(round_up(most_columns_, kTileElements) + 32),
         products_(inputs, grads, b, g, most_rows_, most_keys_),
@@ -227,6 +236,8 @@ class Backward {
         g_(g) {}
 
   void run() {
+    if constexpr (Products::kRolls)
+      if (band_.narrow) return run_band();
     const int64_t heads = sizes_.heads / sizes_.groups;
     for (int64_t key = 0; key < sizes_.keys; key += most_keys_) {
       const int64_t columns = std::min(most_keys_, sizes_.keys - key);
@@ -244,10 +255,34 @@ class Backward {
  private:
   static constexpr bool kInPlace = std::is_same_v<A, Weight>;
 
+  // Under a narrow band a block of rows sees few keys of many, so it is entered once for all.
+  int64_t most_keys() const {
+    if (!band_.narrow) return kColumns;
+    if (!Products::kRolls) return kBandKeys;
+    const int64_t seen = band_.width + most_rows_ + Products::kStart;
+    return round_up(seen, Products::kStart) + kMoreKeys;
+  }
+
+  // The keys that the rows see move on with them, so that all that is at work stays in the cache.
+  void run_band() {
+    const int64_t heads = sizes_.heads / sizes_.groups;
+    const Columns rows = terms_.rows_of(0, sizes_.keys - 1, sizes_.rows);
+    const int64_t step = balanced(rows.end - rows.begin, most_rows_);
+    for (int64_t row = rows.begin; row < rows.end; row += step) {
+      const int64_t count = std::min(step, rows.end - row);
+      const Columns seen = terms_.keys_of(row, row + count - 1, sizes_.keys);
+      if (seen.begin >= seen.end) continue;
+      products_.roll_keys(seen.begin / Products::kStart * Products::kStart, seen.end, most_keys_);
+      for (int64_t h = g_ * heads; h < (g_ + 1) * heads; ++h)
+        add_block(h, row, count, products_.first_key(), products_.held_keys());
+    }
+    products_.leave_keys();
+  }
+
   void add_block(int64_t h, int64_t first, int64_t count, int64_t key, int64_t keys) {
     const Columns seen = terms_.keys_of(first, first + count - 1, sizes_.keys);
     const int64_t begin =
-        std::max<int64_t>(seen.begin - key, 0) / Products::kAlign * Products::kAlign;
+        std::max<int64_t>(seen.begin - key, 0) / Products::kStart * Products::kStart;
     const int64_t end = std::min(seen.end - key, keys);
     if (begin >= end) return;
     const int64_t columns = round_up(end - begin, Products::kAlign);
@@ -275,7 +310,7 @@ class Backward {
 
   const TileSizes& sizes_;
   const TileTerms<A>& terms_;
-  const bool narrow_;
+  const Band band_;
   const int64_t most_rows_, most_keys_, most_columns_, stride_;
   Products products_;
   BlockTerms<A> block_;

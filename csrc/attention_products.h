@@ -79,12 +79,13 @@ class PlainForward {
  public:
   using Number = A;
   using Weight = A;
-  static constexpr int64_t kAlign = 1;  // of columns
+  static constexpr int64_t kAlign = 1;  // of the number of columns
+  static constexpr int64_t kStart = 1;  // of the first column
   static constexpr int64_t kBandRows = symm_cp::kBandRows;
 
   // What all tasks share.
   struct Shared {
-    explicit Shared(const TileInputs<A>& inputs) : in(inputs) {}
+    Shared(const TileInputs<A>& inputs, bool) : in(inputs) {}
     const TileInputs<A>& in;
   };
 
@@ -128,7 +129,9 @@ class PlainBackward {
   using Number = A;
   using Weight = A;
   static constexpr int64_t kAlign = 1;
+  static constexpr int64_t kStart = 1;
   static constexpr int64_t kBandRows = symm_cp::kBandRows;
+  static constexpr bool kRolls = false;  // whether it has `roll_keys`
 
   PlainBackward(const TileInputs<A>& inputs, const TileGradients<A>& grads, int64_t b, int64_t g,
                 int64_t, int64_t)

@@ -146,9 +146,19 @@ def _strided(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return tensor[tuple(slice(0, size) for size in shape)]
 
 
-def _random_tile(dtype: torch.dtype, rows: int, keys: int, features: str = "") -> Tile:
-    """With some of softcap, bias, mask, band, positions and dropout: those named."""
-    B, G, repeats = random.choice([1, 2]), random.choice([1, 2]), random.choice([1, 3])
+def _random_tile(
+    dtype: torch.dtype,
+    rows: int,
+    keys: int,
+    features: str = "",
+    heads: tuple[int, int, int] | None = None,
+) -> Tile:
+    """With some of softcap, bias, mask, band, positions and dropout: those named.
+
+    `heads` are B, G and H / G.
+    """
+    few = random.choice([1, 2]), random.choice([1, 2]), random.choice([1, 3])
+    B, G, repeats = few if heads is None else heads
     H, E, V = G * repeats, random.choice([1, 8, 21, 40]), random.choice([1, 16, 33])
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     scoring = Scoring(scale=random.choice([0.3, E**-0.5]))
@@ -162,7 +172,7 @@ def _random_tile(dtype: torch.dtype, rows: int, keys: int, features: str = "") -
             key_positions=_spans(keys, 300) + random.choice([0, 5]),
         )
     if "bias" in features:
-        furthest = 2000  # beyond any distance of the positions
+        furthest = 1000 + max(rows, keys)  # beyond any distance of the positions
         bias = torch.randn(H, 2 * furthest + 1, dtype=random.choice([wide, dtype]))
         scoring = replace(scoring, bias=bias, bias_zero=furthest)
     if "dropout" in features:
@@ -252,16 +262,43 @@ def test_many_blocks(kernel: str, dtype: torch.dtype) -> None:
     _check(dtype, tile.run(KERNELS[kernel]), tile.solve())
 
 
+def _check_with_matmuls(dtype: torch.dtype, tile: Tile) -> None:
+    expected = replace(
+        tile, **{name: getattr(tile, name).double() for name in ("q", "k", "v", "grad_out")}
+    ).run(tiles_by_matmuls)
+    _check(dtype, tile.run(native_tiles), expected)
+
+
 @pytest.mark.parametrize("features", ["mask", "bias dropout positions"])
 @pytest.mark.parametrize("dtype", some(torch.float32, torch.bfloat16, of=TOLERANCE), ids=str)
 def test_native_kernel_agrees_with_matmuls(dtype: torch.dtype, features: str) -> None:
     # Several blocks of keys, of which dropout cuts few rows: plain torch takes its time there.
     rows, keys = random.choice([1, 9]), random.randint(520, 1200)
-    tile = _random_tile(dtype, rows, keys, features)
-    expected = replace(
-        tile, **{name: getattr(tile, name).double() for name in ("q", "k", "v", "grad_out")}
-    ).run(tiles_by_matmuls)
-    _check(dtype, tile.run(native_tiles), expected)
+    _check_with_matmuls(dtype, _random_tile(dtype, rows, keys, features))
+
+
+@pytest.mark.parametrize("width", some(1, 511, 1024, of=[1, 33, 300, 511, 1023, 1024, 1025]))
+@pytest.mark.parametrize("features", some("", of=["", "softcap mask", "bias dropout positions"]))
+@pytest.mark.parametrize("dtype", some(torch.float32, of=TOLERANCE), ids=str)
+@pytest.mark.parametrize(("rows", "heads"), [(2500, (1, 1, 1)), (1500, (1, 2, 2))])
+def test_window_moves_on(
+    dtype: torch.dtype, rows: int, heads: tuple[int, int, int], features: str, width: int
+) -> None:
+    # More keys than kernels keep at hand, and fewer; 1024 is the widest window they keep any of.
+    tile = _random_tile(dtype, rows, rows + random.randint(-99, 99), features, heads)
+    high = random.choice([0, 77, -random.randint(1, rows // 3)])
+    _check_with_matmuls(
+        dtype, replace(tile, sight=replace(tile.sight, low=high - width + 1, high=high))
+    )
+
+
+@pytest.mark.parametrize("dtype", some(torch.float32, of=TOLERANCE), ids=str)
+def test_corner_of_a_window(dtype: torch.dtype) -> None:
+    # Behind or before the window: what is left of it in a peer's keys, or a short causal tile.
+    for side in ("low", "high"):
+        tile = _random_tile(dtype, random.randint(130, 600), random.randint(130, 600))
+        sight = Sight(**{side: random.randint(-100, 100)})
+        _check_with_matmuls(dtype, replace(tile, sight=sight))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -343,7 +343,10 @@ void exchange_heads_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet 
   node->set_next_edges(torch::autograd::collect_next_edges(tensors));
   node->to_heads = arguments[1].toBool();
   node->others.assign(arguments.begin() + 2, arguments.end());
-  redispatch(op, keys, stack);
+  {
+    at::AutoDispatchBelowADInplaceOrView no_views;  // of results, which may be modified in place
+    redispatch(op, keys, stack);
+  }
   for (const at::Tensor& exchanged : stack->back().toTensorVector())
     torch::autograd::set_history(exchanged, node);
 }

@@ -11,7 +11,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -202,7 +202,7 @@ def _checked(
     return head_exchange(rank, to_heads, tuple(parts))
 
 
-def _kernel(
+def _of_call(
     tensors: list[torch.Tensor],
     to_heads: bool,
     group_name: str,
@@ -210,28 +210,28 @@ def _kernel(
     chunk_order: list[int] | None = None,
     chunk_lengths: list[int] | None = None,
     rank: int | None = None,
-) -> list[torch.Tensor]:
+) -> tuple[Group, HeadExchange]:
     group = group_of(group_name, rank)
-    exchange = checked_exchange(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
+    options = head_ranges, chunk_order, chunk_lengths
+    return group, checked_exchange(tensors, to_heads, group, *options)
+
+
+def _kernel(
+    tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
+) -> list[torch.Tensor]:
+    group, exchange = _of_call(tensors, to_heads, group_name, *options)
     return run_exchange(group, exchange, tensors)
 
 
 def _plan(
-    tensors: list[torch.Tensor],
-    to_heads: bool,
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
+    tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
     """Plans a call for csrc/exchange_heads.cpp; raises `ValueError` or `TypeError`.
 
     Returns the bytes of the boxes given and taken, the sizes of all results and the call's name; no
     sizes where results are to be summed, of which the native kernel knows nothing.
     """
-    group = group_of(group_name, rank)
-    exchange = checked_exchange(tensors, to_heads, group, head_ranges, chunk_order, chunk_lengths)
+    group, exchange = _of_call(tensors, to_heads, group_name, *options)
     if not exchange.copies_only:
         return torch.empty(0), torch.empty(0), [], ""
     outputs = exchange.new_outputs([t.to("meta") for t in tensors])

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd import forward_ad
 
 import symm_cp
-from tests.ops.calls import ATTENTION, OPS, Tensors, calls, leaves, trained, waited
+from tests.ops.calls import ATTENTION, OPS, Call, Tensors, calls, leaves, trained, waited
 from tests.pool import Ranks
 
 WORLD_SIZES = pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -297,3 +297,28 @@ def counts_modifications(group: dist.ProcessGroup) -> None:
 
 def test_counts_modifications(ranks: Ranks) -> None:
     ranks.run(2, counts_modifications)
+
+
+def modified(group: dist.ProcessGroup) -> None:
+    W, cases = group.size(), calls(group)
+    cases["exchange_heads, the way back"] = Call(
+        lambda x, y: OPS.exchange_heads([x, y], False, group.group_name),
+        [torch.randn(1, 1, 3 * W, 4), torch.randn(1, 1, 3 * W, 2)],
+    )
+    for name, call in cases.items():
+        # Their backward passes read the result; what torch's wait_tensor returns is a view.
+        if name in (*ATTENTION, "scan_states") or name.startswith("_low_contention"):
+            continue
+        inputs = leaves(call.inputs)
+        whole = [4 * out.square().sum() for out in call.run(*inputs)]
+        expected = torch.autograd.grad(whole, inputs)
+        outputs = call.run(*inputs)
+        for out in outputs:
+            out.mul_(2)
+        found = torch.autograd.grad([out.square().sum() for out in outputs], inputs)
+        for got, want in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, want, msg=name)
+
+
+def test_results_may_be_modified_in_place(ranks: Ranks) -> None:
+    ranks.run(2, modified)

@@ -22,7 +22,7 @@ from symm_cp import native
 from symm_cp.ops.attention import native_tiles, philox, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Scoring, Sight
 from tests import processors
-from tests.exhaustive import exhaustive, some
+from tests.exhaustive import exhaustive, pairs, some
 from tests.tile_kernels import KERNELS, backward, forward
 
 #: Round-offs of results of about one: of the dtype, and of sums of some hundred terms.
@@ -277,13 +277,21 @@ def test_native_kernel_agrees_with_matmuls(dtype: torch.dtype, features: str) ->
     _check_with_matmuls(dtype, _random_tile(dtype, rows, keys, features))
 
 
-@pytest.mark.parametrize("width", some(1, 511, 1024, of=[1, 33, 300, 511, 1023, 1024, 1025]))
-@pytest.mark.parametrize("features", some("", of=["", "softcap mask", "bias dropout positions"]))
-@pytest.mark.parametrize("dtype", some(torch.float32, of=TOLERANCE), ids=str)
-@pytest.mark.parametrize(("rows", "heads"), [(2500, (1, 1, 1)), (1500, (1, 2, 2))])
-def test_window_moves_on(
-    dtype: torch.dtype, rows: int, heads: tuple[int, int, int], features: str, width: int
-) -> None:
+# Rows and heads: one head of many rows, or two of a group.
+SHAPES = [(2500, (1, 1, 1)), (1500, (1, 2, 2))]
+PLAIN = [(width, "", torch.float32, shape) for width in (1, 511, 1024) for shape in SHAPES]
+MOVING = pairs(
+    [1, 33, 300, 511, 1023, 1024, 1025],
+    ["", "softcap mask", "bias dropout positions"],
+    TOLERANCE,
+    SHAPES,
+    also=PLAIN,
+)
+
+
+@pytest.mark.parametrize(("width", "features", "dtype", "shape"), some(*PLAIN, of=MOVING), ids=str)
+def test_window_moves_on(width: int, features: str, dtype: torch.dtype, shape: Any) -> None:
+    rows, heads = shape
     # More keys than kernels keep at hand, and fewer; 1024 is the widest window they keep any of.
     tile = _random_tile(dtype, rows, rows + random.randint(-99, 99), features, heads)
     high = random.choice([0, 77, -random.randint(1, rows // 3)])

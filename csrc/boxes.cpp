@@ -20,6 +20,18 @@ Planes in_slot(const Box& box, const char* slot) {
 
 int64_t bytes_of(const Box& box) { return box.planes * box.rows * box.row; }
 
+// `ends(box)` is where a box goes and where it comes from.
+template <class Ends>
+std::vector<PlaneCopy> copies_of(std::pair<const Box*, const Box*> boxes, bool streaming,
+                                 Ends ends) {
+  std::vector<PlaneCopy> copies;
+  for (const Box* box = boxes.first; box != boxes.second; ++box) {
+    const auto [to, from] = ends(*box);
+    copies.push_back({to, from, box->planes, box->rows, box->row, streaming});
+  }
+  return copies;
+}
+
 }  // namespace
 
 Boxes::Side::Side(std::vector<Box> all, int world_size)
@@ -55,33 +67,24 @@ void Boxes::check_room(const std::string& call_name, int64_t room) const {
 
 std::vector<PlaneCopy> Boxes::gives(int peer, int64_t piece, const Operands& operands, char* slot,
                                     bool streaming) const {
-  std::vector<PlaneCopy> copies;
-  const auto [begin, end] = given_.of(peer, piece);
-  for (const Box* box = begin; box != end; ++box)
-    copies.push_back({in_slot(*box, slot), in_tensor(*box, operands), box->planes, box->rows,
-                      box->row, streaming});
-  return copies;
+  return copies_of(given_.of(peer, piece), streaming, [&](const Box& box) {
+    return std::pair{in_slot(box, slot), in_tensor(box, operands)};
+  });
 }
 
 std::vector<PlaneCopy> Boxes::takes(int peer, int64_t piece, const Operands& operands,
                                     const char* slot, bool streaming) const {
-  std::vector<PlaneCopy> copies;
-  const auto [begin, end] = taken_.of(peer, piece);
-  for (const Box* box = begin; box != end; ++box)
-    copies.push_back({in_tensor(*box, operands), in_slot(*box, slot), box->planes, box->rows,
-                      box->row, streaming});
-  return copies;
+  return copies_of(taken_.of(peer, piece), streaming, [&](const Box& box) {
+    return std::pair{in_tensor(box, operands), in_slot(box, slot)};
+  });
 }
 
 std::vector<PlaneCopy> Boxes::keeps(int rank, int64_t piece, const Operands& operands,
                                     bool streaming) const {
-  std::vector<PlaneCopy> copies;
-  const auto [begin, end] = given_.of(rank, piece);
   const Box* to = taken_.of(rank, piece).first;
-  for (const Box* box = begin; box != end; ++box, ++to)
-    copies.push_back({in_tensor(*to, operands), in_tensor(*box, operands), box->planes, box->rows,
-                      box->row, streaming});
-  return copies;
+  return copies_of(given_.of(rank, piece), streaming, [&](const Box& box) {
+    return std::pair{in_tensor(*to++, operands), in_tensor(box, operands)};
+  });
 }
 
 }  // namespace symm_cp

@@ -269,13 +269,13 @@ void interleave_rows(const uint16_t* in, int64_t in_stride, int64_t rows, int64_
 
 void transpose(const uint32_t* in, int64_t in_stride, int64_t rows, int64_t columns, uint32_t* out,
                int64_t out_stride) {
-  // Rows are often read from memory, and in the order of squares the processor foresees them badly.
-  constexpr int64_t kAhead = 4 * kBlock;
   for_blocks(rows, columns, [&](int64_t row, int64_t column, int64_t height, int64_t width) {
     const uint32_t* from = in + row * in_stride + column;
     uint32_t* to = out + column * out_stride + row;
 #if defined(__AVX512F__)
     if (height == kBlock && width == kBlock) {
+      // Rows are often read from memory, and the processor foresees them badly in this order.
+      constexpr int64_t kAhead = 4 * kBlock;
       for (int64_t r = 0; r < kBlock; ++r) __builtin_prefetch(from + (r + kAhead) * in_stride);
       const Square square = transposed(load_square(from, in_stride));
       for (int64_t c = 0; c < kBlock; ++c) _mm512_storeu_si512(to + c * out_stride, square[c]);

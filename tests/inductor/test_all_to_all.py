@@ -133,7 +133,8 @@ def test_lengths_that_are_not_known(ranks: Ranks) -> None:
 def under_autocast(group: dist.ProcessGroup, name: str) -> None:
     """About as far from the numbers in float64 as the program is that is not compiled."""
     program = functools.partial(PROGRAMS[name], group)
-    exact = whole_inputs(group.size(), PROGRAMS[name].rows_first, True)
+    whole = whole_inputs(group.size(), PROGRAMS[name].rows_first, True)
+    exact = [(0.4 * t).detach().requires_grad_() for t in whole]  # no weight is near to 1
     exact[0] = part(exact[0], group, PROGRAMS[name].rows_first).requires_grad_()
     inputs = [t.detach().float().requires_grad_() for t in exact]
     with torch.autocast("cpu", torch.bfloat16):
@@ -147,7 +148,7 @@ def under_autocast(group: dist.ProcessGroup, name: str) -> None:
     for got, other, right in zip([*compiled.results, *compiled.grads], eager, want, strict=True):
         assert got.dtype == other.dtype
         least = 1e-2 * float(right.norm())
-        assert (got - right).norm() <= 3 * (other - right).norm() + least
+        assert (got - right).norm() <= 2 * (other - right).norm() + least
 
 
 @pytest.mark.exhaustive

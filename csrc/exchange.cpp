@@ -409,8 +409,9 @@ void ExchangeRun::finish(Channel& channel, Call& call) {
 }
 
 Exchange exchange_of(std::string call_name, std::shared_ptr<const Boxes> boxes, bool joining) {
-  Exchange exchange{joining ? ExchangeKind::kJoiningAllToAll : ExchangeKind::kAllToAll,
-                    std::move(call_name)};
+  Exchange exchange;
+  exchange.kind = joining ? ExchangeKind::kJoiningAllToAll : ExchangeKind::kAllToAll;
+  exchange.call_name = std::move(call_name);
   for (const int64_t bytes : boxes->given_bytes()) exchange.input.push_back({nullptr, bytes});
   for (const int64_t bytes : boxes->taken_bytes()) exchange.output.push_back({nullptr, bytes});
   exchange.boxes = std::move(boxes);

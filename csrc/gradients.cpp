@@ -338,15 +338,13 @@ void exchange_heads_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet 
   bool needed = false;
   for (const at::Tensor& tensor : tensors)
     needed = needs_gradient("exchange_heads", tensor) || needed;
+  at::AutoDispatchBelowADInplaceOrView no_views;  // of results, which may be modified in place
   if (!needed) return redispatch(op, keys, stack);
   const auto node = make_node<ExchangeHeadsBackward>();
   node->set_next_edges(torch::autograd::collect_next_edges(tensors));
   node->to_heads = arguments[1].toBool();
   node->others.assign(arguments.begin() + 2, arguments.end());
-  {
-    at::AutoDispatchBelowADInplaceOrView no_views;  // of results, which may be modified in place
-    redispatch(op, keys, stack);
-  }
+  redispatch(op, keys, stack);
   for (const at::Tensor& exchanged : stack->back().toTensorVector())
     torch::autograd::set_history(exchanged, node);
 }

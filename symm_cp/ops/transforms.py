@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from symm_cp.ops.common import keys_of_ours, lib, named_with_sizes
 
 _NAMESPACE = torch.ops.symm_mem
+# Results that autograd knew as views could not be modified in place: kernels run below its key.
 _VIEWS = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -73,10 +74,9 @@ def register_gradient(
         if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
             check_transforms(name, *args)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
-            # A result that were known as a view could not be modified in place.
             with torch._C._ExcludeDispatchKeyGuard(_VIEWS):
                 return differentiable(keyset, *args, **kwargs)
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
 
     for key in keys:

@@ -305,7 +305,13 @@ def modified(group: dist.ProcessGroup) -> None:
         lambda x, y: OPS.exchange_heads([x, y], False, group.group_name),
         [torch.randn(1, 1, 3 * W, 4), torch.randn(1, 1, 3 * W, 2)],
     )
+    factor = torch.tensor(2.0, requires_grad=True)
     for name, call in cases.items():
+        with torch.no_grad():
+            outputs = call.run(*call.inputs)
+        if not name.startswith(("_low_contention", "flex")):
+            for out in outputs:
+                out.mul_(factor)
         # Their backward passes read the result; what torch's wait_tensor returns is a view.
         if name in (*ATTENTION, "scan_states") or name.startswith("_low_contention"):
             continue

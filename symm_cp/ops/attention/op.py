@@ -195,7 +195,7 @@ class _Attention(torch.autograd.Function):
         named: tuple[str, ...],
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with torch._C._AutoDispatchBelowADInplaceOrView():
             out, logsumexp = torch.ops.symm_mem.fused_all_gather_attention(
                 query, key, value, group_name, **options, **dict(zip(named, tensors, strict=True))
             )

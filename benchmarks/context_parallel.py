@@ -4,10 +4,12 @@
 
 A step is forward, loss, backward, and the sum of all gradients over the ranks, of one sequence of
 4096 tokens and weights in bfloat16. "one process" is rank 0 alone, with one thread, while the other
-ranks wait. It attends as transformers does: windows and packed documents by a mask of all pairs of
-positions, soft caps and sinks by "eager" attention, which keeps all scores. Before a case is timed,
-the loss and the gradient of every parameter are compared with those of the same weights in float32
-in one process: they must be as near to them as what one process computes in bfloat16.
+ranks wait; "one process, all threads" has as many threads as there are ranks (or cores), which is
+what a user has without ranks. It attends as transformers does: windows and packed documents by a
+mask of all pairs of positions, soft caps and sinks by "eager" attention, which keeps all scores.
+Before a case is timed, the loss and the gradient of every parameter are compared with those of the
+same weights in float32 in one process: they must be as near to them as what one process computes in
+bfloat16.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
+from benchmarks.llama import ONE_PROCESS, in_one_process
 from benchmarks.rivals import groups_over
 
 TOKENS = 4096
@@ -162,6 +165,8 @@ def _case(group: dist.ProcessGroup, client: Client) -> Case:
 
     if group.rank() > 0:
         steps["one process"] = lambda: torch.zeros(())
+    models[ONE_PROCESS] = copy.deepcopy(alone)
+    steps |= in_one_process(lambda: _in_one_process(models[ONE_PROCESS], batch), group)
 
     def check() -> None:
         losses = {name: step() for name, step in steps.items()}
@@ -176,7 +181,8 @@ def _case(group: dist.ProcessGroup, client: Client) -> Case:
             worst = float((errors[name] / errors["one process"]).max())
             assert worst < 1.5, (name, worst)
 
-    return Case(f"{client.label}, training step, bfloat16", steps, check)
+    name = f"{client.label}, training step, bfloat16"
+    return Case(name, steps, check, threaded=[ONE_PROCESS])
 
 
 # All scores of a layer are 1 GiB and more: two layers.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp
 from benchmarks.harness import Case, main
-from benchmarks.llama import ALONE, llama, variants
+from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
 from benchmarks.rivals import Rival, groups_over
 from symm_cp.demo.decoding.llama import static_cache
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -242,17 +243,24 @@ def _llama_cases(group: dist.ProcessGroup, dtype: torch.dtype) -> Iterator[Case]
         ("prefill", _prefill_step, 512),
     ):
         steps = {variant: make(model, tokens[:, :count]) for variant, model in models.items()}
+        steps |= in_one_process(partial(make, whole, tokens[:, :count]), group)
         want = make(whole, tokens[:, :count])()
 
         def check(steps: Mapping[str, Step] = steps, want: torch.Tensor = want) -> None:
             # 50 units in the last place of the largest logits, which are about 3.
             atol = 200 * torch.finfo(dtype).eps
             for variant, step in steps.items():
-                if variant not in ALONE:
+                if has_result(variant, group):
                     torch.testing.assert_close(step(), want, rtol=0.0, atol=atol)
 
         size = f"{count} tokens" if name == "prefill" else f"after {CACHED} tokens"
-        yield Case(f"Llama, {name} {size}, {str(dtype)[6:]}", steps, check, most=100)
+        yield Case(
+            f"Llama, {name} {size}, {str(dtype)[6:]}",
+            steps,
+            check,
+            most=100,
+            threaded=[ONE_PROCESS],
+        )
 
 
 def cases(group: dist.ProcessGroup, rivals: Rivals) -> Iterator[Case]:

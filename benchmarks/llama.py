@@ -5,13 +5,15 @@
   at once, it shows what the code of transformers and torch takes around them.
 - `apply` is split by `symm_cp.tensor_parallel.apply`.
 - `limit` has the same parts of the weights in plain modules, and no communication at all.
+- `one process, all threads` is the whole model on rank 0, with as many threads as there are ranks
+  (or cores, if those are fewer), while the other ranks sleep: what a user has without ranks.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,11 +25,15 @@ from torch.distributed.tensor import DTensor
 import symm_cp
 from benchmarks.rivals import groups_over
 from symm_cp.demo.decoding.llama import Exchanges, Parts, sharing_weights
+from symm_cp.ranks import threads, threads_of
 
 HIDDEN, LAYERS, HEADS, FEED_FORWARD = 1024, 8, 16, 2816
 
 #: The variants whose results mean nothing.
 ALONE = ("limit", "transformers (nothing)")
+ONE_PROCESS = "one process, all threads"
+
+Step = Callable[[], torch.Tensor]
 
 # Registers "fake", a backend that does nothing.
 _NOTHING = importlib.import_module("torch.testing._internal.distributed.fake_pg") and "fake"
@@ -95,6 +101,24 @@ def alone(model: nn.Module, group: dist.ProcessGroup) -> nn.Module:
         lambda partial: partial, lambda part: _Gathered.apply(part, kept, group.size())
     )
     return Parts(model, group.rank(), group.size()).with_exchanges(exchanges)
+
+
+def in_one_process(step: Callable[[], Step], group: dist.ProcessGroup) -> dict[str, Step]:
+    """Returns the step that `step` makes of the whole model, on rank 0; none on the others."""
+    if group.rank() > 0:
+        return {ONE_PROCESS: lambda: torch.zeros(())}
+    count, alone = threads_of(group.size()), step()
+
+    def run() -> torch.Tensor:
+        with threads(count):
+            return alone()
+
+    return {ONE_PROCESS: run}
+
+
+def has_result(variant: str, group: dist.ProcessGroup) -> bool:
+    """Tells whether this rank has a result of a variant that means something."""
+    return variant not in ALONE and (variant != ONE_PROCESS or group.rank() == 0)
 
 
 def _with_own_weights(model: nn.Module) -> nn.Module:

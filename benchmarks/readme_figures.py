@@ -7,9 +7,11 @@ Each of those files names the command that made it, the machine and the date.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from symm_cp.bench.measure import duration
+from symm_cp.demo.names import is_dense
 from symm_cp.demo.paired import ratio as ratio_of_steps
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -69,6 +72,9 @@ def machine(files: Sequence[str] = FILES) -> str:
 
 
 def table(head: list[str], lines: list[list[str]]) -> list[str]:
+    """A table without the columns that are empty in all lines."""
+    filled = [not index or any(line[index] for line in lines) for index in range(len(head))]
+    head, *lines = ([*itertools.compress(line, filled)] for line in (head, *lines))
     return [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *lines)] + [""]
 
 
@@ -116,13 +122,52 @@ def head() -> str:
         lines.append([text, *(ratio(row, variant) for variant in variants)])
     return "\n".join(
         [
+            *against_one_process(),
             f"Two ranks, one thread each, {machine()}.",
             "Time divided by that of the *limit*, the compute alone"
-            " ([all figures](benchmarks/README.md)):",
+            f" ([all figures](benchmarks/README.md)){below_one([line[1] for line in lines])}:",
             "",
             *table(["", "fused", *UNFUSED], lines),
         ]
     )
+
+
+def below_one(fused: Sequence[str]) -> str:
+    """What fused ops do otherwise than their compute alone, if one is faster."""
+    if not any(cell and float(cell) < 1 for cell in fused):
+        return ""
+    return (
+        ". Below 1: the\nlimit is one matmul of all rows into new memory, a fused op runs one for "
+        "each shard into memory that it keeps"
+    )
+
+
+#: What ranks are compared with in README.md: text, file, case, the variant of the ranks.
+RANKS = (
+    ("`apply` decodes", "inference", "Llama, decode after 256 tokens, bfloat16", "apply"),
+    ("`apply` trains", "training", "Llama, training step of 256 tokens, bfloat16", "apply"),
+    (
+        "context parallelism trains on 4,096 tokens",
+        "context_parallel",
+        "Llama, training step, bfloat16",
+        "head-tail",
+    ),
+)
+ONE_PROCESS = "one process, all threads"
+
+
+def against_one_process() -> list[str]:
+    """How fast two ranks are against one process on their cores, where that was measured."""
+    found: dict[str, list[str]] = {}
+    for text, file, case, variant in RANKS:
+        row = load(file)[1].get(case) if measured(file) else None
+        if row is not None and {ONE_PROCESS, variant} <= row["ms"].keys():
+            times = row["ms"][ONE_PROCESS] / row["ms"][variant]
+            found.setdefault(load(file)[0]["machine"], []).append(f"{text} {times:.2f} times")
+    if not found:
+        return []
+    parts = ", ".join(f"on {where}, {', '.join(texts)}" for where, texts in found.items())
+    return textwrap.wrap(f"O{parts[1:]} as fast as one process with two threads.", 108)
 
 
 def matmul() -> list[str]:
@@ -212,7 +257,7 @@ def demo() -> list[str]:
     steps = {name: report["seconds"][name][2:] for name in report["seconds"]}
     lines = []
     for name, seconds in steps.items():
-        against = ratio_of_steps(seconds, steps["compute alone"]) if name != "one process" else ""
+        against = "" if is_dense(name) else ratio_of_steps(seconds, steps["compute alone"])
         hidden = report["hidden"].get(name)
         share = "" if hidden is None else f"{max(0.0, hidden):.0%}"
         lines.append([name, duration(statistics.median(seconds)), str(against), share])
@@ -259,6 +304,7 @@ def inference() -> list[str]:
 def llama(file: str, what: str) -> list[str]:
     """A model of transformers, split by transformers and by this package."""
     own = {"apply": "`apply`", "apply, sequence parallel": "`apply`, sequence parallel"}
+    own |= {ONE_PROCESS: ONE_PROCESS}
     theirs = {"nothing": "no communication", "symm_cp": "over `symm_cp`", "gloo": "over gloo"}
     names = {f"transformers ({over})": f"transformers, {text}" for over, text in theirs.items()}
     measured_here = {name for row in load(file)[1].values() for name in row["ratio"]}

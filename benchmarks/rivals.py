@@ -103,10 +103,12 @@ def mpi_launch(args: argparse.Namespace, ranks: int) -> tuple[list[str], dict[st
 
 
 def take_rank_from_mpi() -> None:
-    """Sets RANK and WORLD_SIZE in a process that `mpiexec` has started."""
+    """Sets what torchrun sets in a process that `mpiexec` has started."""
     if "PMI_RANK" in os.environ:
         os.environ.setdefault("RANK", os.environ["PMI_RANK"])
         os.environ.setdefault("WORLD_SIZE", os.environ["PMI_SIZE"])
+        os.environ.setdefault("MASTER_ADDR", "localhost")  # of no use: ranks meet in a folder
+        os.environ.setdefault("MASTER_PORT", "0")
 
 
 def groups_over(group: dist.ProcessGroup, *backends: str) -> dict[str, dist.ProcessGroup]:

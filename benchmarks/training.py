@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import symm_cp.fsdp
 from benchmarks.harness import Case, main
-from benchmarks.llama import ALONE, llama, variants
+from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
 from benchmarks.rivals import groups_over
 from symm_cp.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
 
@@ -118,6 +118,7 @@ def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
     tokens = torch.randint(whole.config.vocab_size, (1, TOKENS + 1))
     dist.broadcast(tokens, 0, group)
     steps = {name: _llama_step(model, tokens) for name, model in variants(whole, group, ways)}
+    steps |= in_one_process(lambda: _llama_step(copy.deepcopy(whole), tokens), group)
     with torch.no_grad():
         logits = whole(input_ids=tokens[:, :-1]).logits
         untrained = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
@@ -127,7 +128,7 @@ def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
         losses = {
             name: torch.stack([step() for _ in range(2)])
             for name, step in steps.items()
-            if name not in ALONE
+            if has_result(name, group)
         }
         # Of a mean over tokens, in which most of the rounding cancels out.
         rtol = 1e-5 if dtype == torch.float32 else 2e-3
@@ -136,7 +137,8 @@ def _llama_case(group: dist.ProcessGroup, dtype: torch.dtype) -> Case:
             torch.testing.assert_close(loss, losses["transformers (gloo)"], rtol=rtol, atol=0.0)
             assert loss[1] < (1 - 2 * rtol) * loss[0], loss
 
-    return Case(f"Llama, training step of {TOKENS} tokens, {str(dtype)[6:]}", steps, check)
+    name = f"Llama, training step of {TOKENS} tokens, {str(dtype)[6:]}"
+    return Case(name, steps, check, threaded=[ONE_PROCESS])
 
 
 def cases(group: dist.ProcessGroup) -> Iterator[Case]:

@@ -183,15 +183,22 @@ void Backend::prepare(const char* op) {
 }
 
 void Backend::refuse_call(const Manner& manner, const std::string& reason) {
-  if (size_ > 1) refuse(group(manner.op), kAsync, reason);
+  if (size_ == 1) return;
+  // Peers that run exchanges end at the first one; those that started them have numbered all.
+  for (int i = 0; i < (manner.async ? manner.exchanges : 1); ++i)
+    refuse(group(manner.op), kAsync, reason);
 }
 
 c10::intrusive_ptr<c10d::Work> Backend::carry_out(const Manner& manner, Collective collective) {
   Group* all = size_ == 1 ? nullptr : &group(manner.op);
   if (all == nullptr) {
-    for (const Exchange& exchange : collective.exchanges) run_alone(exchange);
+    for (Exchange& exchange : collective.exchanges) {
+      if (exchange.complete) exchange.complete(exchange);
+      run_alone(exchange);
+    }
     collective.exchanges.clear();
     collective.deliver();
+    collective.finish_event();
   } else if (manner.async) {
     return start_all(*all, manner, std::move(collective));
   } else {
@@ -216,10 +223,9 @@ c10::intrusive_ptr<c10d::Work> Backend::start_all(Group& group, const Manner& ma
     const bool background = wants_engine(exchanges[i]);
     exchanges[i].timeout = manner.timeout;
     try {
-      last =
-          start(group, std::move(exchanges[i]), background, [ending](const std::string& failure) {
-            ending->exchange_ended(failure);
-          }).number;
+      last = start(group, std::move(exchanges[i]), background,
+                   [ending, i](const std::string& failure) { ending->exchange_ended(failure, i); })
+                 .number;
     } catch (const std::exception& error) {
       // The peers were told of this exchange; those after it are numbered, too.
       for (size_t rest = i + 1; rest < exchanges.size(); ++rest)

@@ -111,6 +111,7 @@ class Backend : public c10d::Backend {
     bool async;
     std::chrono::milliseconds timeout;
     int64_t root = -1;  // -1: there is none
+    int exchanges = 1;  // that the call makes
   };
 
   // For backends that find the other ranks by themselves; `find` is ignored.
@@ -141,6 +142,8 @@ class Backend : public c10d::Backend {
   // told.
   template <class Describe>
   c10::intrusive_ptr<c10d::Work> call(const Manner& manner, Describe describe);
+  c10::intrusive_ptr<c10d::Work> sparse_allreduce(const std::vector<at::Tensor>& tensors,
+                                                  const c10d::AllreduceOptions& opts);
   c10::intrusive_ptr<c10d::Work> start_all(Group& group, const Manner& manner,
                                            Collective collective);
   c10::intrusive_ptr<c10d::Work> meet(const Manner& manner);
@@ -159,13 +162,15 @@ class Backend : public c10d::Backend {
   // `root`: the only rank that takes the result.
   void add_all_reduce(Collective& collective, const char* op, CallName name,
                       const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
-                      std::optional<int64_t> root) const;
+                      std::optional<int64_t> root, bool aside = false) const;
   void add_all_gather(Collective& collective, const char* op, const at::Tensor& output,
-                      const at::Tensor& input) const;
+                      const at::Tensor& input, bool aside = false) const;
   void add_all_gather(Collective& collective, const char* op,
-                      const std::vector<at::Tensor>& outputs, const at::Tensor& input) const;
+                      const std::vector<at::Tensor>& outputs, const at::Tensor& input,
+                      bool aside) const;
   void add_reduce_scatter(Collective& collective, const char* op, const at::Tensor& output,
-                          const at::Tensor& input, const c10d::ReduceOp& reduce_op) const;
+                          const at::Tensor& input, const c10d::ReduceOp& reduce_op,
+                          bool aside = false) const;
   // Throws ValueError unless a list has an item for each rank.
   void check_count(const char* op, const char* argument, size_t count) const;
   void check_root(const char* op, int64_t root) const;

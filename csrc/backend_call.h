@@ -19,7 +19,7 @@ inline constexpr int64_t kWaiterBytes = int64_t{64} << 10;
 
 inline bool wants_engine(const Exchange& exchange) {
   // The peers may give each other more than this rank knows of, in several pieces.
-  if (exchange.kind == ExchangeKind::kAllToAll) return true;
+  if (exchange.kind == ExchangeKind::kAllToAll || exchange.complete) return true;
   int64_t bytes = 0, largest = 0;
   for (const auto* extents : {&exchange.input, &exchange.output}) {
     for (const Extent& extent : *extents) {

@@ -5,6 +5,7 @@
 
 #include "backend.h"
 #include "backend_call.h"
+#include "backend_sparse.h"
 #include "backend_tensors.h"
 #include "group.h"
 
@@ -28,11 +29,24 @@ CallName& describe(CallName& name, const Tensors& tensors) {
   return name << " uneven " << tensors.front().scalar_type();
 }
 
+// Each tensor as that of an exchange of its own.
+std::vector<Tensors> each_alone(const Tensors& tensors) {
+  std::vector<Tensors> lists;
+  lists.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) lists.push_back({tensor});
+  return lists;
+}
+
 Exchange exchange_of(ExchangeKind kind, const CallName& name) {
   Exchange exchange{};
   exchange.kind = kind;
   exchange.call_name = name.str();
   return exchange;
+}
+
+// What torch's profiler shows of a call with a list for each device.
+at::TensorList first_of(const std::vector<Tensors>& lists) {
+  return lists.empty() ? at::TensorList() : at::TensorList(lists.front());
 }
 
 // The bytes of the parts along dimension 0: as `splits` says, or equal.
@@ -83,8 +97,15 @@ WorkPtr Backend::call(const Manner& manner, Describe describe) {
   return translated([&]() -> WorkPtr {
     prepare(manner.op);
     Collective collective;
+    collective.op = manner.op;
     try {
       describe(collective);
+    } catch (c10::Error& error) {  // torch's do not name the op
+      const std::string text = error.what_without_backtrace();
+      if (text.find(manner.op) == std::string::npos)
+        error.add_context(std::string("in ") + manner.op);
+      refuse_call(manner, refusal_of(error, rank_));
+      throw;
     } catch (const std::exception& error) {
       refuse_call(manner, refusal_of(error, rank_));
       throw;
@@ -107,6 +128,7 @@ void Backend::check_root(const char* op, int64_t root) const {
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   return call(manner("broadcast", OpType::BROADCAST, opts), [&](Collective& collective) {
+    collective.begin_event(tensors);
     check_root("broadcast", opts.rootRank);
     const at::Tensor& tensor = single("broadcast", "tensor", tensors);
     CallName name("broadcast");
@@ -125,11 +147,11 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
 
 void Backend::add_all_reduce(Collective& collective, const char* op, CallName name,
                              const at::Tensor& tensor, const c10d::ReduceOp& reduce_op,
-                             std::optional<int64_t> root) const {
+                             std::optional<int64_t> root, bool aside) const {
   const DType dtype = dtype_of(op, tensor, reduce_op);
   const bool takes = !root || *root == rank_;
   const Extent all =
-      takes ? bytes_written(collective, tensor, true) : bytes_read(collective, tensor);
+      takes ? bytes_written(collective, tensor, true, aside) : bytes_read(collective, tensor);
   // With a root the other ranks take nothing, so that there is nothing to gather.
   const bool in_parts = !root && two_shot(size_, all.bytes);
   Exchange exchange = exchange_of(
@@ -147,7 +169,9 @@ void Backend::add_all_reduce(Collective& collective, const char* op, CallName na
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  if (tensors.size() == 1 && is_sparse(tensors.front())) return sparse_allreduce(tensors, opts);
   return call(manner("all_reduce", OpType::ALLREDUCE, opts), [&](Collective& collective) {
+    collective.begin_event(tensors);
     const at::Tensor& tensor = single("all_reduce", "tensor", tensors);
     CallName name("all_reduce ");
     name << name_of(reduce_op_of("all_reduce", opts.reduceOp));
@@ -156,16 +180,29 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
   });
 }
 
+// Its exchanges are gathers; so on several hosts, which is what the type is for.
+WorkPtr Backend::sparse_allreduce(const Tensors& tensors, const c10d::AllreduceOptions& opts) {
+  constexpr const char* kOp = "all_reduce";
+  Manner sparse = manner(kOp, OpType::_ALLREDUCE_SPARSE, opts);
+  sparse.exchanges = 2;
+  return call(sparse, [&](Collective& collective) {
+    collective.begin_event(tensors);
+    add_sparse_sum(collective, kOp, tensors.front(), opts.reduceOp, size_);
+  });
+}
+
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                      const c10d::AllreduceCoalescedOptions& opts) {
   return call(manner("all_reduce", OpType::ALLREDUCE_COALESCED, opts), [&](Collective& collective) {
+    collective.begin_event(tensors);
     const char* operation = name_of(reduce_op_of("all_reduce", opts.reduceOp));
+    for (const at::Tensor& tensor : tensors) check_dense("all_reduce", "tensors", tensor);
+    const bool aside = must_write_aside({{}, each_alone(tensors)});
     int64_t number = 0;
     for (const at::Tensor& tensor : tensors) {
-      check_dense("all_reduce", "tensors", tensor);
       CallName name("all_reduce ");
       name << operation << " " << ++number << " of " << static_cast<int64_t>(tensors.size());
-      add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt);
+      add_all_reduce(collective, "all_reduce", name, tensor, opts.reduceOp, std::nullopt, aside);
     }
     collective.outputs = tensors;
   });
@@ -173,6 +210,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
   return call(manner("reduce", OpType::REDUCE, opts), [&](Collective& collective) {
+    collective.begin_event(tensors);
     check_root("reduce", opts.rootRank);
     const at::Tensor& tensor = single("reduce", "tensor", tensors);
     CallName name("reduce ");
@@ -185,7 +223,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
 // --- gather --------------------------------------------------------------------------------------
 
 void Backend::add_all_gather(Collective& collective, const char* op, const at::Tensor& output,
-                             const at::Tensor& input) const {
+                             const at::Tensor& input, bool aside) const {
   check_dense(op, "output_tensor", output);
   check_dense(op, "input_tensor", input);
   check_same_dtype(op, output, input);
@@ -194,14 +232,14 @@ void Backend::add_all_gather(Collective& collective, const char* op, const at::T
                     "input_tensor, ", input.numel());
   Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName(op).describe(input));
   exchange.input.push_back(bytes_read(collective, input));
-  exchange.output = equal_parts_of(bytes_written(collective, output), size_);
+  exchange.output = equal_parts_of(bytes_written(collective, output, false, aside), size_);
   separate(collective, exchange, rank_);
   collective.outputs.push_back(output);
   collective.exchanges.push_back(std::move(exchange));
 }
 
 void Backend::add_all_gather(Collective& collective, const char* op, const Tensors& outputs,
-                             const at::Tensor& input) const {
+                             const at::Tensor& input, bool aside) const {
   check_count(op, "tensor_list", outputs.size());
   check_dense(op, "tensor", input);
   for (const at::Tensor& output : outputs) {
@@ -215,7 +253,7 @@ void Backend::add_all_gather(Collective& collective, const char* op, const Tenso
   Exchange exchange = exchange_of(ExchangeKind::kAllGather, describe(name, outputs));
   exchange.input.push_back(bytes_read(collective, input));
   for (const at::Tensor& output : outputs)
-    exchange.output.push_back(bytes_written(collective, output));
+    exchange.output.push_back(bytes_written(collective, output, false, aside));
   separate(collective, exchange, rank_);
   collective.outputs.insert(collective.outputs.end(), outputs.begin(), outputs.end());
   collective.exchanges.push_back(std::move(exchange));
@@ -224,34 +262,39 @@ void Backend::add_all_gather(Collective& collective, const char* op, const Tenso
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                            const c10d::AllgatherOptions& opts) {
   return call(manner("all_gather", OpType::ALLGATHER, opts), [&](Collective& collective) {
+    collective.begin_event(inputs);
     const at::Tensor& input = single("all_gather", "tensor", inputs);
     TORCH_CHECK_VALUE(outputs.size() == 1, "all_gather: there must be one tensor_list, not ",
                       outputs.size());
-    add_all_gather(collective, "all_gather", outputs[0], input);
+    add_all_gather(collective, "all_gather", outputs[0], input, must_write_aside({{}, outputs}));
   });
 }
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& opts) {
   constexpr const char* kOp = "all_gather_into_tensor";
-  return call(manner(kOp, OpType::_ALLGATHER_BASE, opts),
-              [&](Collective& collective) { add_all_gather(collective, kOp, output, input); });
+  return call(manner(kOp, OpType::_ALLGATHER_BASE, opts), [&](Collective& collective) {
+    collective.begin_event(input);
+    add_all_gather(collective, kOp, output, input);
+  });
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& output_lists, Tensors& inputs,
                                      const c10d::AllgatherOptions& opts) {
   constexpr const char* kOp = "all_gather_coalesced";
   return call(manner(kOp, OpType::ALLGATHER_COALESCED, opts), [&](Collective& collective) {
+    collective.begin_event(inputs);
     check_count(kOp, "output_tensor_lists", output_lists.size());
     for (const Tensors& list : output_lists)
       TORCH_CHECK_VALUE(list.size() == inputs.size(), kOp, ": a list of output_tensor_lists has ",
                         list.size(), " tensors, it must have as many as input_tensor_list, ",
                         inputs.size());
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      Tensors outputs;
-      for (const Tensors& list : output_lists) outputs.push_back(list[i]);
-      add_all_gather(collective, kOp, outputs, inputs[i]);
-    }
+    std::vector<Tensors> by_input(inputs.size());
+    for (const Tensors& list : output_lists)
+      for (size_t i = 0; i < inputs.size(); ++i) by_input[i].push_back(list[i]);
+    const bool aside = must_write_aside({each_alone(inputs), by_input});
+    for (size_t i = 0; i < inputs.size(); ++i)
+      add_all_gather(collective, kOp, by_input[i], inputs[i], aside);
   });
 }
 
@@ -259,16 +302,19 @@ WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inpu
                                                  const c10d::AllgatherOptions& opts) {
   constexpr const char* kOp = "all_gather_into_tensor";
   return call(manner(kOp, OpType::ALLGATHER_COALESCED, opts), [&](Collective& collective) {
+    collective.begin_event(inputs);
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
                       inputs.size(), " inputs");
+    const bool aside = must_write_aside({each_alone(inputs), each_alone(outputs)});
     for (size_t i = 0; i < inputs.size(); ++i)
-      add_all_gather(collective, kOp, outputs[i], inputs[i]);
+      add_all_gather(collective, kOp, outputs[i], inputs[i], aside);
   });
 }
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                         const c10d::GatherOptions& opts) {
   return call(manner("gather", OpType::GATHER, opts), [&](Collective& collective) {
+    collective.begin_event(inputs);
     check_root("gather", opts.rootRank);
     const at::Tensor& input = single("gather", "tensor", inputs);
     CallName name("gather");
@@ -280,6 +326,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
       TORCH_CHECK_VALUE(outputs.size() == 1, "gather: there must be one gather_list on rank ",
                         rank_, ", not ", outputs.size());
       check_count("gather", "gather_list", outputs[0].size());
+      const bool aside = must_write_aside({{}, outputs});
       for (int peer = 0; peer < size_; ++peer) {
         const at::Tensor& output = outputs[0][peer];
         check_dense("gather", "gather_list", output);
@@ -287,7 +334,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
         TORCH_CHECK_VALUE(output.numel() == input.numel(), "gather: tensor has sizes ",
                           input.sizes(), ", all of gather_list must have as many elements, not ",
                           output.sizes());
-        exchange.output[peer] = bytes_written(collective, output);
+        exchange.output[peer] = bytes_written(collective, output, false, aside);
       }
       collective.outputs = outputs[0];
     } else {
@@ -304,6 +351,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ScatterOptions& opts) {
   return call(manner("scatter", OpType::SCATTER, opts), [&](Collective& collective) {
+    collective.begin_event(first_of(inputs));
     check_root("scatter", opts.rootRank);
     const at::Tensor& output = single("scatter", "tensor", outputs);
     CallName name("scatter");
@@ -336,7 +384,8 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 }
 
 void Backend::add_reduce_scatter(Collective& collective, const char* op, const at::Tensor& output,
-                                 const at::Tensor& input, const c10d::ReduceOp& reduce_op) const {
+                                 const at::Tensor& input, const c10d::ReduceOp& reduce_op,
+                                 bool aside) const {
   check_dense(op, "output", output);
   check_dense(op, "input", input);
   check_same_dtype(op, output, input);
@@ -348,7 +397,7 @@ void Backend::add_reduce_scatter(Collective& collective, const char* op, const a
   exchange.dtype = dtype_of(op, input, reduce_op);
   exchange.reduce_op = static_cast<ReduceOp>(reduce_op.op_);
   exchange.input = equal_parts_of(bytes_read(collective, input), size_);
-  exchange.output.push_back(bytes_written(collective, output));
+  exchange.output.push_back(bytes_written(collective, output, false, aside));
   separate(collective, exchange, rank_);
   collective.outputs.push_back(output);
   collective.exchanges.push_back(std::move(exchange));
@@ -358,6 +407,7 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ReduceScatterOptions& opts) {
   constexpr const char* kOp = "reduce_scatter";
   return call(manner(kOp, OpType::REDUCE_SCATTER, opts), [&](Collective& collective) {
+    collective.begin_event(first_of(inputs));
     const at::Tensor& output = single(kOp, "output", outputs);
     TORCH_CHECK_VALUE(inputs.size() == 1, kOp, ": there must be one input_list, not ",
                       inputs.size());
@@ -387,6 +437,7 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& opts) {
   constexpr const char* kOp = "reduce_scatter_tensor";
   return call(manner(kOp, OpType::_REDUCE_SCATTER_BASE, opts), [&](Collective& collective) {
+    collective.begin_event(input);
     add_reduce_scatter(collective, kOp, output, input, opts.reduceOp);
   });
 }
@@ -395,10 +446,12 @@ WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inpu
                                                  const c10d::ReduceScatterOptions& opts) {
   constexpr const char* kOp = "reduce_scatter_tensor";
   return call(manner(kOp, kCoalescedScatter, opts), [&](Collective& collective) {
+    collective.begin_event(inputs);
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
                       inputs.size(), " inputs");
+    const bool aside = must_write_aside({each_alone(inputs), each_alone(outputs)});
     for (size_t i = 0; i < inputs.size(); ++i)
-      add_reduce_scatter(collective, kOp, outputs[i], inputs[i], opts.reduceOp);
+      add_reduce_scatter(collective, kOp, outputs[i], inputs[i], opts.reduceOp, aside);
   });
 }
 
@@ -411,6 +464,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                const c10d::AllToAllOptions& opts) {
   constexpr const char* kOp = "all_to_all_single";
   return call(manner(kOp, OpType::ALLTOALL_BASE, opts), [&](Collective& collective) {
+    collective.begin_event(input);
     check_dense(kOp, "output", output);
     check_dense(kOp, "input", input);
     check_same_dtype(kOp, output, input);
@@ -431,6 +485,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
   constexpr const char* kOp = "all_to_all";
   return call(manner(kOp, OpType::ALLTOALL, opts), [&](Collective& collective) {
+    collective.begin_event(inputs);
     check_count(kOp, "output_tensor_list", outputs.size());
     check_count(kOp, "input_tensor_list", inputs.size());
     for (int peer = 0; peer < size_; ++peer) {
@@ -445,8 +500,9 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
     Exchange exchange =
         exchange_of(ExchangeKind::kAllToAll, CallName(kOp) << " " << inputs[0].scalar_type());
     for (const at::Tensor& input : inputs) exchange.input.push_back(bytes_read(collective, input));
+    const bool aside = must_write_aside({{}, {outputs}});
     for (const at::Tensor& output : outputs)
-      exchange.output.push_back(bytes_written(collective, output));
+      exchange.output.push_back(bytes_written(collective, output, false, aside));
     separate(collective, exchange, rank_);
     collective.outputs = outputs;
     collective.exchanges.push_back(std::move(exchange));
@@ -461,6 +517,7 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
 
 WorkPtr Backend::meet(const Manner& manner) {
   return call(manner, [&](Collective& collective) {
+    collective.begin_event({});
     Exchange exchange = exchange_of(ExchangeKind::kAllGather, CallName(manner.op));
     exchange.input.resize(1);
     exchange.output.resize(static_cast<size_t>(size_));
@@ -468,19 +525,34 @@ WorkPtr Backend::meet(const Manner& manner) {
   });
 }
 
-// `wait_all_ranks`: all that are late are named in any case.
-void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool /*wait_all_ranks*/) {
+// In gloo's words, which programs and users look for. Names the first rank that is late, or all.
+void Backend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) {
+  constexpr const char* kOp = "monitored_barrier";
+  const std::string self = "Rank " + std::to_string(rank_);
+  const Manner manner{kOp, OpType::BARRIER, false, of_call(opts.timeout)};
+  const std::string limit = std::to_string(opts.timeout.count()) + " ms";
+  if (opts.timeout.count() == 0 && size_ > 1) {  // elsewhere that stands for the group's time-out
+    const std::string text = self + " timed out in monitoredBarrier after " + limit;
+    translated([&] { refuse_call(manner, text); });
+    C10_THROW_ERROR(DistBackendError, text);
+  }
   try {
-    meet({"monitored_barrier", OpType::BARRIER, false, of_call(opts.timeout)});
+    meet(manner);
   } catch (const c10::DistBackendError& error) {
-    const int64_t own = group("monitored_barrier").made(kAsync);
-    std::string late;
+    const int64_t own = group(kOp).made(kAsync);
+    std::vector<int> late;
     for (int peer = 0; peer < size_; ++peer)
-      if (peer != rank_ && peers_->board(peer).entered(kAsync) < own)
-        late += (late.empty() ? "rank " : ", rank ") + std::to_string(peer);
+      if (peer != rank_ && peers_->board(peer).entered(kAsync) < own) late.push_back(peer);
     if (late.empty()) throw;
-    C10_THROW_ERROR(DistBackendError, "monitored_barrier: not reached by " + late + ": " +
-                                          error.what_without_backtrace());
+    std::string named = "Rank " + std::to_string(late.front());
+    if (wait_all_ranks && late.size() > 1) named.replace(0, 4, "Ranks");
+    for (size_t i = 1; wait_all_ranks && i < late.size(); ++i)
+      named += ", " + std::to_string(late[i]);
+    std::string text = named + " failed to pass monitoredBarrier in " + limit;
+    if (rank_ != 0)
+      text = self + " successfully reached monitoredBarrier, but received errors while waiting " +
+             "for send/recv from rank 0: " + text;
+    C10_THROW_ERROR(DistBackendError, text + ": " + error.what_without_backtrace());
   }
 }
 

@@ -23,6 +23,8 @@ c10::intrusive_ptr<c10d::Work> Backend::send(std::vector<at::Tensor>& tensors, i
   return translated([&]() -> c10::intrusive_ptr<c10d::Work> {
     const at::Tensor& tensor = single("send", "tensor", tensors);
     Collective collective;
+    collective.op = "send";
+    collective.begin_event(tensors);
     const Extent extent = bytes_read(collective, tensor);
     collective.outputs = tensors;
     auto ending = std::make_shared<Ending>(std::move(collective), 1);
@@ -39,6 +41,8 @@ c10::intrusive_ptr<c10d::Work> Backend::receive(const char* op, c10d::OpType typ
   return translated([&]() -> c10::intrusive_ptr<c10d::Work> {
     const at::Tensor& tensor = single(op, "tensor", tensors);
     Collective collective;
+    collective.op = source == kAnySource ? "recvAnySource" : op;
+    collective.begin_event(tensors);
     const Extent extent = bytes_written(collective, tensor);
     collective.outputs = tensors;
     auto ending = std::make_shared<Ending>(std::move(collective), 1);
@@ -66,7 +70,7 @@ MessageWork::MessageWork(c10d::OpType type, Delivery delivery, std::shared_ptr<E
     : BackendWork(type, std::move(ending), sequence_number),
       delivery_(std::move(delivery)),
       limit_(limit) {
-  if (ending_->delivers()) connect();
+  if (ending_->has_work()) connect();
 }
 
 void MessageWork::connect() {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <charconv>
 
+#include "kernels.h"
 #include "reduce.h"
 
 namespace symm_cp {
@@ -47,6 +48,27 @@ bool is_plain(const at::Tensor& tensor) {
 
 at::Tensor plain_like(const at::Tensor& tensor) {
   return at::empty(tensor.sizes(), tensor.options().memory_format(std::nullopt));
+}
+
+// The memory of a tensor, from its first to its last element.
+struct Span {
+  const char* begin;
+  const char* end;
+  size_t exchange;
+  bool written;
+};
+
+void add_spans(std::vector<Span>& spans, const std::vector<at::Tensor>& tensors, size_t exchange,
+               bool written) {
+  for (const at::Tensor& tensor : tensors) {
+    // Unless dense, it is refused, or copied first.
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.numel() == 0) continue;
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+      last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    const auto* begin = static_cast<const char*>(tensor.const_data_ptr());
+    spans.push_back({begin, begin + (last + 1) * tensor.element_size(), exchange, written});
+  }
 }
 
 bool extents_overlap(const Extent& one, const Extent& other) {
@@ -105,6 +127,7 @@ void check_dense(const char* op, const char* argument, const at::Tensor& tensor)
                               "; use its to_dense(), or a group of backend gloo");
   TORCH_CHECK_VALUE(tensor.device().is_cpu(), op, ": ", argument, " must be on the CPU, not on ",
                     tensor.device());
+  kernels::check_memory(op, argument, tensor);
 }
 
 void check_same_dtype(const char* op, const at::Tensor& one, const at::Tensor& other) {
@@ -134,9 +157,9 @@ Extent bytes_read(Collective& collective, const at::Tensor& tensor) {
   return extent;
 }
 
-Extent bytes_written(Collective& collective, const at::Tensor& tensor, bool read) {
+Extent bytes_written(Collective& collective, const at::Tensor& tensor, bool read, bool aside) {
   at::Tensor values = tensor;
-  if (!is_plain(tensor)) {
+  if (aside || !is_plain(tensor)) {
     TORCH_CHECK_VALUE(at::has_internal_overlap(tensor) != at::MemOverlap::Yes,
                       "a tensor that is written must not be expanded: sizes ", tensor.sizes(),
                       ", strides ", tensor.strides());
@@ -148,6 +171,22 @@ Extent bytes_written(Collective& collective, const at::Tensor& tensor, bool read
   const Extent extent{values.mutable_data_ptr(), static_cast<int64_t>(values.nbytes())};
   collective.kept.push_back(std::move(values));
   return extent;
+}
+
+bool must_write_aside(const Lists& lists) {
+  std::vector<Span> spans;
+  for (size_t i = 0; i < lists.inputs.size(); ++i) add_spans(spans, lists.inputs[i], i, false);
+  for (size_t i = 0; i < lists.outputs.size(); ++i) add_spans(spans, lists.outputs[i], i, true);
+  std::sort(spans.begin(), spans.end(),
+            [](const Span& one, const Span& other) { return one.begin < other.begin; });
+  for (size_t i = 0; i < spans.size(); ++i)
+    for (size_t j = i + 1; j < spans.size() && spans[j].begin < spans[i].end; ++j) {
+      const Span &one = spans[i], &other = spans[j];
+      // What an exchange reads and writes itself is for `separate`.
+      if (one.written && other.written) return true;
+      if ((one.written || other.written) && one.exchange != other.exchange) return true;
+    }
+  return false;
 }
 
 std::vector<Extent> parts_of(const Extent& all, const std::vector<int64_t>& sizes) {

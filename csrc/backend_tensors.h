@@ -41,7 +41,8 @@ DType dtype_of(const char* op, const at::Tensor& tensor, const c10d::ReduceOp& r
 ReduceOp reduce_op_of(const char* op, const c10d::ReduceOp& reduce_op);
 const char* name_of(ReduceOp reduce_op);
 
-// Throws ValueError or NotImplementedError unless a tensor is dense and on the CPU.
+// Throws ValueError or NotImplementedError unless a tensor is dense and on the CPU, and its memory
+// is there.
 void check_dense(const char* op, const char* argument, const at::Tensor& tensor);
 // ... unless both are of one dtype.
 void check_same_dtype(const char* op, const at::Tensor& one, const at::Tensor& other);
@@ -51,9 +52,21 @@ const at::Tensor& single(const char* op, const char* argument,
 
 // The values of a tensor, of which a copy is read unless it is contiguous.
 Extent bytes_read(Collective& collective, const at::Tensor& tensor);
-// Where the values of a tensor are written: the tensor itself, or memory that is copied there in
-// the end. `read`: its values are read before.
-Extent bytes_written(Collective& collective, const at::Tensor& tensor, bool read = false);
+// Where the values of a tensor are written: the tensor itself, or with `aside` memory that is
+// copied there when all exchanges have ended. `read`: its values are read before.
+Extent bytes_written(Collective& collective, const at::Tensor& tensor, bool read = false,
+                     bool aside = false);
+
+// The tensors of a call that has lists of them. Exchange i reads `inputs[i]` (none: what it writes)
+// and writes `outputs[i]`.
+struct Lists {
+  std::vector<std::vector<at::Tensor>> inputs;
+  std::vector<std::vector<at::Tensor>> outputs;
+};
+// Whether an exchange writes memory that another one reads, or that is written twice. Then all
+// results are written aside: all values are read first, and of tensors that share memory the last
+// one's values stay there, as with gloo.
+bool must_write_aside(const Lists& lists);
 
 // Splits bytes into a part for each rank, in order.
 std::vector<Extent> parts_of(const Extent& all, const std::vector<int64_t>& sizes);

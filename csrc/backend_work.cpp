@@ -1,9 +1,13 @@
 #include "backend_work.h"
 
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 
+#include <string_view>
 #include <thread>
+#include <utility>
 
 #include "elsewhere.h"
 #include "error.h"
@@ -13,10 +17,39 @@
 namespace symm_cp {
 
 void Collective::deliver() {
-  if (results.empty()) return;
+  if (!delivers()) return;
   // Only bytes: gradients and versions of tensors are those of the caller's op.
   const at::AutoDispatchBelowADInplaceOrView guard;
+  if (conclude) conclude();
   for (auto& [to, from] : results) to.copy_(from);
+}
+
+void Collective::finish_event() {
+  if (const auto end = std::exchange(end_event, nullptr)) end();
+}
+
+namespace {
+
+struct Event {
+  explicit Event(at::StepCallbacks&& callbacks) : record(std::move(callbacks)) {}
+  std::string name;
+  std::vector<c10::IValue> inputs;
+  at::RecordFunction record;  // refers to the name and the inputs
+};
+
+}  // namespace
+
+void Collective::begin_event(at::TensorList inputs) {
+  auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::USER_SCOPE);
+  if (!callbacks) return;
+  auto event = std::make_shared<Event>(std::move(*callbacks));
+  event->name = std::string("symm_cp:") + op;
+  for (const at::Tensor& input : inputs) event->inputs.emplace_back(input);
+  event->record._setAsync();
+  event->record.before(std::string_view(event->name), &event->inputs);
+  // With the calling thread's state, by which the profiler finds its data in the thread that ends
+  // it.
+  end_event = at::wrapPropagateTLSState([event] { event->record.end(); });
 }
 
 // --- Ending --------------------------------------------------------------------------------------
@@ -24,14 +57,17 @@ void Collective::deliver() {
 Ending::Ending(Collective collective, size_t exchanges)
     : collective_(std::move(collective)),
       outputs_(collective_.outputs),
-      delivers_(!collective_.results.empty()),
+      has_work_(collective_.delivers() || collective_.end_event),
       remaining_(exchanges),
       ended_(exchanges == 0) {}
 
-void Ending::exchange_ended(const std::string& failure) {
+void Ending::exchange_ended(const std::string& failure, size_t index) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (failure_.empty()) failure_ = failure;
+    if (!failure.empty() && index < failed_index_) {
+      failure_ = failure;
+      failed_index_ = index;
+    }
     if (--remaining_ > 0) return;
   }
   std::string failed_delivery;
@@ -40,6 +76,7 @@ void Ending::exchange_ended(const std::string& failure) {
   } catch (const std::exception& error) {
     failed_delivery = error.what();
   }
+  collective_.finish_event();
   Collective released;  // freed without the lock
   c10::intrusive_ptr<c10::ivalue::Future> future;
   {

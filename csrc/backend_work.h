@@ -5,6 +5,8 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -31,14 +33,22 @@ inline constexpr c10d::OpType kCoalescedScatter = coalesced_scatter_type<c10d::O
 
 // What one call of a collective does, and the tensors that it needs until it has ended.
 struct Collective {
+  const char* op = "";
   std::vector<Exchange> exchanges;
   std::vector<at::Tensor> kept;  // their memory is read or written
   std::vector<std::pair<at::Tensor, at::Tensor>>
       results;                      // at the end: to the first from the other
   std::vector<at::Tensor> outputs;  // of the call, in torch's order
+  std::function<void()> conclude;   // at the end: what is left to do with what has arrived
+  std::function<void()> end_event;  // of torch's profiler
 
-  // Copies what does not lie in the caller's tensors yet.
+  bool delivers() const { return !results.empty() || conclude; }
+  // Makes the results that do not lie in the caller's tensors yet.
   void deliver();
+  // Begins the event "symm_cp:" and `op` in torch's profiler, if anyone observes.
+  void begin_event(at::TensorList inputs);
+  // Ends it, in any thread. That of a call that throws ends with this object.
+  void finish_event();
 };
 
 // The end of a collective in the background. Whichever thread carries out its last exchange ends
@@ -48,15 +58,16 @@ class Ending {
   // `exchanges`: how many it waits for.
   explicit Ending(Collective collective, size_t exchanges = 0);
 
-  // Is told why an exchange failed, or nothing.
-  void exchange_ended(const std::string& failure);
+  // Is told why an exchange failed, or nothing. Threads may tell of two exchanges at once: the
+  // failure of the one with the smallest index counts, which those behind it may only follow from.
+  void exchange_ended(const std::string& failure, size_t index = 0);
   bool ended() const;
   // Returns when it has ended, which is soon once the last exchange has. False after `limit`.
   bool await(std::chrono::milliseconds limit);
   // Why it failed; empty when it did not. Only after it has ended.
   std::string failure() const;
-  // Whether results are copied to the caller's tensors at the end.
-  bool delivers() const { return delivers_; }
+  // Whether there is something to do at the end: results to deliver, an event to end.
+  bool has_work() const { return has_work_; }
   const std::vector<at::Tensor>& outputs() const { return outputs_; }
   c10::intrusive_ptr<c10::ivalue::Future> future();
 
@@ -66,12 +77,13 @@ class Ending {
 
   Collective collective_;  // until it has ended
   std::vector<at::Tensor> outputs_;
-  bool delivers_;
+  bool has_work_;
   mutable std::mutex mutex_;
   std::condition_variable end_;
   size_t remaining_;
   bool ended_ = false;
   std::string failure_;
+  size_t failed_index_ = SIZE_MAX;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 

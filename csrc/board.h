@@ -23,6 +23,19 @@ struct CallSite {
   int64_t ordinal = 0;  // of the calls of all channels
 };
 
+// What a rank wants to do after a call that failed on it: its next call, and those that failed on
+// it in a row before, the latest first. Calls are told by the digests of their names; 0: refused
+// before it had one.
+struct Standing {
+  static constexpr size_t kFailed = 8;
+  uint64_t digest = 0;
+  bool movable = false;  // whether the call may take another number
+  // Of a call that has taken another number: how far back in `failed` peers were that were behind.
+  // Those that are behind for the same reason are not farther back when they come again. -1: none.
+  int64_t reach = -1;
+  std::array<uint64_t, kFailed> failed{};
+};
+
 class Board {
  public:
   // Of the last call that was made or refused on a channel.
@@ -74,6 +87,24 @@ class Board {
   }
   void clear_blocked() { set_blocked(0, 0, 0, ""); }
 
+  // Where the rank stands before its call of that number; nothing when it came there without a
+  // failure, or not yet. Kept for a few numbers: ranks that agree are at most one apart.
+  std::optional<Standing> standing(int channel, int64_t number) const {
+    const Entry& entry = standings_[channel][static_cast<size_t>(number) % kStandings];
+    if (entry.number.load() != number) return std::nullopt;
+    Standing found{entry.digest.load(), entry.movable.load() != 0, entry.reach.load(), {}};
+    for (size_t i = 0; i < Standing::kFailed; ++i) found.failed[i] = entry.failed[i].load();
+    return found;
+  }
+  void set_standing(int channel, int64_t number, const Standing& standing) {
+    Entry& entry = standings_[channel][static_cast<size_t>(number) % kStandings];
+    entry.digest.store(standing.digest);
+    entry.movable.store(standing.movable ? 1 : 0);
+    entry.reach.store(standing.reach);
+    for (size_t i = 0; i < Standing::kFailed; ++i) entry.failed[i].store(standing.failed[i]);
+    entry.number.store(number);
+  }
+
   // A rank without which this one was told that a message failed; it may make no more calls then.
   std::optional<int> missed() const {
     const uint32_t found = missed_.load();
@@ -82,6 +113,15 @@ class Board {
   void set_missed(int rank) { missed_.store(static_cast<uint32_t>(rank) + 1); }
 
  private:
+  static constexpr size_t kStandings = 4;
+  struct Entry {
+    std::atomic<int64_t> number;
+    std::atomic<uint64_t> digest;
+    std::atomic<uint32_t> movable;
+    std::atomic<int64_t> reach;
+    std::array<std::atomic<uint64_t>, Standing::kFailed> failed;
+  };
+
   std::atomic<int64_t> made_[kChannels];
   std::atomic<int64_t> entered_[kChannels];
   std::atomic<int64_t> generation_[kChannels];
@@ -92,6 +132,7 @@ class Board {
   std::atomic<int64_t> blocked_number_;
   std::atomic<int64_t> blocked_ordinal_;
   std::array<std::atomic<uint64_t>, 13> blocked_name_;
+  Entry standings_[kChannels][kStandings];
 };
 static_assert(sizeof(Board) <= 4096 && std::atomic<int64_t>::is_always_lock_free);
 

@@ -13,6 +13,7 @@
 #include "group.h"
 #include "groups.h"
 #include "mapping.h"
+#include "pauses.h"
 #include "plan.h"
 #include "probe.h"
 #include "reduce.h"
@@ -89,6 +90,11 @@ void symm_cp_group_close(void* group) { delete static_cast<std::shared_ptr<Group
 void symm_cp_group_known(void* group) { known_as(*static_cast<std::shared_ptr<Group>*>(group)); }
 
 void symm_cp_release_groups() { release_groups(); }
+
+// How long later calls wait for their peers. For tests.
+void symm_cp_set_timeout(void* group, int64_t timeout_ms) {
+  of(group).set_timeout(std::chrono::milliseconds(timeout_ms));
+}
 
 // Begins a call on the channel `sync`; returns which one it is of those that the memory has seen.
 int64_t symm_cp_begin(void* group, int64_t slot_bytes, const char* call_name) {
@@ -188,7 +194,7 @@ void symm_cp_set_loop(void* group, int channel, int kind, int in_place, const Lo
   of(group).set_loop(channel, static_cast<ExchangeKind>(kind), in_place != 0, std::move(loop));
 }
 
-// Runs an exchange in the calling thread, or in the background and waits for it. For tests.
+// Runs an exchange in the calling thread, or in the background and waits for it.
 int64_t symm_cp_exchange(void* group, int channel, int kind, int in_place, const char* call_name,
                          void* const* input, const int64_t* input_bytes, int inputs,
                          void* const* output, const int64_t* output_bytes, int outputs, int dtype,
@@ -442,6 +448,9 @@ int64_t symm_cp_probe_end() { return Probe::instance().end(); }
 
 // Before a step that Python carries out.
 void symm_cp_probe_step() { Probe::instance().step(); }
+
+// From now on pauses around waits at random, up to so long; 0: no more.
+void symm_cp_set_pauses(uint64_t seed, int64_t longest_us) { set_pauses(seed, longest_us); }
 
 // 1 when `address` lies in symmetric memory that was rendezvoused with the group.
 int symm_cp_is_symmetric(const void* address, const char* group) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "copy.h"
 #include "error.h"
@@ -52,8 +53,21 @@ bool Channel::entered(int peer, uint32_t epoch) const {
   return false;
 }
 
-void Channel::begin(Call& call) {
-  if (failed_epoch_ == 0) return;
+bool Channel::begin(Call& call, bool movable) {
+  bool next = true;
+  if (failed_epoch_ == 0) {
+    failed_ = {};
+    reach_ = -1;
+  } else {
+    wait_for_failed_call(call);
+    next = agree_on_call(call, movable);
+  }
+  begun_epoch_ = call.epoch;
+  digest_ = next ? call.digest : 0;
+  return next;
+}
+
+void Channel::wait_for_failed_call(Call& call) {
   for (int peer = 0; peer < mapping_->world_size(); ++peer) {
     if (peer == mapping_->rank()) continue;
     // Whichever flag tells: a peer that failed the call, too, has raised them all.
@@ -69,6 +83,76 @@ void Channel::begin(Call& call) {
   failed_epoch_ = 0;
 }
 
+// Where each rank stands that comes to this call after a failure; nothing of a rank that comes
+// without one. All ranks find the same.
+std::vector<std::optional<Standing>> Channel::standings(Call& call) {
+  const int rank = mapping_->rank(), size = mapping_->world_size();
+  std::vector<std::optional<Standing>> found(static_cast<size_t>(size));
+  const WithoutGil without_gil;
+  const Waiting waiting(call.budget);
+  Clock::time_point looked = Clock::now();
+  std::optional<Blocked> blocked;
+  for (int peer = 0; peer < size; ++peer) {
+    const Board& board = mapping_->peers()->board(peer);
+    while (true) {
+      // In this order: a rank says where it stands before it enters the call.
+      const bool is_in_call = peer != rank && entered(peer, call.epoch);
+      found[peer] = board.standing(index_, call.number);
+      if (found[peer] || is_in_call) break;
+      sched_yield();
+      if (Clock::now() - looked < kSlice && !waiting.expired()) continue;
+      looked = Clock::now();
+      if (!blocked) blocked.emplace(group_);
+      throw_if_interrupted();
+      check_wait(peer, call, "rank " + std::to_string(peer) + " to come to its next call",
+                 waiting.expired());
+    }
+  }
+  return found;
+}
+
+bool Channel::agree_on_call(Call& call, bool movable) {
+  const int rank = mapping_->rank(), size = mapping_->world_size();
+  mapping_->peers()->board(rank).set_standing(index_, call.number,
+                                              {call.digest, movable, reach_, failed_});
+  const auto all = standings(call);
+  const int64_t reach = std::exchange(reach_, -1);
+  for (const auto& standing : all)
+    if (!standing || !standing->movable) return true;
+  // How far back a rank has failed what another one calls now; -1: it has not, or calls the same.
+  const auto distance = [&](const Standing& ahead, const Standing& behind) -> int64_t {
+    const auto found = std::find(ahead.failed.begin(), ahead.failed.end(), behind.digest);
+    if (ahead.digest == behind.digest || found == ahead.failed.end()) return -1;
+    const int64_t back = found - ahead.failed.begin();
+    return ahead.reach < 0 || back <= ahead.reach ? back : -1;
+  };
+  int count = 0;
+  std::optional<int> ahead_of_mine;
+  for (int peer = 0; peer < size; ++peer) {
+    bool is_behind = false;
+    for (int other = 0; other < size; ++other) {
+      if (distance(*all[other], *all[peer]) < 0) continue;
+      is_behind = true;
+      if (peer == rank) ahead_of_mine = other;
+      if (other == rank) reach_ = std::max(reach_, distance(*all[rank], *all[peer]));
+    }
+    count += is_behind ? 1 : 0;
+  }
+  if (reach >= 0) reach_ = reach;
+  // They agree, or nothing tells which of them are right.
+  const bool undecided = count == 0 || count == size;
+  if (undecided || ahead_of_mine) reach_ = -1;
+  if (undecided) return true;
+  if (ahead_of_mine) {
+    const std::string who = "rank " + std::to_string(*ahead_of_mine);
+    throw PeerError("ranks disagree: " + call.call_name + ": " + who +
+                        " has failed this call before, since rank " + std::to_string(rank) +
+                        " made one that " + who + " did not make",
+                    "ranks disagree: " + call.call_name + " has failed on " + who + " before");
+  }
+  return false;
+}
+
 void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* other) {
   const int rank = mapping_->rank();
   Failure& own = failure(rank, epoch);
@@ -81,10 +165,18 @@ void Channel::fail(uint32_t epoch, const std::string& cause, const CallSite* oth
   own.epoch.store(epoch);
   Record& written = record(rank, epoch);
   if (written.epoch.load() == epoch) written.failed.store(1);
+  if (failed_epoch_ != epoch) {  // not told again of the same
+    std::rotate(failed_.begin(), failed_.end() - 1, failed_.end());
+    failed_.front() = epoch == begun_epoch_ ? digest_ : 0;
+  }
   failed_epoch_ = epoch;
-  for (int peer = 0; peer < mapping_->world_size(); ++peer)
+  Probe& probe = Probe::instance();
+  for (int peer = 0; peer < mapping_->world_size(); ++peer) {
+    if (peer == rank) continue;
+    if (probe.on()) probe.step();
     for (int flag = 0; flag < layout_.flag_count; ++flag)
-      if (peer != rank) raise(peer, flag, ticket(epoch, kMaxPieces - 1));
+      raise(peer, flag, ticket(epoch, kMaxPieces - 1));
+  }
 }
 
 void Channel::raise(int peer, int flag, uint32_t value) {
@@ -96,27 +188,30 @@ int64_t* Channel::sizes_of(int rank, const Call& call) const {
                      layout_.sizes_offset(call.epoch, mapping_->world_size()));
 }
 
+void Channel::check_wait(int peer, Call& call, const std::string& awaited, bool expired) {
+  const int rank = mapping_->rank();
+  const std::string context = call.call_name + ": rank " + std::to_string(rank) + " waiting for " +
+                              awaited + " (call " + std::to_string(call.number) + ")";
+  mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
+  for (int other = 0; other < mapping_->world_size(); ++other) {
+    if (other == rank) continue;
+    // A rank that is in another call raises other flags than the one awaited. And the call cannot
+    // end without a rank that has not come to it.
+    if (entered(other, call.epoch))
+      verify(other, call);
+    else if (other != peer)
+      mapping_->throw_if_peer_lost(other, false, call.budget, context);
+  }
+  group_.check_agreement({index_, call.number, call.call_name}, peer, true);
+}
+
 template <class Ready, class Awaited>
 void Channel::wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited) {
   std::optional<Blocked> blocked;  // only once it sleeps: most waits end while they spin
-  const int rank = mapping_->rank();
-  wait_until(word, &mapping_->control(rank).sleepers, spins_, call.budget, ready,
+  wait_until(word, &mapping_->control(mapping_->rank()).sleepers, spins_, call.budget, ready,
              [&](bool expired) {
                if (!blocked) blocked.emplace(group_);
-               const std::string context = call.call_name + ": rank " + std::to_string(rank) +
-                                           " waiting for " + awaited() + " (call " +
-                                           std::to_string(call.number) + ")";
-               mapping_->throw_if_peer_lost(peer, expired, call.budget, context);
-               for (int other = 0; other < mapping_->world_size(); ++other) {
-                 if (other == rank) continue;
-                 // A rank that is in another call raises other flags than the one awaited. And the
-                 // call cannot end without a rank that has not come to it.
-                 if (entered(other, call.epoch))
-                   verify(other, call);
-                 else if (other != peer)
-                   mapping_->throw_if_peer_lost(other, false, call.budget, context);
-               }
-               group_.check_agreement({index_, call.number, call.call_name}, peer, true);
+               check_wait(peer, call, awaited(), expired);
              });
 }
 
@@ -175,7 +270,10 @@ void Channel::verify(int peer, const Call& call) {
   const Record& theirs = record(peer, call.epoch);
   if (theirs.epoch.load(std::memory_order_acquire) != call.epoch || theirs.failed.load() != 0)
     throw_failure(peer, call);
-  if (theirs.digest == call.digest && theirs.place == call.place) return;
+  // Until this rank has announced the call, where its own data will lie is not decided: it may
+  // still wait for peers that have to enter a failed call, while the others go on to larger memory.
+  const bool announced = record(mapping_->rank(), call.epoch).epoch.load() == call.epoch;
+  if (theirs.digest == call.digest && (!announced || theirs.place == call.place)) return;
   const auto place = [&](Place of) {
     return theirs.place == call.place ? "" : kPlaces[static_cast<uint32_t>(of) % 3];
   };

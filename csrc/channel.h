@@ -4,12 +4,19 @@
 // When a call fails on a rank, its peers fail it, too. The rank marks the call as failed and raises
 // all its flags to the call's epoch, so that no peer waits for it; a peer checks the mark before it
 // uses data of the call, and again afterwards. Before its next call the rank waits until every peer
-// has entered the failed one: then no peer still reads what it left in the slots. Model:
-// tests/model/protocol.pml.
+// has entered the failed one: then no peer still reads what it left in the slots. Models:
+// tests/model/protocol.pml and failures.pml.
+//
+// A rank may have missed a call that its peers made and gave up: what it calls then has the number
+// of another call on them, and so has all that follows. So ranks on which a call failed compare
+// what they call next, and what failed before. Who calls what a peer has failed already is behind,
+// and fails that call, too; the others take the next number. Model: tests/model/agreement.pml.
 #pragma once
 
+#include <array>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -48,8 +55,10 @@ class Channel {
  public:
   Channel(Group& group, int index, std::shared_ptr<Mapping> mapping, WorkspaceLayout layout);
 
-  // Begins a call; after a failed one, waits until all peers have entered that one.
-  void begin(Call& call);
+  // Begins a call; after a failed one, waits until all peers have entered that one, and agrees with
+  // them on which call is next. False when this rank's must take the next number. `movable`:
+  // whether it could.
+  bool begin(Call& call, bool movable);
   // Whether `begin` has to wait for the peers to enter a failed call.
   bool has_failed_call() const { return failed_epoch_ != 0; }
   // Carries out native steps in order in the calling thread. Throws PeerError; the caller then
@@ -98,6 +107,12 @@ class Channel {
   Record& record(int rank, uint32_t epoch) const;
   Failure& failure(int rank, uint32_t epoch) const;
   bool entered(int peer, uint32_t epoch) const;
+  void wait_for_failed_call(Call& call);
+  // False when the call must take the next number.
+  bool agree_on_call(Call& call, bool movable);
+  std::vector<std::optional<Standing>> standings(Call& call);
+  // Throws when a wait for the peer cannot end.
+  void check_wait(int peer, Call& call, const std::string& awaited, bool expired);
   void raise(int peer, int flag, uint32_t value);
   template <class Ready, class Awaited>
   void wait_for(Word* word, int peer, Call& call, Ready ready, Awaited awaited);
@@ -116,8 +131,12 @@ class Channel {
   std::shared_ptr<Mapping> mapping_;
   WorkspaceLayout layout_;
   int spins_;
-  uint32_t failed_epoch_ =
-      0;  // the last call that this rank failed, until its peers have entered it
+  // The last call that this rank failed, until its peers have entered it.
+  uint32_t failed_epoch_ = 0;
+  uint32_t begun_epoch_ = 0;                          // of the call that began last
+  uint64_t digest_ = 0;                               // and its digest
+  std::array<uint64_t, Standing::kFailed> failed_{};  // see Standing
+  int64_t reach_ = -1;                                // see Standing
   std::map<int64_t, std::weak_ptr<Mapping>> in_place_;
   SlotStores slot_stores_;
 };

@@ -1,6 +1,7 @@
 // The ops that all-reduce or reduce-scatter in the calling thread, from the dispatcher to memory.
 // Boxed, because the C++ signatures of torch's own registrations differ between its builds. Their
 // gradients are in gradients.cpp.
+#include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
 #include "kernels.h"
@@ -56,7 +57,7 @@ void all_reduce(const char* op, Group& group, const at::Tensor& given, std::stri
 void one_shot(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output;
-  if (!guarded(kOneShot, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(kOneShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         output = new_output(input, input.sizes());
         all_reduce(kOneShot, *group, input, arguments.text(1), output);
@@ -68,7 +69,7 @@ void one_shot(const c10::OperatorHandle& op, Stack* stack) {
 void all_reduce_out(const char* name, const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor output = arguments.tensor(3);
-  if (!guarded(name, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(name, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(0);
         check_out(name, "out", output, input.sizes(), input.scalar_type());
         all_reduce(name, *group, input, arguments.text(1), output);
@@ -98,7 +99,7 @@ void check_buffer(const at::Tensor& buffer, const at::Tensor& input) {
 void one_shot_copy(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   at::Tensor output;
-  if (!guarded(kOneShotCopy, arguments.text(3), kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(kOneShotCopy, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(1);
         check_buffer(arguments.tensor(0), input);
         output = new_output(input, input.sizes());
@@ -111,7 +112,7 @@ void one_shot_copy(const c10::OperatorHandle& op, Stack* stack) {
 void one_shot_copy_out(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor output = arguments.tensor(4);
-  if (!guarded(kOneShotCopy, arguments.text(3), kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(kOneShotCopy, arguments, 3, kSync, [&](const std::shared_ptr<Group>& group) {
         const at::Tensor& input = arguments.tensor(1);
         check_buffer(arguments.tensor(0), input);
         check_out(kOneShotCopy, "out", output, input.sizes(), input.scalar_type());
@@ -124,7 +125,10 @@ void one_shot_copy_out(const c10::OperatorHandle& op, Stack* stack) {
 void two_shot_in_place(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const at::Tensor input = arguments.tensor(0);
-  if (!guarded(kTwoShot, arguments.text(2), kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(kTwoShot, arguments, 2, kSync, [&](const std::shared_ptr<Group>& group) {
+        TORCH_CHECK_VALUE(at::has_internal_overlap(input) != at::MemOverlap::Yes, kTwoShot,
+                          ": input is written to, it must not be expanded: sizes ", input.sizes(),
+                          ", strides ", input.strides());
         const at::Tensor dense = input.contiguous();
         all_reduce(kTwoShot, *group, dense, arguments.text(1), dense);
         if (!dense.is_same(input)) input.copy_(dense);
@@ -189,7 +193,7 @@ void reduce_scatter_kernel(const c10::OperatorHandle& op, Stack* stack) {
   Arguments arguments(op, stack);
   const bool to_argument = op.schema().arguments().size() == 4;
   at::Tensor output = to_argument ? arguments.tensor(3) : at::Tensor();
-  if (!guarded(kReduceScatter, arguments.text(1), kSync, [&](const std::shared_ptr<Group>& group) {
+  if (!guarded(kReduceScatter, arguments, 1, kSync, [&](const std::shared_ptr<Group>& group) {
         reduce_scatter(*group, arguments.tensor(0), arguments.flag(2), output);
       }))
     return call_python(op, stack);

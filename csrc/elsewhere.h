@@ -11,6 +11,8 @@
 #include <optional>
 #include <utility>
 
+#include "pauses.h"
+
 namespace symm_cp {
 
 // Runs a task in another thread, at once: none waits for one that blocks. It must not throw.
@@ -27,6 +29,7 @@ std::optional<Result> run_for(
   auto result = promise->get_future();
   run_elsewhere([promise, task = std::move(task)]() mutable {
     // The task lets go of what it holds before the caller goes on, who may be the last to hold it.
+    pause_at_random();
     try {
       Result made = task();
       task = nullptr;

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "boxes.h"
 #include "copy.h"
@@ -101,8 +102,12 @@ ExchangeRun::ExchangeRun(Group& group, int channel, Exchange exchange)
       loop_(group.loop(channel, exchange_.kind, exchange_.in_place)),
       world_size_(group.world_size()),
       rank_(group.rank()),
-      slot_bytes_(slot_bytes_of(exchange_, loop_)),
-      streamed_(all_bytes(exchange_.output) >= kStreamed) {
+      slot_bytes_(slot_bytes_of(exchange_, loop_)) {
+  if (complete()) measure();
+}
+
+void ExchangeRun::measure() {
+  streamed_ = all_bytes(exchange_.output) >= kStreamed;
   room_ = loop_.slotted ? exchange_.piece_bytes : INT64_MAX;
   if (loop_.slotted && loop_.parted)
     room_ = exchange_.piece_bytes / world_size_ / kPartAlignment * kPartAlignment;
@@ -391,6 +396,10 @@ void ExchangeRun::publish(Channel& channel, Call& call) {
 }
 
 Call ExchangeRun::begin(Workspace& workspace, int64_t number) {
+  if (const auto complete = std::exchange(exchange_.complete, nullptr)) {
+    complete(exchange_);
+    measure();
+  }
   return workspace.begin(number, slot_bytes_, exchange_.call_name, exchange_.timeout);
 }
 
@@ -445,7 +454,7 @@ Started start(Group& group, Exchange exchange, bool background, Done done) {
     Lane::Program program = program_of(number, ExchangeRun(group, kAsync, std::move(exchange)));
     program.done = std::move(done);
     bool handed_over = false;
-    if (starts_at_once(group, program.slot_bytes)) {
+    if (program.exchange->complete() && starts_at_once(group, program.slot_bytes)) {
       handed_over = program.exchange->pieces() == 1;
       program.begun = program.exchange->begin(workspace, number);
       program.exchange->publish(*workspace.channel(), *program.begun);

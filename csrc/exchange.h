@@ -81,6 +81,10 @@ struct Exchange {
   int64_t piece_bytes = kPieceBytes;
   // How long this rank waits for its peers.
   std::chrono::milliseconds timeout = kGroupTimeout;
+  // Of an exchange whose sizes an earlier one tells: sets inputs and outputs, when its turn has
+  // come and those before it have ended, in the thread that carries it out. Its exceptions end the
+  // call on all ranks.
+  std::function<void(Exchange&)> complete;
 };
 
 // Whether an all-reduce is a kTwoShotAllReduce: then a rank reads less, the less the more ranks

@@ -112,7 +112,7 @@ void exchange_heads_kernel(const c10::OperatorHandle& op, Stack* stack) {
   const auto body = [&](const std::shared_ptr<Group>& group) {
     outputs = exchange_heads(*group, arguments);
   };
-  const bool served = guarded(kExchangeHeads, arguments.text(kGroupName), kSync, body);
+  const bool served = guarded(kExchangeHeads, arguments, kGroupName, kSync, body);
   if (!served || outputs.empty()) return call_python(op, stack);
   arguments.end(std::move(outputs));
 }

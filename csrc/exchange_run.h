@@ -13,10 +13,13 @@ class Workspace;
 
 class ExchangeRun {
  public:
-  // Throws std::invalid_argument when it takes more than a call can.
+  // Throws std::invalid_argument when it takes more than a call can; one that has to be completed
+  // does so when it begins.
   ExchangeRun(Group& group, int channel, Exchange exchange);
 
   const std::string& call_name() const { return exchange_.call_name; }
+  // Whether its inputs and outputs are known.
+  bool complete() const { return exchange_.complete == nullptr; }
   int64_t slot_bytes() const { return slot_bytes_; }
   // That this rank knows of; after its first waits, of all ranks.
   int64_t pieces() const { return pieces_; }
@@ -28,6 +31,8 @@ class ExchangeRun {
   void finish(Channel& channel, Call& call);
 
  private:
+  // What follows from the sizes of inputs and outputs.
+  void measure();
   bool gives_alike() const;
   void announce(Channel& channel, Call& call);
   void compare_sizes(Channel& channel, int peer, const Call& call);
@@ -60,7 +65,7 @@ class ExchangeRun {
   int world_size_;
   int rank_;
   int64_t slot_bytes_;
-  bool streamed_;
+  bool streamed_ = false;
   int64_t room_ = 0;  // of a part in a piece
   int64_t pieces_ = 1;
   std::vector<const void*> sources_;

@@ -105,7 +105,7 @@ void gather_kv(const c10::OperatorHandle& op, Stack* stack) {
     keys = gather_one(*group, key, value, dim, sizes, false);
     values = gather_one(*group, key, value, dim, sizes, true);
   };
-  if (!guarded(kGatherKv, arguments.text(3), kSync, body)) return call_python(op, stack);
+  if (!guarded(kGatherKv, arguments, 3, kSync, body)) return call_python(op, stack);
   arguments.end(std::move(keys), std::move(values));
 }
 

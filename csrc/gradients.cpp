@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include "kernels.h"
+
 namespace symm_cp {
 
 namespace {
@@ -273,17 +275,32 @@ bool needs_gradient(const char* op, const at::Tensor& tensor) {
 }
 
 at::Tensor all_gather_autograd(const at::Tensor& tensor, std::string group) {
-  if (needs_gradient("_low_contention_all_gather", tensor)) return AllGather::apply(tensor, group);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return all_gather(tensor, group);
+  constexpr const char* name = "_low_contention_all_gather";
+  at::Tensor gathered;
+  kernels::telling_of_refusals(name, group, kAsync, tensor.key_set(), [&] {
+    if (needs_gradient(name, tensor)) {
+      gathered = AllGather::apply(tensor, group);
+      return;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    gathered = all_gather(tensor, group);
+  });
+  return gathered;
 }
 
 at::Tensor reduce_scatter_autograd(const at::Tensor& tensor, std::string reduce_op,
                                    std::string group) {
-  if (needs_gradient("_low_contention_reduce_scatter", tensor))
-    return ReduceScatter::apply(tensor, reduce_op, group);
-  at::AutoDispatchBelowADInplaceOrView below;
-  return reduce_scatter(tensor, reduce_op, group);
+  constexpr const char* name = "_low_contention_reduce_scatter";
+  at::Tensor scattered;
+  kernels::telling_of_refusals(name, group, kAsync, tensor.key_set(), [&] {
+    if (needs_gradient(name, tensor)) {
+      scattered = ReduceScatter::apply(tensor, reduce_op, group);
+      return;
+    }
+    at::AutoDispatchBelowADInplaceOrView below;
+    scattered = reduce_scatter(tensor, reduce_op, group);
+  });
+  return scattered;
 }
 
 void redispatch(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
@@ -368,10 +385,20 @@ void out_autograd(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack
   const char* name = op.schema().name().c_str() + strlen("symm_mem::");
   for (size_t i = 0; i < arguments.size(); ++i) {
     if (!values[i].isTensor()) continue;
+    const at::Tensor tensor = values[i].toTensor();
     TORCH_CHECK_NOT_IMPLEMENTED(
-        !needs_gradient(name, values[i].toTensor()), name,
+        !needs_gradient(name, tensor), name,
         ": has no gradient, as it writes its result to an argument, and ", arguments[i].name(),
         " requires grad: use an op that returns its result, or torch.no_grad()");
+    if (!tensor.is_neg() && !tensor.is_conj()) continue;
+    // torch would take an input with such a bit for what is returned, as some of its schemas say,
+    // and copy what is written to an output back at once, before a transfer is complete.
+    const bool input = arguments[i].name() != "out" && arguments[i].name() != "output";
+    if (input) torch::jit::peek(*stack, i, arguments.size()) = tensor.resolve_conj().resolve_neg();
+    const bool in_background = strncmp(name, "_low_contention", strlen("_low_contention")) == 0;
+    TORCH_CHECK_VALUE(input || !in_background, name, ": ", arguments[i].name(),
+                      " must not be a conjugated or negated view: use its resolve_conj() or "
+                      "resolve_neg()");
   }
   redispatch(op, keys, stack);
 }
@@ -387,28 +414,44 @@ void count_modification(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
   if (written.is_cpu() && !written.is_inference()) written.unsafeGetTensorImpl()->bump_version();
 }
 
+using AutogradKernel = void (*)(const c10::OperatorHandle&, c10::DispatchKeySet, Stack*);
+
+// The kernel, of which the peers are told when it refuses a call, or torch does below it.
+template <AutogradKernel kernel, int channel = kSync>
+void telling(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Stack* stack) {
+  const auto& arguments = op.schema().arguments();
+  size_t index = 0;
+  while (arguments[index].name() != "group_name") ++index;
+  const c10::IValue group = torch::jit::peek(*stack, index, arguments.size());
+  const char* name = op.schema().name().c_str() + strlen("symm_mem::");
+  kernels::telling_of_refusals(name, group, channel, keys, [&] { kernel(op, keys, stack); });
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(symm_mem, Autograd, m) {
   m.impl("_low_contention_all_gather", all_gather_autograd);
   m.impl("_low_contention_reduce_scatter", reduce_scatter_autograd);
   for (const char* name : {"one_shot_all_reduce", "one_shot_all_reduce_copy"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&one_shot_autograd>());
-  m.impl("all_gather_kv", torch::CppFunction::makeFromBoxedFunction<&gather_kv_autograd>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&one_shot_autograd>>());
+  m.impl("all_gather_kv",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&gather_kv_autograd>>());
   for (const char* name : {"_low_contention_all_gather_out", "_low_contention_reduce_scatter_out"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
-  m.impl("exchange_heads", torch::CppFunction::makeFromBoxedFunction<&exchange_heads_autograd>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd, kAsync>>());
+  m.impl("exchange_heads",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&exchange_heads_autograd>>());
   m.impl("fused_matmul_all_reduce",
-         torch::CppFunction::makeFromBoxedFunction<&matmul_all_reduce_autograd>());
+         torch::CppFunction::makeFromBoxedFunction<&telling<&matmul_all_reduce_autograd>>());
 }
 
 // Not for torch's kernels on other devices: they write to parameters, and to what requires grad,
 // where these raise.
 TORCH_LIBRARY_IMPL(symm_mem, AutogradCPU, m) {
-  m.impl("two_shot_all_reduce_", torch::CppFunction::makeFromBoxedFunction<&two_shot_autograd>());
+  m.impl("two_shot_all_reduce_",
+         torch::CppFunction::makeFromBoxedFunction<&telling<&two_shot_autograd>>());
   for (const char* name : {"one_shot_all_reduce_out", "one_shot_all_reduce_copy_out",
                            "two_shot_all_reduce_out", "reduce_scatter_out"})
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&out_autograd>());
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&telling<&out_autograd>>());
 }
 
 TORCH_LIBRARY_IMPL(symm_mem, ADInplaceOrView, m) {

@@ -64,14 +64,28 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
   call.digest = digest_of(call.call_name);
   group_.set_entered(index_, number);
   last_ = number;
-  if (channel_ != nullptr) channel_->begin(call);
-  if (serves(number, slot_bytes)) return call;
+  if (channel_ != nullptr) agree_with_peers(call);
+  if (serves(call.number, slot_bytes)) return call;
   // All ranks make new memory for this call, or one of them makes another call.
   if (channel_ != nullptr) channel_->agree_to_replace(call);
   open(call, std::max({slot_bytes, reserved_, this->slot_bytes()}));
   call.epoch = 1;
   call.place = Place::kSlot;
   return call;
+}
+
+// Takes the next number as long as peers are behind: they fail calls that have failed here before.
+void Workspace::agree_with_peers(Call& call) {
+  // Not in the background: there, later calls may have their numbers already.
+  const bool movable = index_ == kSync && group_.made(index_) == call.number;
+  while (!channel_->begin(call, movable)) {
+    channel_->fail(call.epoch, "rank " + text(group_.rank()) + " has gone on to " + call.call_name);
+    ++call.number;
+    ++call.epoch;
+    group_.move_to(index_, call.number);
+    group_.set_entered(index_, call.number);
+    last_ = call.number;
+  }
 }
 
 // A peer may have failed the call in the old memory, when this rank had left that already.
@@ -144,6 +158,7 @@ void Workspace::open(Call& call, int64_t slot_bytes) {
 
 void Workspace::fail(int64_t number, const std::string& cause, const CallSite* other) {
   if (!group_.owned()) return;
+  number = std::max(number, last_);  // the call may have got another one
   group_.set_entered(index_, number);
   last_ = number;
   const std::string key = key_of_call(index_, number);
@@ -191,6 +206,12 @@ int64_t Group::next(int index, bool by_user) {
   ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
   board().set_made(index, number);
   return number;
+}
+
+void Group::move_to(int index, int64_t number) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ordinal_of(index, number) = board().made(kSync) + board().made(kAsync) + 1;
+  board().set_made(index, number);
 }
 
 void Group::acquire(std::recursive_timed_mutex& mutex) {
@@ -251,6 +272,7 @@ void Group::failed(int index, int64_t number, const std::exception& error) {
     give_up_at(other->channel, other->number, cause, &own);
   }
   workspaces_[index].fail(number, cause, other);
+  number = workspaces_[index].last();
   if (dynamic_cast<const OutOfStep*>(&error) == nullptr || !owned()) return;
   if (const auto peers = known_peers()) peers->refuse(key_of_call(index, number), cause);
   workspaces_[index].drop();

@@ -37,6 +37,8 @@ class Workspace {
   void skip(int64_t calls) { base_ -= calls; }
 
   Channel* channel() const { return channel_.get(); }
+  // The number of the last call that began or failed.
+  int64_t last() const { return last_; }
   int64_t slot_bytes() const { return channel_ == nullptr ? 0 : channel_->layout().slot_bytes; }
   // Which call of those that the memory has seen was the last to begin.
   int64_t epoch() const { return channel_ == nullptr ? 0 : last_ - base_; }
@@ -48,6 +50,7 @@ class Workspace {
  private:
   class Opening;
   bool serves(int64_t number, int64_t slot_bytes) const;
+  void agree_with_peers(Call& call);
   void open(Call& call, int64_t slot_bytes);
   void check_peer(const CallSite& site, const Call& call, int peer);
 
@@ -94,6 +97,8 @@ class Group {
   // The number of a new call on a channel. For the threads that call ops, in the order of the
   // calls.
   int64_t next(int index, bool by_user = true);
+  // Gives the call that was numbered last another number, which is the next one.
+  void move_to(int index, int64_t number);
   // How many calls of a channel have begun.
   int64_t made(int index) const { return board().made(index); }
   // The peers, once they are known.

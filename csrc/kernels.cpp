@@ -1,14 +1,17 @@
 #include "kernels.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <numeric>
 
 #include "error.h"
 #include "groups.h"
 #include "mapping.h"
+#include "python.h"
 
 namespace symm_cp {
 
@@ -62,8 +65,21 @@ const char* text_of(const std::exception& error) {
   return torchs != nullptr ? torchs->what_without_backtrace() : error.what();
 }
 
+// The last error of this thread of which peers were told.
+thread_local std::string last_told;
+
+void note_told(const std::exception_ptr& cause) {
+  try {
+    std::rethrow_exception(cause);
+  } catch (const std::exception& error) {
+    last_told = text_of(error);
+    if (last_told.empty()) last_told = error.what();
+  }
+}
+
 void tell_peers(Group& group, int channel, const std::exception& error) {
   if (group.world_size() == 1) return;
+  last_told = text_of(error);
   refuse(group, channel,
          std::string(name_error(error)) + " on rank " + std::to_string(group.rank()) + ": " +
              text_of(error));
@@ -137,6 +153,36 @@ size_t CheckedCalls::Hash::operator()(const CallKey& key) const {
 void CheckedCalls::keep(const CallKey& key, const std::shared_ptr<CheckedCall>& call) {
   if (calls_.size() >= kMaxCalls) calls_.clear();
   calls_[key] = call;
+}
+
+void check_memory(const char* op, const std::string& name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.defined(), op, ": ", name, " is None, must be a tensor");
+  if (tensor.numel() == 0) return;
+  TORCH_CHECK_VALUE(tensor.has_storage(), op, ": ", name,
+                    " has no storage: it may have left torch.func.vmap, or wrap another tensor");
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim)
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  const int64_t needed = (last + 1) * static_cast<int64_t>(tensor.element_size());
+  const auto size = static_cast<int64_t>(tensor.storage().nbytes());
+  TORCH_CHECK_VALUE(size >= needed, op, ": ", name, " of shape ", tensor.sizes(), " needs ", needed,
+                    " bytes of storage, which has ", size, ": it was freed or resized");
+  TORCH_CHECK_VALUE(tensor.storage().data() != nullptr, op, ": ", name,
+                    " has no memory: it may wrap another tensor");
+}
+
+void Arguments::check_memory(const char* op) const {
+  for (size_t i = 0; i < count_; ++i) {
+    const c10::IValue& value = at(i);
+    if (value.isTensor()) {
+      kernels::check_memory(op, schema_.arguments()[i].name(), value.toTensor());
+    } else if (value.isTensorList()) {
+      size_t index = 0;
+      for (const at::Tensor& tensor : value.toTensorVector())
+        kernels::check_memory(
+            op, schema_.arguments()[i].name() + "[" + std::to_string(index++) + "]", tensor);
+    }
+  }
 }
 
 std::optional<std::vector<int64_t>> Arguments::numbers(size_t index) const {
@@ -269,14 +315,16 @@ std::string describe(const std::exception& error) {
   return std::string(name_error(error)) + ": " + text_of(error);
 }
 
-bool guarded(const char* op, const std::string& group_name, int channel,
+bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
              c10::function_ref<void(const std::shared_ptr<Group>&)> body) {
   if (!serving.load(std::memory_order_relaxed)) return false;
-  const std::shared_ptr<Group> group = look_up(op, group_name);
+  const std::shared_ptr<Group> group = look_up(op, arguments.text(group_name));
   if (!group->on_one_host()) return false;
   try {
+    arguments.check_memory(op);
     body(group);
   } catch (const Failed& error) {
+    note_told(error.cause);
     std::rethrow_exception(error.cause);
   } catch (const c10::Error& error) {
     tell_peers(*group, channel, error);
@@ -285,9 +333,35 @@ bool guarded(const char* op, const std::string& group_name, int channel,
     tell_peers(*group, channel, error);
     throw;
   } catch (const std::exception& error) {  // of the exchange: the peers were told
+    last_told = error.what();
     TORCH_CHECK(false, error.what());
   }
   return true;
+}
+
+void telling_of_refusals(const char* op, const c10::IValue& group_name, int channel,
+                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch) {
+  last_told.clear();
+  const auto tell = [&](const std::exception& error) {
+    const bool traced = c10::impl::TorchDispatchModeTLS::any_modes_set();
+    if (traced || !keys.has_backend(c10::BackendComponent::CPUBit) || !last_told.empty()) return;
+    try {
+      const auto group = group_of(group_name.toStringRef());
+      if (group->on_one_host()) tell_peers(*group, channel, error);
+    } catch (const std::exception&) {  // no group, nobody to tell
+    }
+  };
+  try {
+    dispatch();
+  } catch (c10::Error& error) {
+    if (std::strstr(text_of(error), op) == nullptr) error.add_context(std::string("in ") + op);
+    tell(error);
+    throw;
+  } catch (const std::exception&) {  // of Python, on its way to Python: it is not in this object
+    const std::string text = keys.has(c10::DispatchKey::Python) ? unreported_error() : "";
+    if (!text.empty()) tell(std::runtime_error(text));
+    throw;
+  }
 }
 
 void call_python(const c10::OperatorHandle& op, Stack* stack) {
@@ -306,5 +380,12 @@ extern "C" {
 
 // With 0 kernels for CPU tensors are those in Python, for tests.
 void symm_cp_serve_cpu(int on) { symm_cp::kernels::serving = on != 0; }
+
+// Whether the peers were told of the last refusal of a native kernel in this thread, with that text
+// or the text of an error that quotes it.
+int symm_cp_was_told(const char* text) {
+  const std::string& told = symm_cp::kernels::last_told;
+  return !told.empty() && std::strstr(text, told.c_str()) != nullptr ? 1 : 0;
+}
 
 }  // extern "C"

@@ -81,7 +81,7 @@ class CheckedCalls {
 class Arguments {
  public:
   Arguments(const c10::OperatorHandle& op, Stack* stack)
-      : stack_(stack), count_(op.schema().arguments().size()) {}
+      : schema_(op.schema()), stack_(stack), count_(op.schema().arguments().size()) {}
 
   const at::Tensor& tensor(size_t index) const { return at(index).toTensor(); }
   // Undefined where it is None.
@@ -101,6 +101,8 @@ class Arguments {
   // ValueError for another rank than that of this process.
   Sizes sizes(size_t index, const Group& group) const;
   Stack all() const { return torch::jit::last(*stack_, count_).vec(); }
+  // Checks all tensors.
+  void check_memory(const char* op) const;
   template <class... Results>
   void end(Results... results) {
     torch::jit::drop(*stack_, count_);
@@ -110,6 +112,7 @@ class Arguments {
  private:
   const c10::IValue& at(size_t index) const { return torch::jit::peek(*stack_, index, count_); }
 
+  const c10::FunctionSchema& schema_;
   Stack* stack_;
   size_t count_;
 };
@@ -132,6 +135,10 @@ std::string name_call(const char* op, at::ScalarType dtype, at::IntArrayRef size
                       const std::string& detail);
 // "torch.float32"
 std::string name_dtype(at::ScalarType dtype);
+
+// Raises TypeError for a tensor that is None, ValueError for one whose storage is too small for it,
+// as after `untyped_storage().resize_(0)`.
+void check_memory(const char* op, const std::string& name, const at::Tensor& tensor);
 
 // Raise ValueError or TypeError.
 void check_dense(const char* op, const char* name, const at::Tensor& tensor);
@@ -168,11 +175,18 @@ struct Failed : std::exception {
 // The error as Python names it, and its text: "ValueError: ...".
 std::string describe(const std::exception& error);
 
-// Carries out `body(group)`, an op's kernel. Tells the peers when it refuses its arguments, since
-// they may be making the same call on `channel`. Returns false, and calls nothing, where the kernel
-// in Python is needed: for groups that span hosts, and where tests have CPU tensors go elsewhere.
-bool guarded(const char* op, const std::string& group_name, int channel,
+// Carries out `body(group)`, an op's kernel, unless the memory of a tensor is missing. Argument
+// `group_name` names the group. Tells the peers when it refuses its arguments, since they may be
+// making the same call on `channel`. Returns false, and calls nothing, where the kernel in Python
+// is needed: for groups that span hosts, and where tests have CPU tensors go elsewhere.
+bool guarded(const char* op, const Arguments& arguments, size_t group_name, int channel,
              c10::function_ref<void(const std::shared_ptr<Group>&)> body);
+// Carries out `dispatch`, which hands a call of `op` on to the kernels of other dispatch keys.
+// Tells the peers when it is refused before it has come to a kernel that tells them: by torch, as
+// for named tensors, by the rules of a tensor subclass, or in the kernel of autograd. Not of calls
+// of other devices, nor under a dispatch mode, which may be there to trace them.
+void telling_of_refusals(const char* op, const c10::IValue& group_name, int channel,
+                         c10::DispatchKeySet keys, c10::function_ref<void()> dispatch);
 // Calls the kernel in Python, the op of the same name in the namespace `symm_cp`.
 void call_python(const c10::OperatorHandle& op, Stack* stack);
 

@@ -101,6 +101,7 @@ void Lane::run_one(std::unique_lock<std::mutex>& lock) {
   Program& program = item.program;
   running_name_ = program.call_name;
   lock.unlock();
+  pause_at_random();
   std::string failure = carry_out(item);
   lock.lock();
   running_ = false;

@@ -91,6 +91,7 @@ Bell Bell::create() {
 }
 
 void Bell::ring() const {
+  pause_at_random();
   Doorbell& bell = doorbell();
   if (bell.sleepers.load(std::memory_order_seq_cst) != 0) {
     bell.rings.fetch_add(1, std::memory_order_seq_cst);

@@ -116,14 +116,20 @@ void prepare_scatter(CheckedCall& call, const at::Tensor& whole, const std::stri
   call.in_place_possible = call.background;
 }
 
+// Whether rows follow one another, or would if there were several: of parts that are cut out of
+// wider tensors those with one row are contiguous, which only some ranks may have.
+bool rows_adjoin(const at::Tensor& tensor) {
+  return tensor.stride(0) * static_cast<int64_t>(tensor.element_size()) == row_bytes(tensor);
+}
+
 // A plain input may be overwritten once this has returned. `output`: to be written to; none for a
 // new tensor, which is returned.
 at::Tensor start_transfer(const std::shared_ptr<Group>& group, CheckedCall& call,
                           const at::Tensor& given, at::Tensor output = {}) {
   at::Tensor input = given.contiguous();
   if (!output.defined()) output = new_output(given, call.output_shape);
-  const bool in_place =
-      call.in_place_possible && input.is_same(given) && is_symmetric(*group, input);
+  const bool in_place = call.in_place_possible && input.is_same(given) && rows_adjoin(given) &&
+                        is_symmetric(*group, input);
   call.exchange.in_place = in_place;
   const CallLock lock(*group, kAsync);
   if (!in_place && input.is_same(given) && !starts_at_once(*group, call.exchange))
@@ -172,7 +178,7 @@ void background_all_gather(const c10::OperatorHandle& op, Stack* stack) {
     const auto call = gather_call(*group, shard, arguments.sizes(2, *group));
     output = start_transfer(group, *call, shard);
   };
-  if (in_test_mode() || !guarded(kGather, arguments.text(1), kAsync, body))
+  if (in_test_mode() || !guarded(kGather, arguments, 1, kAsync, body))
     return call_python(op, stack);
   arguments.end(std::move(output));
 }
@@ -186,7 +192,7 @@ void background_reduce_scatter(const c10::OperatorHandle& op, Stack* stack) {
     const auto call = scatter_call(*group, whole, arguments.text(1), arguments.sizes(3, *group));
     output = start_transfer(group, *call, whole);
   };
-  if (in_test_mode() || !guarded(kScatter, arguments.text(2), kAsync, body))
+  if (in_test_mode() || !guarded(kScatter, arguments, 2, kAsync, body))
     return call_python(op, stack);
   arguments.end(std::move(output));
 }
@@ -208,7 +214,7 @@ void background_all_gather_out(const c10::OperatorHandle& op, Stack* stack) {
         " of it");
     start_transfer(group, *call, shard, output);
   };
-  if (in_test_mode() || !guarded(kGatherOut, arguments.text(1), kAsync, body))
+  if (in_test_mode() || !guarded(kGatherOut, arguments, 1, kAsync, body))
     return call_python(op, stack);
   arguments.end(output);
 }
@@ -225,7 +231,7 @@ void background_reduce_scatter_out(const c10::OperatorHandle& op, Stack* stack) 
                       ": tensor must not share memory with out");
     start_transfer(group, *call, whole, output);
   };
-  if (in_test_mode() || !guarded(kScatterOut, arguments.text(2), kAsync, body))
+  if (in_test_mode() || !guarded(kScatterOut, arguments, 2, kAsync, body))
     return call_python(op, stack);
   arguments.end(output);
 }

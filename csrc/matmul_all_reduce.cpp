@@ -168,7 +168,7 @@ void matmul_all_reduce(const c10::OperatorHandle& op, Stack* stack) {
   const auto body = [&](const std::shared_ptr<Group>& group) {
     output = multiply_and_all_reduce(*group, given);
   };
-  if (!is_served(given) || !guarded(kMatmulAllReduce, arguments.text(4), kSync, body))
+  if (!is_served(given) || !guarded(kMatmulAllReduce, arguments, 4, kSync, body))
     return call_python(op, stack);
   arguments.end(std::move(output));
 }

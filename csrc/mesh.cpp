@@ -71,6 +71,7 @@ void Peers::make_mesh(Bootstrap& bootstrap, const Rendezvous& rendezvous) {
   std::vector<StaleEntry> stale_entries(peers_.size());
   Clock::time_point next_look{};
   while (true) {
+    pause_at_random();
     const bool thorough = Clock::now() >= next_look;
     if (thorough) next_look = Clock::now() + kSlice;
     for (auto& [peer, socket] : listener_->accept_ranks())

@@ -152,6 +152,7 @@ bool MessageEngine::spin(const Transmission& transmission) {
       cpu_relax();
       continue;
     }
+    pause_at_random();
     const Held held(*this);
     progress();
     ++moves;
@@ -179,6 +180,7 @@ void MessageEngine::sleep(Transmission& transmission, const Waiting& waiting,
   const uint32_t seen = bell.rings.load(std::memory_order_seq_cst);
   if (!transmission.ended.load(std::memory_order_seq_cst) && !stirring()) {
     const auto left = std::chrono::nanoseconds(waiting.left());
+    pause_at_random();
     if (left.count() > 0) futex_sleep(&bell.rings, seen, std::min(left, kSlice));
   }
   bell.sleepers.fetch_sub(1, std::memory_order_seq_cst);

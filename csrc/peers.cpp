@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -30,9 +31,19 @@ std::string text(int64_t value) { return std::to_string(value); }
 std::string channel_of(const std::string& key) { return key.substr(0, key.find('/')); }
 int64_t number_of(const std::string& key) { return std::atoll(key.c_str() + key.find('/') + 1); }
 
-// Where a rank notes the last rendezvous of a channel that it refused.
-std::string refusal_of(int rank, const std::string& key) {
+// Where a rank notes the last rendezvous of a channel that it refused: "KEY\nREASON", the latest
+// first. A peer may still be in one of the earlier ones, and asks for the reason of that one.
+std::string refusals_of(int rank, const std::string& key) {
   return "symm_cp/refused/" + text(rank) + "/" + channel_of(key);
+}
+constexpr size_t kMaxNotes = 8;
+constexpr char kNextNote = '\x1e';  // ASCII's record separator
+
+std::vector<std::string> notes_in(const std::string& refusals) {
+  std::vector<std::string> notes;
+  std::istringstream stream(refusals);
+  for (std::string note; std::getline(stream, note, kNextNote);) notes.push_back(note);
+  return notes;
 }
 
 template <size_t N>
@@ -79,17 +90,27 @@ Peers::Peers(std::string group, int rank, int world_size, milliseconds timeout)
       boards_(static_cast<size_t>(world_size)) {}
 
 void Peers::check_refusal(Bootstrap& bootstrap, const Rendezvous& rendezvous, int peer) {
-  const auto refusal = bootstrap.get(refusal_of(peer, rendezvous.key));
-  if (!refusal) return;
-  const size_t line = refusal->find('\n');
-  if (number_of(refusal->substr(0, line)) < number_of(rendezvous.key)) return;
-  const std::string cause = refusal->substr(line + 1);
-  throw PeerError(rendezvous.call_name + ": rank " + text(peer) + " failed: " + cause, cause);
+  const auto refusals = bootstrap.get(refusals_of(peer, rendezvous.key));
+  if (!refusals) return;
+  std::optional<std::string> cause;  // of the earliest refusal that is not of an earlier call
+  for (const std::string& note : notes_in(*refusals)) {
+    const size_t line = note.find('\n');
+    if (number_of(note.substr(0, line)) < number_of(rendezvous.key)) break;
+    cause = note.substr(line + 1);
+  }
+  if (!cause) return;
+  throw PeerError(rendezvous.call_name + ": rank " + text(peer) + " failed: " + *cause, *cause);
 }
 
 void Peers::refuse_before(Bootstrap& bootstrap, int rank, const std::string& key,
                           const std::string& reason) {
-  bootstrap.set(refusal_of(rank, key), key + "\n" + reason);
+  const std::string entry = refusals_of(rank, key);
+  std::string refusals = key + "\n" + reason;
+  std::replace(refusals.begin(), refusals.end(), kNextNote, ' ');
+  const auto earlier = notes_in(bootstrap.get(entry).value_or(""));
+  for (size_t i = 0; i < earlier.size() && i + 1 < kMaxNotes; ++i)
+    refusals += kNextNote + earlier[i];
+  bootstrap.set(entry, refusals);
 }
 
 void Peers::check_owned(const std::string& context) const {
@@ -260,8 +281,8 @@ void Peers::check_missing(const std::string& key, const std::string& context,
   std::string late;
   for (int peer = 0; peer < world_size_; ++peer)
     if (!have[peer]) late += (late.empty() ? "rank " : ", rank ") + text(peer);
-  throw PeerError(context + ": " + late + " did not come within " + text(budget.limit.count()) +
-                  " ms");
+  throw PeerError(context + ": " + late + " did not come within the timeout of " +
+                  text(budget.limit.count()) + " ms");
 }
 
 std::vector<Received> Peers::exchange(const Rendezvous& rendezvous, int round,

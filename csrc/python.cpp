@@ -16,6 +16,9 @@ void PyGILState_Release(int) __attribute__((weak));
 int PyErr_CheckSignals() __attribute__((weak));
 void PyErr_Fetch(void**, void**, void**) __attribute__((weak));
 void PyErr_Restore(void*, void*, void*) __attribute__((weak));
+void PyErr_NormalizeException(void**, void**, void**) __attribute__((weak));
+void* PyObject_Str(void*) __attribute__((weak));
+const char* PyUnicode_AsUTF8(void*) __attribute__((weak));
 int Py_AddPendingCall(int (*)(void*), void*) __attribute__((weak));
 void* PyImport_AddModule(const char*) __attribute__((weak));
 void* PyObject_GetAttrString(void*, const char*) __attribute__((weak));
@@ -78,6 +81,27 @@ void throw_if_interrupted() {
   if (!interrupted) return;
   interrupted_here = true;
   throw Interrupted("interrupted by a signal");
+}
+
+std::string unreported_error() {
+  if (PyErr_Fetch == nullptr || !Py_IsInitialized()) return {};
+  const int state = PyGILState_Ensure();
+  Raised raised{};
+  PyErr_Fetch(&raised.type, &raised.value, &raised.traceback);
+  PyErr_NormalizeException(&raised.type, &raised.value, &raised.traceback);
+  std::string text;
+  if (raised.value != nullptr) {
+    void* const reported = PyObject_GetAttrString(raised.value, "_symm_cp_reported");
+    void* const shown = reported == nullptr ? PyObject_Str(raised.value) : nullptr;
+    const char* const utf8 = shown != nullptr ? PyUnicode_AsUTF8(shown) : nullptr;
+    if (utf8 != nullptr) text = utf8;
+    PyErr_Clear();  // of looking
+    Py_DecRef(shown);
+    Py_DecRef(reported);
+  }
+  PyErr_Restore(raised.type, raised.value, raised.traceback);
+  PyGILState_Release(state);
+  return text;
 }
 
 bool was_interrupted() { return std::exchange(interrupted_here, false); }

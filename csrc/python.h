@@ -5,6 +5,8 @@
 // order on another rank, would wait for each other.
 #pragma once
 
+#include <string>
+
 // Found in the running interpreter, so that no Python headers are needed; null without one.
 extern "C" {
 int PyGILState_Check() __attribute__((weak));
@@ -40,6 +42,10 @@ bool in_test_mode();
 
 // Whether that has thrown in this thread since it was last asked.
 bool was_interrupted();
+
+// Returns the text of the exception of Python that is on its way through C++; empty if there is
+// none, or if it is marked as already reported to the peers (symm_cp/memory.py).
+std::string unreported_error();
 
 // Counts how often this process was forked from one that had loaded this library.
 int fork_count();

@@ -457,11 +457,31 @@ int symm_cp_link_lost(void* links, int rank) {
 
 void symm_cp_links_close(void* links) { delete static_cast<symm_cp::LinkProbe*>(links); }
 
+// Whether the group's own backend has found that its ranks share this host's memory.
+int symm_cp_met_on_this_host(const char* group) {
+  const auto process_group = symm_cp::try_resolve(group);
+  return process_group && symm_cp::peers_of_its_backend(*process_group, group) != nullptr;
+}
+
 // The time-out of a group's collectives on the CPU: torch's default where its backend has none.
 int64_t symm_cp_group_timeout_ms(const char* group) {
   const auto process_group = symm_cp::try_resolve(group);
   return process_group ? symm_cp::own_timeout_of(*process_group).count()
                        : kProcessGroupDefaultTimeout.count();
+}
+
+}  // extern "C"
+
+extern "C" {
+
+// How many rendezvous of tensors this rank has begun in a group: the same on all ranks.
+int64_t symm_cp_rendezvous_begun(const char* group) {
+  using symm_cp::registry;
+  const auto process_group = symm_cp::try_resolve(group);
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  const auto known = registry().rendezvous.find(group);
+  if (known == registry().rendezvous.end()) return 0;
+  return known->second.process_group == process_group.get() ? known->second.value : 0;
 }
 
 }  // extern "C"

@@ -479,8 +479,10 @@ c10::intrusive_ptr<c10d::Work> TwoLevelBackend::carry_out(const Manner& manner,
   enqueue([=, this] {
     std::string failure;
     try {
-      for (const Exchange& exchange : *exchanges)
+      for (Exchange& exchange : *exchanges) {
+        if (exchange.complete) exchange.complete(exchange);
         run_stages(stages(routing, exchange, timeout), "", timeout);
+      }
     } catch (const std::exception& error) {
       failure = error.what();
     }

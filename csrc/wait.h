@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <ctime>
 
+#include "pauses.h"
 #include "python.h"
 #include "wire.h"
 
@@ -70,10 +71,12 @@ inline void futex_sleep(Word* word, uint32_t seen, std::chrono::nanoseconds limi
 // any word of the same owner; reading it after a sequentially consistent store saves the system
 // call in the common case, and cannot miss a sleeper, which counts itself before it looks again.
 inline void wake_sleepers(Word* word, Word* sleepers) {
+  pause_at_random();
   if (sleepers->load(std::memory_order_seq_cst) != 0) futex_wake(word);
 }
 
 inline void publish(Word* word, Word* sleepers, uint32_t value) {
+  pause_at_random();
   word->store(value, std::memory_order_seq_cst);
   wake_sleepers(word, sleepers);
 }
@@ -99,6 +102,7 @@ inline constexpr std::chrono::nanoseconds kSlice = std::chrono::milliseconds(50)
 template <class Ready, class OnSlice>
 void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready ready,
                 OnSlice on_slice) {
+  const PauseAtBothEnds pauses;
   for (int i = 0; i < spins; ++i) {
     if (ready(word->load(std::memory_order_acquire))) return;
     cpu_relax();
@@ -115,10 +119,12 @@ void wait_until(Word* word, Word* sleepers, int spins, WaitBudget& budget, Ready
     const uint32_t seen = word->load(std::memory_order_seq_cst);
     const bool arrived = ready(seen);
     if (!arrived) {
+      pause_at_random();
       const auto left = std::chrono::nanoseconds(waiting.left());
       if (left.count() > 0) futex_sleep(word, seen, left < kSlice ? left : kSlice);
     }
     sleepers->fetch_sub(1, std::memory_order_seq_cst);
+    pause_at_random();
     if (arrived || ready(word->load(std::memory_order_acquire))) return;
     try {
       throw_if_interrupted();

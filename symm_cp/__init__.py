@@ -4,50 +4,59 @@ Importing this package adds kernels: torch's symmetric memory and the ops of `to
 work on CPU tensors from then on. It builds its native part once for the installed torch. Where that
 cannot be built or loaded (no C++ compiler, no folder to keep it in, one that others can write) the
 import succeeds with one line that says so, and the first use raises an error with what to do.
+
+`import symm_cp.schedule` alone loads none of this, nor torch, and works on any system (loading.py).
 """
 
 from __future__ import annotations
 
+import sys as _sys
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from symm_cp import backend as _backend
-from symm_cp import native as _native
-from symm_cp import ops as _ops
-from symm_cp.context_parallel import (
-    HeadTail,
-    LoadBalancer,
-    PerDocumentHeadTail,
-    ProcessingTimeRoundRobin,
-    Sequential,
-    all_gather_attention,
-    context_parallel,
-    context_parallel_shard,
-    context_parallel_unshard,
-    heads_to_sequence,
-    sequence_to_heads,
-    shard_batch,
-    ulysses_output_projection,
-    ulysses_projection,
-)
-from symm_cp.devices import read_in_place, reserve
-from symm_cp.memory import get_workspace
-from symm_cp.ops.attention import set_rotate_method
-from symm_cp.ops.attention.gather_kv import all_gather_kv
-from symm_cp.ops.delta_rule import gated_delta_rule
-from symm_cp.ops.halo import exchange_halo
-from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
-from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
-from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
-from symm_cp.ops.override import override_cuda_ops
-from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
-from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
-from symm_cp.ops.scan import scan_states
-from symm_cp.results import empty_cache
-from symm_cp.runtime import known_groups as _known_groups
-from symm_cp.runtime.recorder import Recording, trace
+from symm_cp import loading as _loading
+from symm_cp import started as _started
 
 __version__ = "0.1.0"
+_everything = not _loading.only_schedule()
+if _everything and _started.as_command():  # ends here for --help, --version and wrong arguments
+    _import_module("symm_cp.cli").answer()
+if _everything:
+    from symm_cp import backend as _backend
+    from symm_cp import native as _native
+    from symm_cp import ops as _ops
+    from symm_cp.context_parallel import (
+        HeadTail,
+        LoadBalancer,
+        PerDocumentHeadTail,
+        ProcessingTimeRoundRobin,
+        Sequential,
+        all_gather_attention,
+        context_parallel_shard,
+        context_parallel_unshard,
+        heads_to_sequence,
+        sequence_to_heads,
+        shard_batch,
+        training_step,
+        ulysses_output_projection,
+        ulysses_projection,
+    )
+    from symm_cp.devices import read_in_place, reserve
+    from symm_cp.memory import get_workspace
+    from symm_cp.ops.attention import set_rotate_method
+    from symm_cp.ops.attention.gather_kv import all_gather_kv
+    from symm_cp.ops.delta_rule import gated_delta_rule
+    from symm_cp.ops.halo import exchange_halo
+    from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
+    from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
+    from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
+    from symm_cp.ops.override import override_cuda_ops
+    from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
+    from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
+    from symm_cp.ops.scan import scan_states
+    from symm_cp.results import empty_cache
+    from symm_cp.runtime import known_groups as _known_groups
+    from symm_cp.runtime.recorder import Recording, trace
 
 __all__ = [
     "ContextParallel",
@@ -87,17 +96,21 @@ __all__ = [
     "shard_batch",
     "tensor_parallel",
     "trace",
+    "training_step",
     "ulysses_output_projection",
     "ulysses_projection",
 ]
 
 if _TYPE_CHECKING:
     from symm_cp import fsdp, inductor, tensor_parallel
-    from symm_cp.context_parallel import ContextParallel
+    from symm_cp.context_parallel import ContextParallel, context_parallel
     from symm_cp.devices import nvshmem
 
 
 def __getattr__(name: str) -> object:
+    if not name.startswith("__") and _loading.loads_more():
+        _loading.load_everything()
+        return getattr(_sys.modules[__name__], name)
     # Imported when asked for: torch's compiler takes a second, its styles (DTensor) half a second.
     if name in ("fsdp", "inductor", "tensor_parallel"):
         return _import_module(f"symm_cp.{name}")
@@ -108,11 +121,12 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module 'symm_cp' has no attribute {name!r}")
 
 
-_ops.register()
-_backend.register()
-try:
-    _native.load()
-    _known_groups.register()
-except _native.BuildError as _error:
-    _ops.register_without_native()
-    _native.say(str(_error).splitlines()[0])
+if _everything:
+    _ops.register()
+    _backend.register()
+    try:
+        _native.load()
+        _known_groups.register()
+    except _native.BuildError as _error:
+        _ops.register_without_native()
+        _native.say(str(_error).splitlines()[0])

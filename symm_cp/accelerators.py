@@ -17,6 +17,14 @@ def _ask(device: torch.device, function: str, *arguments: int) -> Any:
     return getattr(module, function)(*arguments)
 
 
+def available() -> torch.device | None:
+    """Returns the type of accelerator of this machine, or None.
+
+    A build of torch for CUDA names one on machines without a GPU, too, unless asked to look.
+    """
+    return torch.accelerator.current_accelerator(check_available=True)
+
+
 def index_of(device: torch.device) -> int:
     """Returns the index of a device: that of the current one where `device` has none."""
     return int(_ask(device, "current_device")) if device.index is None else device.index

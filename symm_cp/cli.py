@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import os
+import select
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
 
-from symm_cp import __version__
+from symm_cp import __version__, bench, plan, run
+from symm_cp.demo import arguments as demo_arguments
+from symm_cp.parsing import add_json
+from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
+
+# What a shell says of a process that a signal has ended.
+_INTERRUPTED, _NO_READER = 128 + signal.SIGINT, 128 + signal.SIGPIPE
 
 
 def _parser() -> argparse.ArgumentParser:
-    from symm_cp import bench, doctor, first_run, plan, run
-    from symm_cp.demo import arguments as demo_arguments
-
+    """Returns the parser of all commands but `run`. Needs no torch."""
     parser = argparse.ArgumentParser(
         prog="symm-cp", description="Symmetric-memory fused compute-collective ops for PyTorch."
     )
@@ -26,12 +37,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo_arguments.add_arguments(demo)
     commands.add_parser("run", help=run.HELP, add_help=False)
-    check = commands.add_parser(
+    doctor = commands.add_parser(
         "doctor", help="show what works here, and how to make the rest work"
     )
-    doctor.add_arguments(check)
-    first = commands.add_parser("selftest", help=first_run.HELP)
-    first_run.add_arguments(first)
+    add_json(doctor, "the findings")
+    selftest(commands.add_parser("selftest", help="test what works here; ends within two minutes"))
     planner = commands.add_parser(
         "plan", help="predict the step time of a model on hosts with GPUs, for all parallel layouts"
     )
@@ -39,6 +49,84 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_commands(commands)
     commands.add_parser("build", help="build the native part now instead of at first use")
     return parser
+
+
+def selftest(parser: argparse.ArgumentParser) -> None:
+    """Adds the arguments of `symm-cp selftest`."""
+    add = parser.add_argument
+    add(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="what to test (the CPU, and GPUs where there are any)",
+    )
+    add("--ranks", type=positive, help="(CPU: 2; the number of GPUs, at least 2 and at most 8)")
+    add_json(parser, "the report")
+    add("--part", help=argparse.SUPPRESS)
+    add("--results", type=Path, help=argparse.SUPPRESS)
+    add_rendezvous(parser)
+
+
+def answer() -> None:
+    """Ends the process for --help, --version and wrong arguments, before torch is imported.
+
+    Has an interrupt end it in one line from now on, also while torch is imported and `csrc/` built.
+    """
+
+    def parse() -> int:
+        _parse(sys.argv[1:])
+        return 0
+
+    sys.excepthook = _show
+    if code := _quietly(parse):
+        sys.exit(code)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    if arguments[:1] == ["run"]:  # torchrun's parser reads the others
+        run.parser().parse_args(arguments[1:])
+        return argparse.Namespace(command="run", arguments=arguments[1:])
+    args = _parser().parse_args(arguments)
+    args.arguments = arguments  # for commands that start themselves again, as ranks
+    return args
+
+
+def _show(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+    if issubclass(kind, KeyboardInterrupt):
+        _say_interrupted()
+        os._exit(_INTERRUPTED)
+    sys.__excepthook__(kind, error, traceback)
+
+
+def _say_interrupted() -> None:
+    if not is_rank():  # the command that started the ranks says it once
+        with suppress(OSError, ValueError):
+            print("\nsymm-cp: interrupted", file=sys.stderr, flush=True)
+
+
+def _quietly(command: Callable[[], int]) -> int:
+    """Runs a command; ends without a traceback when the user or the reader of its output stops."""
+    try:
+        try:
+            return command()
+        finally:
+            if sys.stdout is not None:  # as after `>&-`
+                sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say_interrupted()
+        return _INTERRUPTED
+    except BrokenPipeError:
+        if not _has_no_reader():
+            raise
+        # What is left in buffers would fail again at the end of the process.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+
+
+def _has_no_reader() -> bool:
+    """Tells whether stdout is a pipe that its reader has closed, as `head` does."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _build() -> int:
@@ -56,30 +144,20 @@ def _build() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["run"]:  # torchrun's parser reads the others
-        from symm_cp import run
+    return _quietly(lambda: _main(arguments))
 
-        return run.main(arguments[1:])
-    args = _parser().parse_args(arguments)
-    args.arguments = arguments  # for commands that start themselves again, as ranks
+
+def _main(arguments: Sequence[str]) -> int:
+    args = _parse(arguments)
+    if args.command == "run":
+        return run.main(args.arguments)
     if args.command == "build":
         return _build()
-    if args.command == "doctor":
-        from symm_cp import doctor
-
-        return doctor.main(args)
-    if args.command == "selftest":
-        from symm_cp import first_run
-
-        return first_run.main(args)
-    if args.command == "plan":
-        from symm_cp import plan
-
-        return plan.main(args)
-    if args.command == "demo":
-        from symm_cp.demo import start
-
-        return start.main(args)
-    from symm_cp import bench
-
-    return bench.main(args)
+    if hasattr(args, "rendezvous") and (
+        note := started_elsewhere(args.rendezvous, dict(os.environ))
+    ):
+        print(f"symm-cp {args.command}: {note}", file=sys.stderr)
+    # Their rooms need torch.
+    modules = {"doctor": "doctor", "selftest": "first_run", "plan": "plan", "demo": "demo.start"}
+    code: int = import_module(f"symm_cp.{modules.get(args.command, 'bench')}").main(args)
+    return code

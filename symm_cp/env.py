@@ -12,6 +12,7 @@
 | `SYMM_CP_WAY` | the way of fused matmuls: `shards` or `whole` | by simulation |
 | `SYMM_CP_BACKEND_FOR` | backends that symm_cp replaces on CPU (set by `symm-cp run`) | none |
 | `SYMM_CP_KEEP_MIB` | freed memory of results that a process keeps for later ones, in MiB | below |
+| `SYMM_CP_COMPARE_INPUTS` | 0: ranks do not compare batches, prompts, weights | 1 |
 | `SYMM_CP_HOST` | identity of this host within a group | boot id and network namespace |
 | `CXX` | the C++ compiler that builds the native part | `c++`, else `g++`, else `clang++` |
 
@@ -122,6 +123,14 @@ def kept_bytes() -> int:
     if text is not None and not text.isdigit():
         raise ValueError(f"SYMM_CP_KEEP_MIB={text!r} must be a number of MiB, 0 to keep none")
     return -1 if text is None else int(text) << 20
+
+
+def compare_inputs() -> bool:
+    """Tells whether ranks compare what must be equal on all of them."""
+    text = _get("SYMM_CP_COMPARE_INPUTS", "1")
+    if text not in ("0", "1"):
+        raise ValueError(f"SYMM_CP_COMPARE_INPUTS={text!r} must be 0 or 1")
+    return text == "1"
 
 
 def host() -> str | None:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import accelerators, env
+from symm_cp import accelerators, env, native
 from symm_cp.liveness import host_identity, read, share, wait_limit
 from symm_cp.memory import Group, StateKey, on_first_use, resolve
 from symm_cp.stores import TimedStore, timeout_of
@@ -195,6 +195,10 @@ def _places(group: Group, device: torch.device) -> list[Place]:
 
 
 def _find(group: Group, device: torch.device) -> Hosts | None:
+    # The backend asked when the group was made: its first call has no other peers to wait for than
+    # its own, nor another time-out.
+    if device.type == "cpu" and native.load().symm_cp_met_on_this_host(group.name.encode()):
+        return None
     places = _places(group, device)
     ranks = spread(places)
     if len({len(on_host) for on_host in ranks}) > 1:

@@ -75,6 +75,16 @@ def group_name(group: GroupLike) -> str:
                 f"pick one, as in mesh['{(group.mesh_dim_names or ('tp',))[-1]}']"
             )
         return str(group.get_group().group_name)
+    if group is None and not dist.is_initialized():  # as dist.group.WORLD is until then
+        raise TypeError(
+            "group is None, as dist.group.WORLD is before process groups exist: call "
+            "torch.distributed.init_process_group first"
+        )
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise TypeError(
+            "group is GroupMember.NON_GROUP_MEMBER, as dist.new_group returns it on ranks that are "
+            "no members: they must not call ops of the group"
+        )
     raise TypeError(
         "group must be a ProcessGroup, a 1-D DeviceMesh or a group name, "
         f"not {type(group).__name__}"
@@ -284,6 +294,10 @@ class Group:
         process_group = _resolve_process_group(self.name)  # type: ignore[arg-type]
         return TimedStore(_get_process_group_store(process_group), wait_limit_of(process_group))
 
+    def set_timeout(self, milliseconds: int) -> None:
+        """Sets how long later calls wait for their peers. For tests."""
+        self._library.symm_cp_set_timeout(self.handle, milliseconds)
+
     def workspace(self, channel: str) -> Workspace:
         """Returns the workspace of a channel."""
         return self._workspaces[channel]
@@ -404,3 +418,8 @@ def get_workspace(group: GroupLike, nbytes: int, *, channel: str = "sync") -> Wo
 def is_symmetric(tensor: torch.Tensor, group: Group) -> bool:
     """Tells whether a tensor lies in symmetric memory that was rendezvoused with the group."""
     return bool(native.load().symm_cp_is_symmetric(tensor.data_ptr(), group.name.encode()))
+
+
+def has_symmetric(group: Group) -> bool:
+    """Tells whether tensors were ever rendezvoused with the group; the same on all ranks."""
+    return bool(native.load().symm_cp_rendezvous_begun(group.name.encode()))

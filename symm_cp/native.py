@@ -38,6 +38,7 @@ TORCH_UNITS = (
         "attention.cpp",
         "attention_tile.cpp",
         "collectives.cpp",
+        "dropout_mask.cpp",
         "exchange_heads.cpp",
         "gather_kv.cpp",
         "gradients.cpp",
@@ -52,6 +53,7 @@ TORCH_UNITS = (
         "backend.cpp",
         "backend_collectives.cpp",
         "backend_messages.cpp",
+        "backend_sparse.cpp",
         "backend_tensors.cpp",
         "backend_work.cpp",
         "failure_notes.cpp",
@@ -284,14 +286,19 @@ def _compile(target: Path) -> None:
         _keep(library, target)
 
 
-def _compile_glue(target: Path) -> None:
-    headers = Path(sysconfig.get_path("include"))
+def check_headers(headers: Path) -> None:
+    """Raises `BuildError` if Python's headers are not in their folder."""
     if not (headers / "Python.h").is_file():
         raise BuildError(
             f"the backend of torch.distributed needs Python's headers; {headers / 'Python.h'} is "
             "missing. Install them (Debian, Ubuntu: apt install python3-dev; Fedora: dnf install "
             "python3-devel)"
         )
+
+
+def _compile_glue(target: Path) -> None:
+    headers = Path(sysconfig.get_path("include"))
+    check_headers(headers)
     with _scratch(target) as scratch:
         library = scratch / target.name
         flags = [*_FLAGS, *_torch_flags(), f"-isystem{headers}", "-O0", "-fvisibility=hidden"]
@@ -384,6 +391,7 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_fail": (None, [_VOID, _TEXT]),
     "symm_cp_refuse": (None, [_VOID, _INT, _TEXT]),
     "symm_cp_reserve": (_LONG, [_VOID, _INT, _LONG]),
+    "symm_cp_set_timeout": (None, [_VOID, _LONG]),
     "symm_cp_slot_bytes": (_LONG, [_VOID, _INT]),
     "symm_cp_workspace_bytes": (_LONG, [_VOID, _INT]),
     "symm_cp_epoch": (_LONG, [_VOID, _INT]),
@@ -410,11 +418,13 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_on_unknown_group": (None, [FindGroup]),
     "symm_cp_shard": (_VOID, [_VOID, _INT]),
     "symm_cp_slot": (_VOID, [_VOID]),
+    "symm_cp_met_on_this_host": (_INT, [_TEXT]),
     "symm_cp_probe_links": (_VOID, [_TEXT]),
     "symm_cp_link_lost": (_INT, [_VOID, _INT]),
     "symm_cp_links_close": (None, [_VOID]),
     "symm_cp_group_timeout_ms": (_LONG, [_TEXT]),
     "symm_cp_gather_runs": (_LONG, []),
+    "symm_cp_was_told": (ctypes.c_int, [ctypes.c_char_p]),
     "symm_cp_serve_cpu": (None, [_INT]),
     "symm_cp_serve_few_rows": (None, [_INT]),
     "symm_cp_keep_results": (None, [_LONG]),
@@ -425,12 +435,14 @@ _SIGNATURES: dict[str, tuple[object, list[object]]] = {
     "symm_cp_copy": (None, [_VOID, _VOID, _LONG, _INT]),
     "symm_cp_slot_stores": (None, [_VOID, _VOID, _LONG, _VOID]),
     "symm_cp_is_symmetric": (_INT, [_VOID, _TEXT]),
+    "symm_cp_rendezvous_begun": (_LONG, [_TEXT]),
     "symm_cp_record": (None, [_INT]),
     "symm_cp_recorded": (ctypes.POINTER(wire.TraceEvent), [ctypes.POINTER(_LONG)]),
     "symm_cp_recorded_free": (None, [ctypes.POINTER(wire.TraceEvent)]),
     "symm_cp_probe_begin": (None, [ctypes.c_uint64, _LONG, _LONG]),
     "symm_cp_probe_end": (_LONG, []),
     "symm_cp_probe_step": (None, []),
+    "symm_cp_set_pauses": (None, [ctypes.c_uint64, _LONG]),
     "symm_cp_driver": (_LONG, [_TEXT]),
     "symm_cp_driver_version": (_LONG, [_TEXT]),
     "symm_cp_stream_signals_version": (_INT, []),

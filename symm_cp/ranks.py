@@ -2,6 +2,8 @@
 
 A rank is a process that runs the same command line, with its rank in the environment and the folder
 of the group's store as an argument. Under torchrun the ranks are running already.
+
+torch is imported by what needs it: `symm-cp --help` does without.
 """
 
 from __future__ import annotations
@@ -9,21 +11,24 @@ from __future__ import annotations
 import argparse
 import datetime
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-import torch
-import torch.distributed as dist
-import torch.distributed._symmetric_memory as symm_mem
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 5.0
 _TIMEOUT = datetime.timedelta(minutes=5)  # longer than any reasonable work
+#: What torchrun tells each rank. Others set some of these alone: Slurm's and Kubernetes' wrappers.
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def positive(text: str) -> int:
@@ -50,13 +55,40 @@ def add_rendezvous(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rendezvous", type=Path, help=argparse.SUPPRESS)
 
 
-def is_rank() -> bool:
-    """Tells whether this process is one of the ranks, not the command that starts them."""
-    return "RANK" in os.environ
+def is_rank(environment: Mapping[str, str] | None = None) -> bool:
+    """Tells whether this process is one of the ranks, not the command that starts them.
+
+    It is one where all of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set, as by torchrun.
+    """
+    environment = os.environ if environment is None else environment
+    return all(environment.get(name) for name in _RANK_VARIABLES)
+
+
+def started_elsewhere(rendezvous: Path | None, environment: Mapping[str, str]) -> str:
+    """Returns what to tell users whose environment names a rank; empty where it does not.
+
+    The command itself starts ranks with a `rendezvous`; torchrun and others do without.
+    """
+    if rendezvous is not None or "RANK" not in environment:
+        return ""
+    if is_rank(environment):
+        if environment["WORLD_SIZE"] != "1":
+            return ""
+        return (
+            f"running as the only rank, since {', '.join(_RANK_VARIABLES)} say so: unset RANK to "
+            "have this command start ranks"
+        )
+    missing = [name for name in _RANK_VARIABLES if not environment.get(name)]
+    return (
+        f"RANK={environment['RANK']} is ignored, as {', '.join(missing)} "
+        f"{'is' if len(missing) == 1 else 'are'} not set (torchrun sets all): starting ranks here"
+    )
 
 
 def check_device(device: str) -> None:
     """Raises `ValueError` for `--device cuda` if no CUDA device is available."""
+    import torch
+
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no CUDA device; see symm-cp doctor")
 
@@ -68,7 +100,10 @@ def exit_as_rank(
 
     The default backend is gloo for CPU, and NCCL for CUDA if each rank has a GPU.
     """
-    code = _run_as_rank(work, rendezvous, backend)
+    try:
+        code = _run_as_rank(work, rendezvous, backend)
+    except KeyboardInterrupt:  # torchrun, which started this rank, says so
+        code = 128 + signal.SIGINT
     # Skips the interpreter's shutdown, which threads of gloo that hold tensors sometimes abort.
     sys.stdout.flush()
     sys.stderr.flush()
@@ -78,6 +113,9 @@ def exit_as_rank(
 def _run_as_rank(
     work: Callable[[dist.ProcessGroup], int], rendezvous: Path | None, backend: str | None
 ) -> int:
+    import torch
+    import torch.distributed as dist
+
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if torch.cuda.is_available():
@@ -96,6 +134,8 @@ def _run_as_rank(
 
 
 def _default_backend(world_size: int) -> str:
+    import torch
+
     if not torch.cuda.is_available():
         return "gloo"
     # NCCL requires a GPU for each rank.
@@ -103,11 +143,32 @@ def _default_backend(world_size: int) -> str:
     return "cpu:gloo,cuda:nccl" if one_each else "cpu:gloo,cuda:gloo"
 
 
+def threads_of(world_size: int) -> int:
+    """Returns how many threads that many ranks of one thread each keep busy on this machine."""
+    return min(world_size, len(os.sched_getaffinity(0)))
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Has torch use this many threads in the body."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
     """Returns a barrier in shared memory, which ranks leave within microseconds. Collective.
 
     They leave a barrier of gloo half a millisecond apart, which is longer than many ops take.
     """
+    import torch
+    import torch.distributed._symmetric_memory as symm_mem
+
     word = symm_mem.empty(1, dtype=torch.int32, device="cpu")
     return symm_mem.rendezvous(word, group).barrier
 
@@ -168,12 +229,16 @@ def _start(
     arguments: Sequence[str],
     variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
+    import torch
+
     package = str(Path(__file__).resolve().parents[1])
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
     env = {
         **os.environ,
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",  # of no use: ranks meet in the folder of their store
+        "MASTER_PORT": "0",
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": path,
         **(variables or {}),
@@ -181,9 +246,24 @@ def _start(
     if 0 < torch.cuda.device_count() < world_size:
         # Lets torch allocate symmetric memory for ranks that share a GPU.
         env.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
-    return subprocess.Popen(
-        [sys.executable, *arguments], env=env, stdout=None if variables is None else sys.stderr
-    )
+    with _blocked(signal.SIGINT):
+        return subprocess.Popen(
+            [sys.executable, *arguments], env=env, stdout=None if variables is None else sys.stderr
+        )
+
+
+@contextmanager
+def _blocked(number: signal.Signals) -> Iterator[None]:
+    """Delivers a signal after the body only, and never to the processes that are started in it.
+
+    A terminal sends Ctrl-C to the ranks, too; each would print where it was, also while Python
+    starts. The command that started them ends them.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(arguments: Sequence[str], world_size: int) -> list[int]:

@@ -5,8 +5,10 @@ folder above it, runs code as that user. A folder or file is *trusted* if
 
 - its owner is root, the effective user, or the owner of this package (who could change the package
   as well), and
-- neither its group nor others can write it. A folder with the sticky bit (`/tmp`) may be writable,
-  because only owners can rename or remove their files in it.
+- nobody else can write it. A folder with the sticky bit (`/tmp`) may be writable, because only
+  owners can rename or remove their files in it. Its group may write it if that is the owner's
+  private group: the owner's primary group, of the owner's name, and without other members. So are
+  the folders that many distributions make (umask 002).
 
 This applies to all folders from `/` down, and the owners of symbolic links on the way must be
 trusted as well. Each name is opened relative to its opened folder, without following links, and the
@@ -22,7 +24,9 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import grp
 import os
+import pwd
 import secrets
 import stat
 from collections.abc import Iterator
@@ -33,7 +37,9 @@ _NAME = os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # Does not block on a FIFO instead of a file.
 _FILE = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+#: Lists of users beside the mode. The group's bits of the mode are their upper bound, which says
+#: nothing of who they name.
+_LISTS = ("system.posix_acl_access", "system.nfs4_acl", "system.richacl")
 _MAX_LINKS = 40  # as in the kernel
 
 
@@ -48,18 +54,61 @@ def owners() -> frozenset[int]:
 
 def is_outside_namespace(uid: int) -> bool:
     """Tells whether a user id stands for users that this user namespace does not map."""
+    return _is_unmapped(uid, "uid")
+
+
+def _is_unmapped(number: int, kind: str) -> bool:
     with suppress(OSError, ValueError):
-        if uid != int(Path("/proc/sys/kernel/overflowuid").read_text()):
+        if number != int(Path(f"/proc/sys/kernel/overflow{kind}").read_text()):
             return False
-        for line in Path("/proc/self/uid_map").read_text().splitlines():
+        for line in Path(f"/proc/self/{kind}_map").read_text().splitlines():
             first, _, count = map(int, line.split())
-            if first <= uid < first + count:
+            if first <= number < first + count:
                 return False
         return True
     return False
 
 
-def _problem(about: os.stat_result) -> str | None:
+def _writers_in_group(owner: int, gid: int) -> str | None:
+    """Names the users other than the owner who may write what a group can write, if any.
+
+    None if it is the owner's private group. Like sshd, believes the databases of users and groups,
+    and wants the owner's name, since databases of a network may not list everybody.
+    """
+    try:
+        user, group = pwd.getpwuid(owner), grp.getgrgid(gid)
+    except KeyError:
+        return f"group {gid}"
+    if _is_unmapped(gid, "gid"):  # stands for any group outside of the user namespace
+        return f"group {gid}"
+    members = {entry.pw_name for entry in pwd.getpwall() if entry.pw_gid == gid}
+    if others := sorted(members.union(group.gr_mem) - {user.pw_name}):
+        return f"group {group.gr_name!r} with {', '.join(others)}"
+    if (user.pw_gid, user.pw_name) == (gid, group.gr_name):
+        return None
+    return f"group {group.gr_name!r}"
+
+
+def _has_list(fd: int, name: str) -> bool:
+    try:
+        os.getxattr(f"/proc/self/fd/{fd}", name)  # by name: descriptors of O_PATH read nothing
+    except OSError as error:
+        return error.errno not in (errno.ENODATA, errno.ENOTSUP)
+    return True
+
+
+def _writers(fd: int, about: os.stat_result) -> str | None:
+    """Names the users other than the owner who can write an open file or folder, if any."""
+    if about.st_mode & stat.S_IWOTH:
+        return "everybody"
+    if not about.st_mode & stat.S_IWGRP:
+        return None
+    if any(_has_list(fd, name) for name in _LISTS):
+        return "an access control list"
+    return _writers_in_group(about.st_uid, about.st_gid)
+
+
+def _problem(fd: int, about: os.stat_result) -> str | None:
     """Returns why a file, folder or link is not trusted, if it is not."""
     trusted = owners()
     if about.st_uid not in trusted and not (
@@ -68,14 +117,16 @@ def _problem(about: os.stat_result) -> str | None:
         users = " or ".join(str(uid) for uid in sorted(trusted))
         return f"it belongs to user {about.st_uid}, not to user {users}"
     sticky = stat.S_ISDIR(about.st_mode) and about.st_mode & stat.S_ISVTX
-    if about.st_mode & _OTHERS and not sticky and not stat.S_ISLNK(about.st_mode):
-        return f"others can write it (mode {stat.S_IMODE(about.st_mode):o})"
+    if sticky or stat.S_ISLNK(about.st_mode):
+        return None
+    if writers := _writers(fd, about):
+        return f"others can write it (mode {stat.S_IMODE(about.st_mode):o}: {writers})"
     return None
 
 
 def _check(fd: int, path: str | Path) -> os.stat_result:
     about = os.fstat(fd)
-    problem = _problem(about)
+    problem = _problem(fd, about)
     if problem is not None:
         raise UntrustedError(f"{path}: {problem}")
     return about

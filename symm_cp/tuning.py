@@ -23,9 +23,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import platform
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -203,14 +207,39 @@ def forced_ways() -> dict[tuple[str, ...], str]:
     return dict(_forced)
 
 
+@cache
+def processor_name() -> str:
+    """Returns the model of the processor."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def machine_key() -> str:
+    """Names what measurements hold for, in names of files: processor, its cores, and torch.
+
+    Machines of several kinds may share a home folder. The cores are those of the machine: ranks may
+    be bound to one each.
+    """
+    text = f"{processor_name()} {os.cpu_count()} cores torch {torch.__version__}"
+    return re.sub(r"[^a-z0-9.+]+", "-", text.lower()).strip("-")
+
+
 def machine_path(ranks: int) -> Path:
     """Returns the path of the description of this machine, for a number of ranks."""
-    return env.build_dir() / f"machine_{ranks}.toml"
+    return env.build_dir() / f"machine_{ranks}_{machine_key()}.toml"
 
 
 def tuned_path(ranks: int) -> Path:
-    """Returns the path of what `symm-cp tune` has measured, for a number of ranks."""
-    return env.build_dir() / f"tuned_{ranks}.json"
+    """Returns the path of what `symm-cp tune` has measured here, for a number of ranks."""
+    return env.build_dir() / f"tuned_{ranks}_{machine_key()}.json"
+
+
+def _unkeyed(path: Path, ranks: int) -> Path:
+    """Returns where such a file was before names of files said for which machine they are."""
+    return path.with_name(f"{path.name.partition('_')[0]}_{ranks}{path.suffix}")
 
 
 def parse_tuned(text: str, name: str) -> dict[str, str]:
@@ -231,8 +260,16 @@ def read_file(path: Callable[[int], Path], ranks: int) -> tuple[str, str]:
     """Returns the text of a file, and why it is not used; both are empty where there is none."""
     try:
         return trusted.read(path(ranks)).decode(), ""
-    except (FileNotFoundError, NotADirectoryError, env.NoHomeError):
+    except env.NoHomeError:
         return "", ""
+    except (FileNotFoundError, NotADirectoryError):
+        older = _unkeyed(path(ranks), ranks)
+        if not older.is_file():
+            return "", ""
+        return "", (
+            f"symm_cp: not used: {older} does not say for which machine it is (its format is an "
+            "older one): delete it, and measure again (symm-cp calibrate, symm-cp tune)"
+        )
     except (OSError, UnicodeDecodeError) as error:
         return "", f"symm_cp: not used: {error}"
 

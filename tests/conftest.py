@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests import delays
 from tests.pool import SEED_VARIABLE, Ranks
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
@@ -86,6 +87,7 @@ def _seed(request: pytest.FixtureRequest) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
+    delays.begin(seed)
 
 
 def pytest_report_header() -> str:

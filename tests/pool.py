@@ -41,6 +41,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from symm_cp import native
 from tests import rank_process
 from tests.cuda import simulated
 
@@ -143,7 +144,10 @@ class Team:
             else dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         )
         self._processes: list[_Process] = []
-        simulated.build()  # once, instead of by each rank
+        # Once, instead of by each rank, and before anything that has to end within a time.
+        native.build()
+        native.build_glue()
+        simulated.build()
         _start_template()
         for rank in range(size):
             place = places[rank] if places else Place()

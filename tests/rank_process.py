@@ -26,7 +26,8 @@ import torch.distributed as dist
 
 import symm_cp  # noqa: F401 - as a user does; registers the CPU backend
 from symm_cp import native
-from tests import device
+from symm_cp.context_parallel import layouts
+from tests import delays, device
 
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
@@ -99,6 +100,7 @@ def _settle(member: Member) -> None:
         os.dup2(log, stream)
     os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable()  # of crashes
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     os.environ.clear()
     os.environ.update(member.environment)
@@ -145,6 +147,10 @@ def _answer(call: Call, groups: dict[int, dist.ProcessGroup]) -> bytes:
         np.random.seed(call.seed)
         torch.manual_seed(call.seed)
         group = groups[call.world_size]
+        delays.begin(call.seed + group.rank())
+        # Groups outlive tests: how an earlier one cut its sequences says nothing about this one.
+        for records in (layouts._used, layouts._last_cut, layouts._cuts):
+            records.clear()
         with device.in_use(call.device, group.rank()):
             reply: tuple[str, Any] = ("result", function(group, *args, **kwargs))
         return pickle.dumps(reply)

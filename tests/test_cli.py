@@ -1,16 +1,19 @@
-"""The commands `symm-cp build` and `symm-cp doctor`, and the help."""
+"""The commands `symm-cp build` and `symm-cp doctor`, the help, and how commands end."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from symm_cp import cli, native
+from symm_cp import cli, native, ranks, tuning
 from symm_cp import doctor as doctor_module
 from symm_cp.doctor import accelerated
 
@@ -39,6 +42,157 @@ def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"\n    {command}" in shown for command in commands)
 
 
+#: As pip writes it.
+SCRIPT = """import sys
+from symm_cp.cli import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+REPOSITORY = str(Path(__file__).resolve().parents[1])
+
+
+def over_torch(
+    folder: Path, torch: str, *arguments: str, script: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command where torch is a file with this content, and nothing was ever built."""
+    (folder / "torch.py").write_text(torch)
+    (folder / "symm-cp").write_text(SCRIPT)
+    program = [str(folder / "symm-cp")] if script else ["-m", "symm_cp"]
+    path = os.pathsep.join([str(folder), REPOSITORY])
+    env = {**os.environ, "PYTHONPATH": path, "SYMM_CP_BUILD_DIR": str(folder / "built")}
+    return subprocess.run(
+        [sys.executable, *program, *arguments],
+        capture_output=True, text=True, timeout=60, check=False, env=env,
+    )  # fmt: skip
+
+
+HELP = [
+    ["--version"], ["--help"], ["doctor", "-h"], ["demo", "--help"], ["bench", "--help"],
+    ["trace", "--help"], ["calibrate", "--help"], ["tune", "--help"], ["plan", "--help"],
+    ["selftest", "--help"], ["build", "--help"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("script", [False, True])
+def test_help_takes_neither_torch_nor_a_build(script: bool, tmp_path: Path) -> None:
+    for arguments in HELP if not script else HELP[:3]:
+        done = over_torch(tmp_path, "raise ImportError", *arguments, script=script)
+        assert (done.returncode, done.stderr) == (0, ""), (arguments, done.stderr)
+        assert done.stdout.startswith("symm_cp 0." if "version" in arguments[0] else "usage: ")
+    wrong = over_torch(tmp_path, "raise ImportError", "bench", "--nonsense", script=script)
+    assert (wrong.returncode, "Traceback" in wrong.stderr) == (2, False)
+    # All else takes it.
+    assert "ImportError" in over_torch(tmp_path, "raise ImportError", "plan").stderr
+    assert not (tmp_path / "built").exists()
+
+
+def test_help_of_run_takes_no_build(tmp_path: Path) -> None:
+    """It is torchrun's."""
+    done = subprocess.run(
+        [sys.executable, "-m", "symm_cp", "run", "--help"],
+        capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "SYMM_CP_BUILD_DIR": str(tmp_path / "built")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "--nproc-per-node" in done.stdout
+    assert not (tmp_path / "built").exists()
+
+
+def test_an_interrupt_while_torch_is_imported(tmp_path: Path) -> None:
+    done = over_torch(tmp_path, "raise KeyboardInterrupt", "doctor")
+    assert (done.returncode, done.stderr) == (130, "\nsymm-cp: interrupted\n")
+
+
+def interrupted(arguments: Sequence[str], begun: str) -> tuple[int, str]:
+    """The exit code and stderr of a command that gets Ctrl-C, as do its ranks, once it says so."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "symm_cp", *arguments],
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    before = ""
+    while begun not in before:
+        line = process.stderr.readline()
+        assert line, before
+        before += line
+    sent = time.monotonic()
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=30)
+    assert time.monotonic() - sent < 15
+    return process.returncode, before + error
+
+
+def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line() -> None:
+    code, error = interrupted(["calibrate", "--force", "--seconds", "2"], "calls")
+    assert code == 130, error
+    assert [line for line in error.splitlines() if line and "/12" not in line] == [
+        "symm-cp: interrupted"
+    ]
+
+
+def test_a_terminal_interrupts_no_rank(tmp_path: Path) -> None:
+    """Else each prints where it was, also while Python starts; the command ends them."""
+    program = (
+        "import os, pathlib, signal, sys\n"
+        "blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())\n"
+        "pathlib.Path(sys.argv[1], os.environ['RANK']).write_text(str(signal.SIGINT in blocked))\n"
+    )
+    assert ranks.run_limited(["-c", program, str(tmp_path)], 2, seconds=60, variables={}) == [0, 0]
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["True", "True"]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_a_reader_that_stops_is_no_error() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(
+        [sys.executable, "-m", "symm_cp", "plan", "--model", "llama3-8b"],
+        stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+RANK = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+
+
+def test_only_all_variables_together_make_a_rank() -> None:
+    assert ranks.is_rank(RANK)
+    for name in RANK:
+        assert not ranks.is_rank({n: v for n, v in RANK.items() if n != name})
+        assert not ranks.is_rank({**RANK, name: ""})
+    assert ranks.started_elsewhere(None, RANK) == ranks.started_elsewhere(None, {}) == ""
+    assert ranks.started_elsewhere(Path("folder"), {"RANK": "0"}) == ""
+    assert "running as the only rank" in ranks.started_elsewhere(None, {**RANK, "WORLD_SIZE": "1"})
+
+
+@pytest.mark.parametrize("command", ["demo", "bench", "trace", "calibrate", "tune"])
+def test_a_wrappers_rank_is_ignored(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm's and Kubernetes' wrappers set it in processes that are no ranks."""
+    started: list[object] = []
+    for name in RANK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RANK", "3")
+    for module in (
+        "demo.start",
+        "bench.command",
+        "bench.timeline",
+        "bench.calibrate",
+        "bench.tune",
+    ):
+        monkeypatch.setattr(f"symm_cp.{module}.run_ranks", lambda *args: started.append(args) or 1)
+    op = ["attention"] if command == "trace" else []
+    assert cli.main([command, *op]) == 1
+    assert [(args[0], args[1]) for args in started] == [(command, 2)]  # type: ignore[index]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"symm-cp {command}: RANK=3 is ignored, as WORLD_SIZE, MASTER_ADDR, MASTER_PORT are not "
+        "set (torchrun sets all): starting ranks here"
+    )
+
+
 def doctor(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "symm_cp", "doctor", *arguments],
@@ -58,23 +212,44 @@ def test_doctor_finds_a_working_backend() -> None:
         assert bool(finding["advice"]) == (finding["state"] == "missing"), finding
 
 
+def test_json_goes_to_a_file_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finding = doctor_module.Finding("backends", "CPU", "ok", "works")
+    monkeypatch.setattr(doctor_module, "examine", lambda: [finding])
+    for arguments, shows_text in (
+        (["--json", str(tmp_path / "a" / "b.json")], True),
+        (["--json"], False),
+    ):
+        assert cli.main(["doctor", *arguments]) == 0
+        shown = capsys.readouterr().out
+        assert ("+ CPU" in shown) == shows_text
+        text = Path(arguments[1]).read_text() if shows_text else shown
+        assert json.loads(text)[0]["name"] == "CPU"
+
+
 def test_doctor_lists_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
     calibrated, tuned = doctor_module.measured()
     assert (calibrated.state, tuned.state) == ("missing", "missing")
     assert "symm-cp calibrate --ranks" in calibrated.advice
     assert "symm-cp tune --ranks" in tuned.advice
-    for name in ("machine_2.toml", "machine_4.toml", "tuned_2.json"):
+    key = tuning.machine_key()
+    names = f"machine_2_{key}.toml", f"machine_4_{key}.toml", f"tuned_2_{key}.json"
+    for name in (*names, "machine_3.toml", f"machine_8_other-{key}.toml"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o644)
         os.utime(tmp_path / name, (0, 86400 * 366))
-    (tmp_path / "machine_4.toml").chmod(0o666)
-    two, four, tuned = doctor_module.measured()
+    (tmp_path / names[1]).chmod(0o666)
+    two, old, four, other, tuned = doctor_module.measured()
     assert two.state == tuned.state == "ok"
-    assert f"{tmp_path / 'machine_2.toml'}, 1971-01-0" in two.detail
+    assert f"{tmp_path / names[0]}, 1971-01-0" in two.detail
     assert "symm-cp calibrate --ranks 2" in two.detail
     assert "others can write" in four.detail
     assert "symm-cp calibrate --ranks 4" in four.advice
+    assert (old.state, "does not say for which machine" in old.detail) == ("missing", True)
+    assert old.advice == "delete it, then run symm-cp calibrate --ranks 3"
+    assert (other.state, "for another machine or torch" in other.detail) == ("info", True)
 
 
 def test_doctor_lists_unneeded_ops_on_one_line() -> None:

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,13 +19,14 @@ import torch.distributed as dist
 
 from symm_cp.cli import main
 from symm_cp.demo import arguments as demo_arguments
-from symm_cp.demo.comparison import Result
+from symm_cp.demo.comparison import Result, show
 from symm_cp.demo.data import batches
 from symm_cp.demo.decoding import options as decoding_options
 from symm_cp.demo.decoding.report import compare
 from symm_cp.demo.decoding.run import DecodeRun
-from symm_cp.demo.names import COMPUTE, DENSE, FUSED, unfused_over
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED, dense_with, is_dense, unfused_over
 from symm_cp.demo.paired import ratio
+from symm_cp.ranks import threads_of
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks
 
@@ -35,13 +37,29 @@ BRIEF = [*TINY, "--most-steps", "3"]
 GLOO = unfused_over("gloo")
 
 
+def started(world_size: int) -> dict[str, str]:
+    """What torchrun tells its ranks."""
+    others = {"RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+    return {"WORLD_SIZE": str(world_size), **others}
+
+
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     demo_arguments.add_arguments(parser)
     return parser.parse_args(arguments)
 
 
-@pytest.mark.parametrize(("ranks", "cp"), some((1, 1), of=[(1, 1), (4, 2)]))
+def names_the_threads(printed: str, ranks: int = 2) -> None:
+    """The table has one process with one thread, and one with those of all ranks."""
+    rows = dict(re.findall(r"^(one process[^0-9\n]*(?:\d+ threads)?) +(1 +\d+) ", printed, re.M))
+    found = {name.strip(): cells.split() for name, cells in rows.items()}
+    threads = threads_of(ranks)
+    assert found == {DENSE: ["1", "1"], dense_with(threads): ["1", str(threads)]}
+    compared = f" times as fast as {dense_with(threads)}\n"
+    assert (compared in printed) == (threads > 1)
+
+
+@pytest.mark.parametrize(("ranks", "cp"), some((1, 1), of=[(1, 1), (2, 1), (4, 2)]))
 def test_losses_agree(
     ranks: int, cp: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -53,6 +71,7 @@ def test_losses_agree(
     printed = capfd.readouterr().out
     assert "losses agree" in printed
     assert (f"{ranks // cp} x {cp} ranks" in printed) == (cp > 1)
+    names_the_threads(printed, ranks)
     report = json.loads(out.read_text())
     assert report["agree"]
     assert len(report["losses"]["fused"]) == 3
@@ -73,9 +92,7 @@ SPREAD = (unfused_over("symm_cp"), GLOO, FUSED)
 
 
 def generated(group: dist.ProcessGroup, dtype: str) -> None:
-    options = decoding_options.check(
-        parsed(*DECODE, "--dtype", dtype), {"WORLD_SIZE": str(group.size())}
-    )
+    options = decoding_options.check(parsed(*DECODE, "--dtype", dtype), started(group.size()))
     result = DecodeRun(options, group, quiet=True).result()
     assert result.agree()
     assert set(result.agreements) == set(SPREAD)
@@ -83,7 +100,8 @@ def generated(group: dist.ProcessGroup, dtype: str) -> None:
         assert found.equal == 6 or dtype == "bfloat16"
         assert found.equal + found.tied == 6
     assert {len(seconds) for seconds in result.seconds.values()} == {6}
-    assert set(result.seconds) == {DENSE, *SPREAD, COMPUTE}
+    alone = {DENSE, dense_with(threads_of(group.size()))}
+    assert set(result.seconds) == {*alone, *SPREAD, COMPUTE}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +142,9 @@ def test_a_sum_that_is_wrong_fails_the_generation(ranks: Ranks) -> None:
 def test_generation_as_a_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["demo", *DECODE, "--json", str(out)]) == 0
-    assert "tokens agree" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "tokens agree" in printed
+    names_the_threads(printed)
     report = json.loads(out.read_text())
     assert report["agree"]
     assert set(report["agreements"]) == set(report["communication"]) == set(SPREAD)
@@ -210,6 +230,23 @@ def result(fused: list[float]) -> Result:
         losses={DENSE: dense, GLOO: dense, FUSED: fused, COMPUTE: [0.0, 0.0]},
         seconds={DENSE: [4.0] * 2, GLOO: [3.0] * 2, FUSED: [2.25] * 2, COMPUTE: [2.0] * 2},
     )
+
+
+def test_one_process_with_all_threads_stands_beside_the_ranks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    plain = result([5.5, 5.0])
+    with_threads = dense_with(2)
+    losses = {**plain.losses, with_threads: plain.losses[DENSE]}
+    plain = replace(plain, options=replace(plain.options, steps=2))
+    show(replace(plain, losses=losses, seconds={with_threads: [2.0] * 2, **plain.seconds}))
+    printed = capsys.readouterr().out
+    head, one, *_ = printed[printed.index("ranks") :].splitlines()
+    assert head.split()[:3] == ["ranks", "threads", "step"]
+    assert one.split() == ["one", "process,", "2", "threads", "1", "2", "2000", "ms"]
+    assert re.search(r"^one process  +1 +1 +4000 ms$", printed, re.MULTILINE)
+    assert re.search(r"^fused  +2 +2 +2250 ms ", printed, re.MULTILINE)
+    assert "\nfused trains 0.89 times as fast as one process, 2 threads\n" in printed
 
 
 @pytest.mark.parametrize("fused", [[5.5, 5.01], [5.5, float("nan")], [5.49, 5.0]])
@@ -318,5 +355,5 @@ def test_steps_go_on_until_times_are_certain(tmp_path: Path) -> None:
     report = json.loads(out.read_text())
     assert {len(losses) for losses in report["losses"].values()} == {3}
     assert {name: len(times) for name, times in report["seconds"].items()} == {
-        name: 3 if name == DENSE else 5 for name in report["seconds"]
+        name: 3 if is_dense(name) else 5 for name in report["seconds"]
     }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -28,6 +32,53 @@ def test_all_names_are_there() -> None:
         assert getattr(symm_cp, name) is not None
     with pytest.raises(AttributeError, match="'symm_cp' has no attribute 'nothing'"):
         _ = symm_cp.nothing
+
+
+#: A public function of the package `symm_cp.schedule` has the name of its module.
+SHADOWED = ("symm_cp.schedule.check",)
+
+
+def test_every_module_can_be_imported_by_its_name() -> None:
+    """`import a.b.c as d` takes attribute after attribute: none may be a function of that name."""
+    for info in pkgutil.walk_packages(symm_cp.__path__, "symm_cp."):
+        optional = ("symm_cp.__main__", "symm_cp.kernels", "symm_cp.run.startup")
+        if info.name.startswith(optional) or info.name in SHADOWED:
+            continue
+        names: dict[str, ModuleType] = {}
+        exec(f"import {info.name} as module", names)
+        assert names["module"] is importlib.import_module(info.name), info.name
+
+
+def test_a_package_that_is_also_a_function() -> None:
+    from symm_cp.context_parallel import context_parallel
+
+    assert isinstance(symm_cp.context_parallel, ModuleType)
+    assert inspect.signature(symm_cp.context_parallel) == inspect.signature(context_parallel)
+    with (
+        pytest.raises(TypeError, match="group must be a ProcessGroup"),
+        symm_cp.context_parallel(3),
+    ):
+        pass
+
+
+def test_without_process_groups_it_says_what_to_call() -> None:
+    code = """
+import torch, symm_cp
+import torch.distributed as dist
+
+x, world = torch.ones(2, 2), dist.group.WORLD
+for call in (
+    lambda: symm_cp.all_gather_matmul(x, x, group=world),
+    lambda: symm_cp.context_parallel(world).__enter__(),
+    lambda: symm_cp.tensor_parallel.apply(torch.nn.Linear(2, 2), world, {"": "colwise"}),
+):
+    try:
+        call()
+    except TypeError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("call torch.distributed.init_process_group first") == 3
 
 
 # What is wrong, said in code that runs before the import; and what the one line has to say.

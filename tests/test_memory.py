@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import resource
 import time
@@ -9,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
@@ -106,6 +108,39 @@ _PAUSES_FIRST = 157
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_rank_may_be_slow_to_make_its_workspace(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, grows_late)
+
+
+# A seed for which the probe delays the second step by 0.58 s, and the first and the next two not.
+_PAUSES_SECOND = 163
+
+
+def refused_then_grows(group: dist.ProcessGroup) -> None:
+    """All ranks refuse a call, rank 1 tells rank 2 of it late, and the next call takes more memory.
+
+    So rank 0 is in that call, and knows that its memory is too small, while rank 2 still waits for
+    rank 1 to come to the one before.
+    """
+    own = dist.new_group(list(range(group.size())))
+    W, rank = own.size(), own.rank()
+    for rows, symmetric in ((4, False), (40_000, False), (4, True)):
+        x = torch.full((rows, 8), 1.0 + rank)
+        if symmetric:
+            x = symm_mem.empty(rows, 8).fill_(1.0 + rank)
+            symm_mem.rendezvous(x, own)
+        with (
+            probing(seed=_PAUSES_SECOND, delay_us=600_000)
+            if rank == 1
+            else contextlib.nullcontext(),
+            pytest.raises(ValueError, match="needs 8 rows"),
+        ):
+            symm_cp.all_gather_matmul(x, torch.ones(5, 1), group=own)
+        gathered = symm_cp.all_gather_matmul(x, torch.ones(8, 1), group=own)
+        assert gathered[::rows, 0].tolist() == [8.0 * (1 + r) for r in range(W)]
+    dist.destroy_process_group(own)
+
+
+def test_a_refused_call_before_one_that_takes_more_memory(ranks: Ranks) -> None:
+    ranks.run(3, refused_then_grows)
 
 
 def outlives_its_epochs(group: dist.ProcessGroup) -> None:

@@ -15,7 +15,7 @@ import torch
 
 import symm_cp
 from benchmarks import readme_figures
-from symm_cp import env
+from symm_cp import env, native
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "symm_cp"
@@ -96,7 +96,7 @@ vision_model(torch.ones(2, 8)).sum().backward()
 torch.testing.assert_close(llama(ids).logits, whole(ids).logits)
 """
     expected = "expected = whole(input_ids=ids, labels=ids).loss"
-    ends = expected, "torch.testing.assert_close(loss, expected)", collectives, compiled
+    ends = expected, "torch.testing.assert_close(step.loss, expected)", collectives, compiled
     code = "\n".join([code, setting, tensor_parallel, split, long_sequences, *ends])
     script = tmp_path / "example.py"
     script.write_text(code + "\ndist.barrier()\ndist.destroy_process_group()\n")
@@ -122,7 +122,8 @@ def test_environment_variables_are_those_of_the_code() -> None:
     read = set(re.findall(r"(?:environ[^\n]*?|_get\()\"(SYMM_CP_\w+|CXX)\"", code))
     assert read == {re.findall(r"`(\w+)`", row)[0] for row in documented}
     mentioned = {name for page in PAGES for name in re.findall(r"SYMM_CP_\w+", page.read_text())}
-    assert mentioned <= {*read, "SYMM_CP_TEST_SEED", "SYMM_CP_TEST_SIMULATION"}
+    of_tests = {f"SYMM_CP_TEST_{name}" for name in ("SEED", "SIMULATION", "DELAYS")}
+    assert mentioned <= {*read, *of_tests}
 
 
 def test_named_ops_and_entry_points_exist() -> None:
@@ -202,3 +203,48 @@ def test_figures_are_those_of_the_results(page: str) -> None:
     """`python benchmarks/readme_figures.py` writes them."""
     text = (ROOT / page).read_text()
     assert readme_figures.replaced(text, readme_figures.BLOCKS[page]()) == text
+
+
+def test_tables_have_no_empty_columns() -> None:
+    for page in readme_figures.BLOCKS:
+        text = (ROOT / page).read_text().split(readme_figures.BEGIN)[1]
+        for lines in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+            head, _, *rest = (
+                [cell.strip() for cell in line.split("|")] for line in lines.split("\n")[:-1]
+            )
+            for name, *cells in list(zip(head, *rest, strict=True))[2:-1]:
+                assert any(cells), (page, name)
+
+
+def test_ratios_below_the_limit_are_explained() -> None:
+    assert readme_figures.below_one(["1.00", "", "1.06"]) == ""
+    assert "memory that it keeps" in readme_figures.below_one(["1.00", "0.97"])
+    assert ". Below 1: " in readme_figures.head()  # of the results that are there
+
+
+def test_one_process_with_all_threads_is_in_readme_once_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"ms": {readme_figures.ONE_PROCESS: 30.0, "apply": 25.0, "head-tail": 60.0}}
+    monkeypatch.setattr(readme_figures, "measured", lambda file: file != "training")
+    monkeypatch.setattr(
+        readme_figures,
+        "load",
+        lambda file: (
+            {"machine": f"M {file}"},
+            {case: row for _, _, case, _ in readme_figures.RANKS},
+        ),
+    )
+    assert " ".join(readme_figures.against_one_process()) == (
+        "On M inference, `apply` decodes 1.20 times, on M context_parallel, context parallelism "
+        "trains on 4,096 tokens 0.50 times as fast as one process with two threads."
+    )
+    row["ms"].pop(readme_figures.ONE_PROCESS)
+    assert readme_figures.against_one_process() == []
+
+
+def test_readme_says_what_a_fresh_debian_needs() -> None:
+    with pytest.raises(native.BuildError, match=r"apt install python3-dev") as raised:
+        native.check_headers(Path("/nonexistent"))
+    assert "/nonexistent/Python.h is missing" in str(raised.value)
+    assert "apt install g++ python3-dev" in README

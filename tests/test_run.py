@@ -200,8 +200,14 @@ def test_failures_are_reported_as_by_torchrun(tmp_path: Path, way: str) -> None:
         ("cpu:symm_cp", None),
     ],
 )
-def test_what_replaces_what(requested: str, made: str | None) -> None:
-    if torch.backends.cuda.is_built() and requested.lower() == "gloo":
+@pytest.mark.parametrize("devices", [0, 2])
+def test_what_replaces_what(
+    requested: str, made: str | None, devices: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A build of torch for CUDA, on machines without and with GPUs.
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    if devices > 0 and requested.lower() == "gloo":
         made = "cpu:symm_cp,cuda:gloo"
     assert replaced(requested, ["gloo"]) == made
     assert replaced(requested, []) is None

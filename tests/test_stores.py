@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
+from tests.patience import patient
 from tests.pool import Ranks
 
 TIMEOUT_MS = 500
@@ -68,4 +69,4 @@ def test_a_store_that_is_locked_ends_in_time(ranks: Ranks, tmp_path: Path, call:
     if call == "op":
         assert "fused_all_gather_matmul: the group's" in error, error
     assert re.search(r"store did not answer within (0.5 s|500 ms)", error), error
-    assert seconds < TIMEOUT_MS / 1000 + 2
+    assert seconds < patient(TIMEOUT_MS / 1000 + 2)

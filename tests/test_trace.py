@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ import torch.distributed as dist
 
 import symm_cp
 from symm_cp import tuning
+from symm_cp.runtime import cpu
 from symm_cp.schedule import patterns
 from symm_cp.schedule.simulate import Event
 from symm_cp.schedule.steps import Compute, Copy, Schedule, Signal, Step, Wait
@@ -56,7 +58,9 @@ def matmuls(group: dist.ProcessGroup) -> None:
             patterns.PRODUCE_AND_REDUCE_SCATTER.direct().schedule(rank, W),
         ),
     ]
-    with tuning.forced("shards"):
+    # In groups with symmetric memory ranks first tell each other where shards lie.
+    plain = mock.patch.object(cpu, "has_symmetric", return_value=False)
+    with tuning.forced("shards"), plain:
         for run, schedule in ops:
             run()  # not recorded
             with symm_cp.trace() as recording:
@@ -104,20 +108,27 @@ def saved(group: dist.ProcessGroup, folder: str) -> None:
         symm_cp.all_gather_matmul(torch.ones(6, 4), torch.ones(4, 5), group=group)
     path = os.path.join(folder, "trace.json")
     recording.save(path, group)
+    chart = os.path.join(folder, "chart.png")
+    recording.draw(chart, group)
     dist.barrier(group)
+    assert Path(chart).read_bytes().startswith(b"\x89PNG")
     rows = json.loads(Path(path).read_text())["traceEvents"]
     names = [row["args"]["name"] for row in rows if row["name"] == "process_name"]
     assert names == [f"rank {rank}, measured" for rank in range(group.size())]
     # On one clock: nobody sees a signal before it was sent.
     timeline = recording.all_ranks(group)
+    first, *lines = str(timeline).splitlines()
+    assert first.startswith(f"{len(timeline.events)} steps on {group.size()} ranks in ")
+    assert len(lines) == len(timeline.events)
+    assert lines[0].endswith(f": {min(timeline.events, key=lambda event: event.start).step}")
     sent = {
-        (event.rank, event.step.to): event.start
+        (event.call, event.rank, event.step.to): event.start
         for event in timeline.events
         if isinstance(event.step, Signal)
     }
     for event in timeline.events:
         if isinstance(event.step, Wait):
-            assert sent[event.step.source, event.rank] <= event.end
+            assert sent[event.call, event.step.source, event.rank] <= event.end
 
 
 @WORLD_SIZES
@@ -153,7 +164,8 @@ def test_recordings_do_not_mix(ranks: Ranks) -> None:
 def strided(group: dist.ProcessGroup) -> None:
     """A copy that Python makes is a copy."""
     a = torch.randn(4, 6).t()
-    with symm_cp.trace() as recording, tuning.forced("shards"):
+    plain = mock.patch.object(cpu, "has_symmetric", return_value=False)
+    with symm_cp.trace() as recording, tuning.forced("shards"), plain:
         symm_cp.all_gather_matmul(a, torch.randn(4, 2), group=group)
     copies = [event.step for event in recording.timeline.events if isinstance(event.step, Copy)]
     assert [(step.src.buffer, step.dst.buffer) for step in copies] == [("input", "slot")]

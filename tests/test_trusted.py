@@ -5,11 +5,15 @@ Works as root and as an ordinary user: other users are simulated by what `owners
 
 from __future__ import annotations
 
+import grp
 import os
+import pwd
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +42,31 @@ def as_stranger(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return os.stat_result((*about[:4], uid, *about[5:]))
 
     monkeypatch.setattr(os, "fstat", fstat)
+
+
+class Users:
+    """The databases of users and groups: the test's user, with a private group and no others."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, gid: int) -> None:
+        self.me = SimpleNamespace(pw_name="me", pw_uid=ME, pw_gid=gid)
+        self.group = SimpleNamespace(gr_name="me", gr_gid=gid, gr_mem=[])
+        self.users = [self.me]
+        monkeypatch.setattr(pwd, "getpwall", lambda: self.users)
+        monkeypatch.setattr(pwd, "getpwuid", self.by_uid)
+        monkeypatch.setattr(grp, "getgrgid", lambda gid: {self.group.gr_gid: self.group}[gid])
+
+    def by_uid(self, uid: int) -> SimpleNamespace:
+        return {user.pw_uid: user for user in self.users}[uid]
+
+
+@pytest.fixture
+def users(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Users:
+    return Users(monkeypatch, tmp_path.stat().st_gid)
+
+
+@pytest.fixture
+def shared_group(users: Users) -> None:
+    users.group.gr_mem = ["me", "other"]
 
 
 def descriptors() -> int:
@@ -71,7 +100,7 @@ def test_modes_do_not_follow_the_umask(umask: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o666, 0o660, 0o602])
-def test_a_file_that_others_can_write(place: Path, mode: int) -> None:
+def test_a_file_that_others_can_write(place: Path, shared_group: None, mode: int) -> None:
     place.chmod(mode)
     with pytest.raises(trusted.UntrustedError, match=rf"file: others can write .*mode {mode:o}"):
         trusted.read(place)
@@ -79,7 +108,9 @@ def test_a_file_that_others_can_write(place: Path, mode: int) -> None:
 
 @pytest.mark.parametrize("level", [0, 1])
 @pytest.mark.parametrize("mode", [0o777, 0o770, 0o702])
-def test_a_folder_on_the_way_that_others_can_write(place: Path, level: int, mode: int) -> None:
+def test_a_folder_on_the_way_that_others_can_write(
+    place: Path, shared_group: None, level: int, mode: int
+) -> None:
     place.parents[level].chmod(mode)
     for use in (
         lambda: trusted.read(place),
@@ -89,6 +120,64 @@ def test_a_folder_on_the_way_that_others_can_write(place: Path, level: int, mode
         with pytest.raises(trusted.UntrustedError, match=f"others can write .*mode {mode:o}"):
             use()
     assert place.read_bytes() == b"content"
+
+
+def test_a_private_group_is_nobody_else(place: Path, users: Users) -> None:
+    """As where the umask is 002, and so the mode of ~/.cache 775."""
+    before = os.umask(0o002)
+    try:
+        cache = place.parent / ".cache"
+        cache.mkdir()
+        assert cache.stat().st_mode & 0o777 == 0o775
+        trusted.write(cache / "symm_cp" / "file", b"content")
+    finally:
+        os.umask(before)
+    assert trusted.read(cache / "symm_cp" / "file") == b"content"
+    users.group.gr_mem = ["me"]
+    assert trusted.read(cache / "symm_cp" / "file") == b"content"
+
+
+def test_groups_that_are_not_private(
+    place: Path, users: Users, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.parent.chmod(0o775)
+
+    def refused(writers: str) -> None:
+        with pytest.raises(trusted.UntrustedError, match=rf"inner: .*\(mode 775: {writers}\)"):
+            trusted.read(place)
+
+    users.group.gr_mem = ["me", "other"]
+    refused("group 'me' with other")
+    users.group.gr_mem = []
+    users.users.append(SimpleNamespace(pw_name="next", pw_uid=ME + 1, pw_gid=users.me.pw_gid))
+    refused("group 'me' with next")
+    users.users.pop()
+    users.group.gr_name = "staff"
+    refused("group 'staff'")  # whose members a database of the network may not list
+    users.group.gr_name, users.me.pw_gid = "me", users.me.pw_gid + 1
+    refused("group 'me'")
+    users.group.gr_gid += 1
+    refused(r"group \d+")
+    users.group.gr_gid -= 1
+    users.me.pw_gid -= 1
+    trusted.read(place)
+    monkeypatch.setattr(trusted, "_is_unmapped", lambda number, kind: kind == "gid")
+    refused(r"group \d+")
+
+
+def test_lists_of_users_beside_the_mode(place: Path, users: Users) -> None:
+    undefined = 0xFFFFFFFF
+    entries = ((1, 7, undefined), (2, 7, STRANGER), (4, 0, undefined), (16, 7, undefined))
+    acl = struct.pack("<I", 2) + b"".join(
+        struct.pack("<HHI", *entry) for entry in (*entries, (32, 5, undefined))
+    )
+    try:
+        os.setxattr(place.parent, "system.posix_acl_access", acl)
+    except OSError:
+        pytest.skip("this file system has no access control lists")
+    assert place.parent.stat().st_mode & 0o777 == 0o775  # the bits of the group are the list's mask
+    with pytest.raises(trusted.UntrustedError, match="mode 775: an access control list"):
+        trusted.read(place)
 
 
 def test_sticky_folders_are_trusted(place: Path) -> None:

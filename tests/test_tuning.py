@@ -168,6 +168,35 @@ def test_files_that_another_user_could_change_are_not_read(
     assert tuning.read_file(path, 2) == ("", "")
 
 
+@pytest.mark.parametrize("name", ["machine_path", "tuned_path"])
+def test_files_are_those_of_this_kind_of_machine(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home folder may be shared by two kinds of machines, and used with two releases of torch."""
+    monkeypatch.setenv("SYMM_CP_BUILD_DIR", str(tmp_path))
+    path, names = getattr(tuning, name), set()
+    for attribute, value in (
+        ("processor_name", lambda: "Model (R) 1"),
+        ("processor_name", lambda: "Model (R) 2"),
+        ("torch.__version__", "2.99"),
+        ("os.cpu_count", lambda: 7),
+    ):
+        monkeypatch.setattr(f"symm_cp.tuning.{attribute}", value)
+        names.add(path(2).name)
+    assert len(names) == 4
+    assert {n.partition("_2_")[2].rpartition(".")[0] for n in names} >= {
+        "model-r-2-7-cores-torch-2.99"
+    }
+    older = tmp_path / f"{name.removesuffix('_path')}_2{path(2).suffix}"
+    older.write_text("of an unknown machine")
+    older.chmod(0o644)
+    text, reason = tuning.read_file(path, 2)
+    assert text == ""
+    assert f"not used: {older} does not say for which machine" in reason
+    assert len(reason.splitlines()) == 1
+    assert tuning.read_file(path, 3) == ("", "")
+
+
 def distrusts(group: dist.ProcessGroup, folder: str) -> None:
     """The rank that reads warns once about files that it does not use; the others do not wait."""
     state = memory.resolve(group)

@@ -8,13 +8,13 @@ the memory just before another one reads it.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -24,21 +24,18 @@ import torch.nn.functional as F
 
 import symm_cp
 from symm_cp import native, trusted
+from symm_cp.bench.measure import duration
 from symm_cp.bench.report import keep, processor
 from symm_cp.demo.progress import Progress
 from symm_cp.ranks import (
-    add_rendezvous,
     exit_as_rank,
     is_rank,
-    positive,
     quick_barrier,
     run_ranks,
 )
 from symm_cp.results import new_result
 from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tuning import machine_path
-
-HELP = "measure what kernels, copies and calls cost here, for predictions (trace, tune)"
 
 #: A measured point of a curve: its size (bytes or operations) and seconds.
 Point: TypeAlias = tuple[float, float]
@@ -55,20 +52,18 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
+# What is left after a subtraction of two times is at least this share of the first: noise may be
+# larger than the difference.
+_LEAST_DIFFERENCE = 0.01
+# More work cannot take less time: a point is measured again, this often, if it takes longer than a
+# larger one by this factor and by this many seconds, both beyond the noise of an idle machine.
+_ATTEMPTS, _FALL, _FALL_SECONDS = 4, 2.0, 20e-6
+#: Ranks that get less of a core than this, while they compute, share it with other programs.
+_LEAST_SHARE, _SHARE_SECONDS = 0.85, 0.3
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `symm-cp calibrate`."""
-    parser.add_argument(
-        "--ranks", type=positive, default=2, help="processes that measure at once (%(default)s)"
-    )
-    parser.add_argument(
-        "--seconds", type=float, default=0.15, help="approximate time for each point (%(default)s)"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="file to write (default: where trace and tune look for it)"
-    )
-    add_rendezvous(parser)
+class BusyError(RuntimeError):
+    """The machine does something else at the same time, so that times say nothing about it."""
 
 
 def find(name: str | None, ranks: int) -> Machine | None:
@@ -117,6 +112,19 @@ class _Meter:
         self.rank, self.ranks = group.rank(), group.size()
         self.barrier = quick_barrier(group)
         self._matrix, self._product = torch.randn(512, 512), torch.empty(512, 512)
+        #: Curves in which more work took less time, whatever was tried.
+        self.implausible: list[str] = []
+
+    def share(self) -> float:
+        """Returns the share of a core that the least favoured rank gets while all compute."""
+        self.barrier()
+        wall, own = time.perf_counter(), time.thread_time()
+        while time.perf_counter() - wall < _SHARE_SECONDS:
+            torch.mm(self._matrix, self._matrix, out=self._product)
+        got = (time.thread_time() - own) / (time.perf_counter() - wall)
+        least = torch.tensor(got, dtype=torch.float64)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return float(least)
 
     def seconds(
         self,
@@ -152,12 +160,57 @@ class _Meter:
         fitting = int(self._budget / max(1e-9, float(slowest)))
         return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
-    def curve(self, name: str, points: Iterable[Point]) -> Curve:
-        """Returns the curve through measured points."""
-        sizes, seconds = zip(*points, strict=True)
+    def curve(self, name: str, point: Callable[[int], Point], numbers: Sequence[int]) -> Curve:
+        """Returns the curve through the points for `numbers`, each larger than the one before.
+
+        All ranks get the same times, and so decide alike what to measure again.
+        """
+        points = [point(number) for number in numbers]
+        for _ in range(_ATTEMPTS - 1):
+            for index in falls(points):
+                again = point(numbers[index])
+                points[index] = min(points[index], again, key=lambda p: p[1])
+        if fallen := falls(points):
+            size, seconds = points[fallen[0]]
+            later = min(points[fallen[0] + 1 :], key=lambda p: p[1])
+            self.implausible.append(
+                f"{name} of {size:.3g} took {duration(seconds)}, of {later[0]:.3g} "
+                f"{duration(later[1])}"
+            )
         if self.progress is not None:
             self.progress.advance(name)
-        return Curve(tuple(sizes), tuple(seconds))
+        return rising(points)
+
+
+def falls(points: Sequence[Point]) -> list[int]:
+    """Returns the indices of points that take much longer than a larger one."""
+    return [
+        index
+        for index, (_, seconds) in enumerate(points)
+        if any(seconds > _FALL * later + _FALL_SECONDS for _, later in points[index + 1 :])
+    ]
+
+
+def rising(points: Sequence[Point]) -> Curve:
+    """Returns the curve that never falls and is closest to the points, in logarithms.
+
+    Neighbours that fall are replaced by their mean (pool adjacent violators; Ayer et al., 1955).
+    """
+    pools: list[tuple[float, int]] = []  # mean of the logarithms, and of how many
+    for _, seconds in points:
+        mean, count = math.log(max(_MIN_SECONDS, seconds)), 1
+        while pools and pools[-1][0] > mean:
+            before, others = pools.pop()
+            mean = (mean * count + before * others) / (count + others)
+            count += others
+        pools.append((mean, count))
+    fitted = [math.exp(mean) for mean, count in pools for _ in range(count)]
+    return Curve(tuple(size for size, _ in points), tuple(fitted))
+
+
+def _difference(seconds: float, others: float) -> float:
+    """Returns how much longer something takes than a part of it, at least a little."""
+    return max(_LEAST_DIFFERENCE * seconds, seconds - others)
 
 
 class _Slots:
@@ -211,7 +264,7 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
             write = partial(slots.write, nbytes)
             return meter.seconds(lambda: slot(nbytes).view(torch.float32).sum(), write, cold=True)
 
-        return max(_MIN_SECONDS, total(slots.peer) - total(slots.own))
+        return _difference(total(slots.peer), total(slots.own))
 
     def fresh(nbytes: int) -> float:
         """How much longer it takes to allocate and write memory than to write it again."""
@@ -219,14 +272,17 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
         def make() -> torch.Tensor:
             return new_result(plain, (nbytes,)).fill_(1)
 
-        first = meter.seconds(make)
-        return max(_MIN_SECONDS, first - meter.seconds(lambda: plain[:nbytes].fill_(1)))
+        again = meter.seconds(lambda: plain[:nbytes].fill_(1))
+        return _difference(meter.seconds(make), again)
 
     kinds = {"copy": (copy, _COPIES), "transfer": (transfer, _COPIES),
              "remote": (remote, _COPIES), "fresh": (fresh, _FRESH)}  # fmt: skip
+
+    def point(run: Callable[[int], float], nbytes: int) -> Point:
+        return float(nbytes), run(nbytes)
+
     return {
-        kind: meter.curve(kind, [(float(size), run(size)) for size in sizes])
-        for kind, (run, sizes) in kinds.items()
+        kind: meter.curve(kind, partial(point, run), sizes) for kind, (run, sizes) in kinds.items()
     }
 
 
@@ -234,18 +290,18 @@ def _reduce(meter: _Meter, call: float) -> Curve:
     """Measures reductions by the bytes that a rank reads, without the `call` seconds of any op."""
     name = str(meter.group.group_name)
     slots = _Slots(meter, meter.ranks * _COPIES[-2])
-    points = []
-    for nbytes in _COPIES[:-1]:
+
+    def point(nbytes: int) -> Point:
         out = torch.empty(nbytes // 4)
 
-        def run(nbytes: int = nbytes, out: torch.Tensor = out) -> None:
+        def run() -> None:
             full = slots.own(meter.ranks * nbytes).view(torch.float32)
             torch.ops.symm_mem.reduce_scatter_out.default(full, name, False, out)
 
         write = partial(slots.write, meter.ranks * nbytes)
-        reduction = meter.seconds(run, write, cold=True) - call
-        points.append((float(meter.ranks * nbytes), max(_MIN_SECONDS, reduction)))
-    return meter.curve("reduce", points)
+        return float(meter.ranks * nbytes), _difference(meter.seconds(run, write, cold=True), call)
+
+    return meter.curve("reduce", point, _COPIES[:-1])
 
 
 def _matmul(meter: _Meter, rows: int, size: int, dtype: torch.dtype) -> float:
@@ -260,41 +316,46 @@ def _matmuls(meter: _Meter, name: str, dtype: torch.dtype) -> dict[str, Curve]:
     """
     largest = _CUBES[-1]
     rate = 2.0 * largest**3 / _matmul(meter, largest, largest, dtype)
-    loads = []
-    for size in _WEIGHTS:
+
+    def load(size: int) -> Point:
+        seconds = _matmul(meter, _FEW_ROWS, size, dtype)
         operations = 2.0 * _FEW_ROWS * size * size / rate
-        load = _matmul(meter, _FEW_ROWS, size, dtype) - operations
-        loads.append((float(size * size * dtype.itemsize), max(_MIN_SECONDS, load)))
-    weight = meter.curve(f"weight, {name}", loads)
-    cubes = []
-    for size in _CUBES:
+        return float(size * size * dtype.itemsize), _difference(seconds, operations)
+
+    weight = meter.curve(f"weight, {name}", load, _WEIGHTS)
+
+    def cube(size: int) -> Point:
         seconds = _matmul(meter, size, size, dtype)
         # At least half: what is subtracted was measured with some noise.
         operations = max(seconds / 2, seconds - weight(size * size * dtype.itemsize))
-        cubes.append((2.0 * size**3, operations))
+        return 2.0 * size**3, operations
+
     return {
         f"weight.{name}": weight,
-        f"matmul.{name}": meter.curve(f"matmul, {name}", cubes),
+        f"matmul.{name}": meter.curve(f"matmul, {name}", cube, _CUBES),
     }
+
+
+def _attention(meter: _Meter, dtype: torch.dtype, tokens: int) -> Point:
+    q, k, v = (torch.randn(1, _HEADS, tokens, _HEAD_DIM).to(dtype) for _ in range(3))
+    seconds = meter.seconds(partial(F.scaled_dot_product_attention, q, k, v))
+    return 4.0 * _HEADS * tokens * tokens * _HEAD_DIM, seconds
 
 
 def _kernels(meter: _Meter) -> dict[str, Curve]:
     curves: dict[str, Curve] = {}
     for name, dtype in _DTYPES.items():
         curves |= _matmuls(meter, name, dtype)
-        points = []
-        for tokens in _TOKENS:
-            q, k, v = (torch.randn(1, _HEADS, tokens, _HEAD_DIM).to(dtype) for _ in range(3))
-            seconds = meter.seconds(partial(F.scaled_dot_product_attention, q, k, v))
-            points.append((4.0 * _HEADS * tokens * tokens * _HEAD_DIM, seconds))
-        curves[f"attention.{name}"] = meter.curve(f"attention, {name}", points)
+        point = partial(_attention, meter, dtype)
+        curves[f"attention.{name}"] = meter.curve(f"attention, {name}", point, _TOKENS)
     return curves
 
 
 def _one_matmul(meter: _Meter) -> dict[str, Curve]:
-    size = _CUBES[len(_CUBES) // 2]
-    points = [(2.0 * size**3, _matmul(meter, size, size, torch.float32))]
-    return {"matmul.float32": meter.curve("matmul, float32", points)}
+    def cube(size: int) -> Point:
+        return 2.0 * size**3, _matmul(meter, size, size, torch.float32)
+
+    return {"matmul.float32": meter.curve("matmul, float32", cube, [_CUBES[len(_CUBES) // 2]])}
 
 
 def _calls(meter: _Meter) -> dict[str, float]:
@@ -331,17 +392,26 @@ def measure(
     seconds: float = 0.15,
     *,
     kernels: bool = True,
+    idle: bool = False,
 ) -> Machine:
     """Returns this machine as measured, identically on all ranks. Collective; takes about 10 s.
 
     Without `kernels` it takes 2 s, and the machine is for work whose kernel is timed separately.
+    Raises `BusyError` if more work took less time, and with `idle` also if other programs take
+    cores from the ranks.
     """
     meter = _Meter(group, progress, seconds)
+    if idle:
+        _check_idle(meter, "before the measurement")
     with torch.no_grad():
         calls = _calls(meter)
         curves = _kernels(meter) if kernels else _one_matmul(meter)
         curves |= _moves(meter)
         curves["reduce"] = _reduce(meter, calls["reduce_scatter_out"])
+    if idle:
+        _check_idle(meter, "after the measurement")
+    if meter.implausible and kernels:
+        raise BusyError(f"more work took less time: {'; '.join(meter.implausible)}")
     fastest = max(size / seconds for size, seconds in _points(curves["matmul.float32"]))
     rate = max(size / seconds for size, seconds in _points(curves["copy"]))
     memory = float(_memory_bytes())
@@ -350,6 +420,17 @@ def measure(
         matmul_reached=1.0, attention_reached=1.0, link_reached=1.0,
         kernel_seconds=0.0, signal_seconds=_signal(meter), calls=calls, curves=curves,
     )  # fmt: skip
+
+
+def _check_idle(meter: _Meter, when: str) -> None:
+    cores = len(os.sched_getaffinity(0))
+    expected = min(1.0, cores / meter.ranks)
+    share = meter.share()
+    if share < _LEAST_SHARE * expected:
+        raise BusyError(
+            f"{when}, {meter.ranks} ranks that computed got {share:.0%} of a core each, must get "
+            f"{expected:.0%} on {cores} cores: other programs run"
+        )
 
 
 def _points(curve: Curve) -> Iterable[Point]:
@@ -386,7 +467,17 @@ def main(args: argparse.Namespace) -> int:
 def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
     """Measures as one of the ranks; rank 0 writes the file."""
     progress = Progress(12) if group.rank() == 0 else None
-    measured = measure(group, progress, args.seconds)
+    try:
+        measured = measure(group, progress, args.seconds, idle=not args.force)
+    except BusyError as error:  # on all ranks
+        if progress is not None:
+            progress.close()
+            print(
+                f"symm-cp calibrate: the machine is busy ({error}): nothing was written; run this "
+                "again when it is idle",
+                file=sys.stderr,
+            )
+        return 1
     if progress is not None:
         progress.close()
         path = keep(args.out, partial(machine_path, group.size()), to_toml(measured))

@@ -15,78 +15,54 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import native
-from symm_cp.bench import measure, plots, report, shapes
+from symm_cp.bench import measure, parsers, plots, report, shapes
 from symm_cp.bench.jobs import IN_PLACE, TORCH, Setting
 from symm_cp.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
+from symm_cp.demo.names import unfused_over
 from symm_cp.demo.progress import Progress
-from symm_cp.ranks import (
-    add_rendezvous,
-    check_device,
-    counts,
-    exit_as_rank,
-    is_rank,
-    positive,
-    run_ranks,
-)
+from symm_cp.parsing import STDOUT
+from symm_cp.ranks import check_device, exit_as_rank, is_rank, run_ranks
 from symm_cp.schedule.trace import load_pyplot
 
-HELP = "time fused ops against unfused ones and against their limit"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-_BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-_AGAINST = (LIMIT, UNFUSED, COMMUNICATION, TORCH, "gloo", "nccl")
+DTYPES = {name: getattr(torch, name) for name in parsers.DTYPES}
 
 
 def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `symm-cp bench`."""
-    add = parser.add_argument
-    add("kind", nargs="?", choices=(*shapes.KINDS, "all"), default="all", help="(%(default)s)")
-    add("--ranks", type=counts, default=[2], help="a list (1,2,4) or doubling numbers (1..16); (2)")
-    add(
-        "--shapes",
-        help="models (llama3-8b, llama3-70b, qwen3-32b) or, for each rank, ROWSxINNERxCOLUMNS of "
-        "matmuls, TOKENSxHEADSxHEAD_DIM of attention, bytes (4KiB) of collectives",
-    )
-    add("--tokens", type=positive, help="tokens of all ranks, for models (512; CUDA: 8192)")
-    add("--dtype", default="float32", help=f"one or more of {', '.join(DTYPES)} (%(default)s)")
-    add("--device", choices=sorted(_BACKENDS), default="cpu", help="(%(default)s)")
-    add(
-        "--against",
-        default="limit,unfused,communication",
-        help=f"one or more of {', '.join(_AGAINST)}",
-    )
-    add("--seconds", type=float, default=4.0, help="approximate time for each case (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write all results to this file")
-    add("--csv", type=Path, metavar="FILE", help="write a line for each variant to this file")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FOLDER",
-        help="write plots (PNG) to this folder; needs matplotlib",
-    )
-    add("--rows", type=Path, help=argparse.SUPPRESS)
-    add_rendezvous(parser)
+def rivals_wanted(against: str, device: str) -> dict[str, str]:
+    """Returns the backends that `--against` names, by the names of their variants."""
+    return {unfused_over(name): name for name in _names(against) if name in _backends(device)}
+
+
+def _backends(device: str) -> tuple[str, ...]:
+    own = parsers.BACKENDS[device]
+    return (own, "symm_cp") if device == "cpu" else (own,)
 
 
 def variants_wanted(against: str, device: str) -> set[str]:
     """Returns the names of variants; raises `ValueError` for one that does not exist there."""
     names = set(_names(against))
-    if unknown := names - set(_AGAINST):
+    if unknown := names - set(parsers.AGAINST):
         raise ValueError(
-            f"--against {', '.join(sorted(unknown))}: must be one or more of {', '.join(_AGAINST)}"
+            f"--against {', '.join(sorted(unknown))}: must be one or more of "
+            f"{', '.join(parsers.AGAINST)}"
         )
-    backend = _BACKENDS[device]
-    if wrong := names & set(_BACKENDS.values()) - {backend}:
-        raise ValueError(f"--against {wrong.pop()}: --device {device} communicates by {backend}")
+    default, possible = parsers.BACKENDS[device], _backends(device)
+    if wrong := names & {*parsers.BACKENDS.values(), "symm_cp"} - {*possible}:
+        raise ValueError(
+            f"--against {wrong.pop()}: --device {device} communicates by {' or '.join(possible)}"
+        )
     if TORCH in names and device == "cpu":
         raise ValueError("--against torch: torch has no kernels for these ops on CPU")
-    if backend in names:
-        names = names - {backend} | {UNFUSED}
+    if {UNFUSED, default} <= names:
+        raise ValueError(
+            f"--against {UNFUSED},{default}: these are the same, as unfused ops run over {default} "
+            f"unless backends are named; give one of them ({', '.join(possible)} may be combined)"
+        )
     # Ratios are always to the limit.
-    return names | {LIMIT, FUSED, IN_PLACE}
+    return names - {*possible} | {*rivals_wanted(against, device), LIMIT, FUSED, IN_PLACE}
 
 
 def wanted(args: argparse.Namespace, ranks: int) -> Iterator[shapes.Wanted]:
@@ -144,7 +120,7 @@ def main(args: argparse.Namespace) -> int:
         report.write_csv(args.csv, rows)
     if args.plot is not None:
         for path in plots.draw(args.plot, rows):
-            print(path)
+            print(path, file=sys.stderr if args.json == STDOUT else sys.stdout)
     return 0
 
 
@@ -153,16 +129,19 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
     ranks, rank = group.size(), group.rank()
     names = variants_wanted(args.against, args.device)
     if args.device == "cuda" and ranks > torch.cuda.device_count():
-        names -= {UNFUSED, COMMUNICATION}
+        names -= {UNFUSED, COMMUNICATION, unfused_over("nccl")}
         if rank == 0:
             print("nccl needs a GPU for each rank: skipping unfused variants", file=sys.stderr)
+    rivals = _rivals(names, args, group)
     dtypes = _names(args.dtype)
     jobs = [(dtype, job) for dtype in dtypes for job in wanted(args, ranks)]
     progress = Progress(len(jobs)) if rank == 0 else None
+    if rank == 0 and args.json != STDOUT:
+        print(report.LEGEND)
     rows = []
     for dtype, job in jobs:
         torch.manual_seed(rank)
-        case = job.make(Setting(group, DTYPES[dtype], args.device)).case
+        case = job.make(Setting(group, DTYPES[dtype], args.device, rivals)).case
         row = _measured(case, names, group, args.seconds)
         del case
         gc.collect()
@@ -170,13 +149,27 @@ def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
         rows.append({**row.as_dict(), **notes, "dtype": dtype})
         if progress is not None:
             progress.close()
-            print(f"{report.line(row)}", flush=True)
+            if args.json != STDOUT:
+                print(report.line(row), flush=True)
             progress.advance(job.kind)
     if progress is not None:
         progress.close()
     if rank == 0 and args.rows is not None:
         args.rows.write_text(json.dumps(rows))
     return 0
+
+
+def _rivals(
+    names: set[str], args: argparse.Namespace, group: dist.ProcessGroup
+) -> tuple[tuple[str, dist.ProcessGroup], ...]:
+    """Returns the groups of unfused variants, in the order of `--against`. Collective."""
+    chosen, own = rivals_wanted(args.against, args.device), parsers.BACKENDS[args.device]
+    groups = {
+        variant: group if backend == own else dist.new_group(backend=backend)
+        for variant, backend in chosen.items()
+        if variant in names
+    }
+    return tuple(({UNFUSED: group} | groups if UNFUSED in names else groups).items())
 
 
 def _measured(case: Case, names: set[str], group: dist.ProcessGroup, seconds: float) -> measure.Row:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from symm_cp.schedule.work import Work
 
 IN_PLACE, TORCH = "fused, in place", "torch"
 
-Variants = dict[str, Callable[[], object]]
+Variants: TypeAlias = dict[str, Callable[[], object]]
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,17 @@ class Setting:
     group: dist.ProcessGroup
     dtype: torch.dtype = torch.float32
     device: str = "cpu"
+    #: The groups of unfused ops by the names of their variants, if not `group`.
+    rivals: tuple[tuple[str, dist.ProcessGroup], ...] = ()
+
+    def unfused(self, make: Callable[[str], Callable[[], object]]) -> Variants:
+        """Returns the unfused variants; `make` makes one over the group of a name."""
+        rivals = self.rivals or ((UNFUSED, self.group),)
+        return {name: make(str(group.group_name)) for name, group in rivals}
+
+    def communication(self, make: Callable[[str], Callable[[], object]]) -> Variants:
+        """Returns the variant of communication alone, over the first of the unfused groups."""
+        return {COMMUNICATION: next(iter(self.unfused(make).values()))}
 
     @property
     def ranks(self) -> int:
@@ -119,8 +130,8 @@ def gather_matmul(setting: Setting, rows: int, inner: int, columns: int) -> Job:
 
     variants: Variants = {
         LIMIT: lambda: full @ weight,
-        COMMUNICATION: lambda: unfused_all_gather(x, 0, setting.name),
-        UNFUSED: lambda: unfused_all_gather(x, 0, setting.name) @ weight,
+        **setting.communication(lambda name: lambda: unfused_all_gather(x, 0, name)),
+        **setting.unfused(lambda name: lambda: unfused_all_gather(x, 0, name) @ weight),
         FUSED: lambda: run(x),
         IN_PLACE: lambda: run(shared),
     }
@@ -155,10 +166,13 @@ def matmul_scatter(setting: Setting, rows: int, inner: int, columns: int) -> Job
     def run() -> torch.Tensor:
         return fused(x, weight, "sum", 0, setting.name)
 
+    def scatter(product: torch.Tensor, name: str) -> torch.Tensor:
+        return unfused_reduce_scatter(product, "sum", 0, name)
+
     variants: Variants = {
         LIMIT: lambda: x @ weight,
-        COMMUNICATION: lambda: unfused_reduce_scatter(full, "sum", 0, setting.name),
-        UNFUSED: lambda: unfused_reduce_scatter(x @ weight, "sum", 0, setting.name),
+        **setting.communication(lambda name: lambda: scatter(full, name)),
+        **setting.unfused(lambda name: lambda: scatter(x @ weight, name)),
         FUSED: run,
     }
     if setting.cuda:
@@ -190,19 +204,21 @@ def matmul_all_reduce(setting: Setting, rows: int, inner: int, columns: int) -> 
     def run() -> torch.Tensor:
         return fused(x, weight, None, "sum", setting.name)
 
-    def unfused(product: torch.Tensor) -> torch.Tensor:
-        return unfused_all_reduce(product, "sum", setting.name)
+    def unfused(product: torch.Tensor, name: str) -> torch.Tensor:
+        return unfused_all_reduce(product, "sum", name)
 
     variants: Variants = {
         LIMIT: lambda: x @ weight,
-        COMMUNICATION: lambda: unfused(full),
-        UNFUSED: lambda: unfused(x @ weight),
+        **setting.communication(lambda name: lambda: unfused(full, name)),
+        **setting.unfused(lambda name: lambda: unfused(x @ weight, name)),
         FUSED: run,
     }
     name = f"matmul-all-reduce, {rows} x {inner} for a rank, {columns} columns"
-    return Job(
-        setting.case(name, variants, check=lambda: _close(setting, run(), unfused(full))),
-    )
+
+    def check() -> None:
+        _close(setting, run(), unfused(full, setting.name))
+
+    return Job(setting.case(name, variants, check=check))
 
 
 def _variant(setting: Setting, pattern: Pattern) -> Variant:
@@ -224,8 +240,8 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
     def attend(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
 
-    def gather() -> tuple[torch.Tensor, torch.Tensor]:
-        return unfused_all_gather(k, 2, setting.name), unfused_all_gather(v, 2, setting.name)
+    def gather(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        return unfused_all_gather(k, 2, name), unfused_all_gather(v, 2, name)
 
     def run() -> torch.Tensor:
         return all_gather_attention(q, k, v, group=setting.group, enable_gqa=grouped)
@@ -243,8 +259,8 @@ def attention(setting: Setting, tokens: int, heads: int, kv_heads: int, head_dim
         f"attention, {tokens} tokens a rank, {heads} heads ({kv_heads} for keys) of {head_dim}",
         {
             LIMIT: lambda: attend(keys, values),
-            COMMUNICATION: gather,
-            UNFUSED: lambda: attend(*gather()),
+            **setting.communication(lambda name: lambda: gather(name)),
+            **setting.unfused(lambda name: lambda: attend(*gather(name))),
             FUSED: run,
         },
         check=lambda: _close(setting, run(), attend(keys, values)),
@@ -277,23 +293,24 @@ def attention_backward(
 
     whole, ours = backward(attend, q, keys, values), backward(fused, q, k, v)
 
-    def exchange(grads: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        return [unfused_reduce_scatter(g, "sum", 2, setting.name) for g in grads[1:]]
+    def exchange(grads: tuple[torch.Tensor, ...], name: str) -> list[torch.Tensor]:
+        return [unfused_reduce_scatter(g, "sum", 2, name) for g in grads[1:]]
 
-    def unfused() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def unfused(name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
         # The keys are gathered again, as the fused op does.
         for t in (k, v):
-            unfused_all_gather(t, 2, setting.name)
+            unfused_all_gather(t, 2, name)
         grads = whole()
-        return grads[0], exchange(grads)
+        return grads[0], exchange(grads, name)
 
     def check() -> None:
-        q_grad, others = unfused()
+        q_grad, others = unfused(setting.name)
         for got, want in zip(ours(), [q_grad, *others], strict=True):
             _close(setting, got, want)
 
     name = f"attention backward, {tokens} tokens a rank, {heads} heads"
-    variants: Variants = {LIMIT: whole, UNFUSED: unfused, FUSED: ours}
+    rivals = setting.unfused(lambda name: lambda: unfused(name))
+    variants: Variants = {LIMIT: whole, **rivals, FUSED: ours}
     return Job(setting.case(f"{name} ({kv_heads} for keys) of {head_dim}", variants, check=check))
 
 
@@ -318,7 +335,7 @@ def all_gather(setting: Setting, nbytes: int) -> Job:
         f"all-gather, {size(nbytes)} a rank",
         {
             LIMIT: lambda: torch.empty_like(full).copy_(full),
-            UNFUSED: lambda: unfused_all_gather(x, 0, setting.name),
+            **setting.unfused(lambda name: lambda: unfused_all_gather(x, 0, name)),
             FUSED: lambda: run(x),
             IN_PLACE: lambda: run(shared),
         },
@@ -350,7 +367,7 @@ def reduce_scatter(setting: Setting, nbytes: int) -> Job:
         {
             # The least that a sum must read.
             LIMIT: lambda: x.clone(),
-            UNFUSED: lambda: unfused_reduce_scatter(x, "sum", 0, setting.name),
+            **setting.unfused(lambda name: lambda: unfused_reduce_scatter(x, "sum", 0, name)),
             FUSED: lambda: run(x),
             IN_PLACE: lambda: run(shared),
         },
@@ -395,7 +412,7 @@ def train(setting: Setting, dim: int, layers: int, tokens: int) -> Job:
     options = train_options(setting.ranks, dim, layers, tokens, str(setting.dtype)[6:])
     run = DemoRun(options, setting.group, quiet=True)
     *over_backends, fused, alone = trainers(run, variants)
-    unfused = over_backends[0]
+    unfused = over_backends[-1]  # over gloo
     batch = run.batches[0]
     inputs, targets = run.own_part(batch[:-1]), run.own_part(batch[1:])
 
@@ -412,5 +429,5 @@ def train(setting: Setting, dim: int, layers: int, tokens: int) -> Job:
 
     name = f"training step, {layers} layers of {dim} features, 4 x {tokens} tokens"
     steps: Variants = {LIMIT: step(alone), UNFUSED: step(unfused), FUSED: step(fused)}
-    steps |= {trainer.variant.name: step(trainer) for trainer in over_backends[1:]}
+    steps |= {trainer.variant.name: step(trainer) for trainer in over_backends}
     return Job(setting.case(name, steps, check=check))

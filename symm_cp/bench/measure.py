@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ _MAX_WIDTH = 0.25
 _WARM_UP = 2
 _MIN_REPETITIONS = 5
 _TIMING_SECONDS, _MAX_INNER = 1e-3, 200  # of a timing with `inner` 0
+_PAUSE_SECONDS = 0.05  # threads of GNU's OpenMP look for more work for about 15 ms
 
 Interval = tuple[float, float]
 
@@ -47,6 +48,8 @@ class Case:
     # enqueue the work.
     synchronize: Callable[[], object] = lambda: None
     host: bool = False
+    #: Variants with more threads than a rank has; a pause follows, so that they disturb no other.
+    threaded: Collection[str] = ()
     #: Computes notes from the measured row.
     after: Callable[[Row], dict[str, object]] = lambda row: {}
 
@@ -99,9 +102,11 @@ class Row:
 
     def overlap(self) -> Overlap | None:
         """Returns the hidden share of communication; None without the three variants for it."""
-        if not {LIMIT, UNFUSED, FUSED} <= self.seconds.keys():
+        # By the first backend, if there are several.
+        unfused = next((name for name in self.seconds if name.startswith(UNFUSED)), UNFUSED)
+        if not {LIMIT, unfused, FUSED} <= self.seconds.keys():
             return None
-        columns = [self.seconds[name] for name in (LIMIT, UNFUSED, FUSED)]
+        columns = [self.seconds[name] for name in (LIMIT, unfused, FUSED)]
         return Overlap(_overlap(*columns), bootstrap(_overlap, *columns))
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,9 +182,11 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
         # Rotated, because a variant finds the data of the one before it in the caches.
         first = repetition % len(names)
         order = [*names[first:], *names[:first]]
-        seconds_by_name = {
-            name: _time(case, case.variants[name], barrier, inner[name]) for name in order
-        }
+        seconds_by_name = {}
+        for name in order:
+            seconds_by_name[name] = _time(case, case.variants[name], barrier, inner[name])
+            if name in case.threaded:
+                time.sleep(_PAUSE_SECONDS)
         own.append([seconds_by_name[name] for name in names])
     times = torch.tensor(own, dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX, group=group)

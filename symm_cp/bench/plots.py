@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from symm_cp.bench.report import Written
-from symm_cp.schedule.trace import load_pyplot, save_figure
+from symm_cp.parsing import plot_file
+from symm_cp.schedule.trace import load_pyplot, plain_numbers, save_figure
 
 
 def _kinds(rows: Sequence[Written]) -> list[str]:
@@ -18,22 +19,24 @@ def _variants(rows: Sequence[Written]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row["ms"]))
 
 
-def draw(folder: Path, rows: Sequence[Written]) -> list[Path]:
-    """Writes `KIND.png` for each kind of case, and `scaling.png` for several numbers of ranks.
+def draw(path: Path, rows: Sequence[Written]) -> list[Path]:
+    """Writes a plot for each kind of case, and `scaling` for several numbers of ranks.
 
-    Raises `RuntimeError` if matplotlib is missing.
+    They are named `KIND.png` in folder `path`, or added to the name of file `path`. Raises
+    `RuntimeError` if matplotlib is missing.
     """
     pyplot = load_pyplot()
-    folder.mkdir(parents=True, exist_ok=True)
     written = []
     max_ranks = max(row["ranks"] for row in rows)
+    scales = len({row["ranks"] for row in rows}) > 1
+    several = scales or len(_kinds(rows)) > 1
     for kind in _kinds(rows):
         chosen = [row for row in rows if row["kind"] == kind and row["ranks"] == max_ranks]
         chosen.sort(key=lambda row: row["size"])
-        written.append(folder / f"{kind}.png")
+        written.append(plot_file(path, kind, several=several))
         _against_size(pyplot, written[-1], kind, chosen)
-    if len({row["ranks"] for row in rows}) > 1:
-        written.append(folder / "scaling.png")
+    if scales:
+        written.append(plot_file(path, "scaling", several=several))
         _scaling(pyplot, written[-1], rows)
     return written
 
@@ -51,6 +54,7 @@ def _against_size(pyplot: Any, path: Path, kind: str, rows: Sequence[Written]) -
     times.set(xscale="log", yscale="log", xlabel=unit, ylabel="milliseconds", title=kind)
     ratios.set(xscale="log", yscale="log", xlabel=unit, ylabel="ratio to the limit")
     ratios.axhline(1.0, color="gray", linewidth=0.8)
+    plain_numbers(times.yaxis, ratios.yaxis)
     times.legend()
     figure.tight_layout()
     save_figure(figure, path)
@@ -70,6 +74,8 @@ def _scaling(pyplot: Any, path: Path, rows: Sequence[Written]) -> None:
                     points[row["ranks"]] = row["ratio"][name]
             ax.plot(list(points), list(points.values()), marker="o", label=name)
         ax.set(xlabel="ranks", ylabel="ratio to the limit", title=kind, yscale="log")
+        ax.set_xticks(sorted({row["ranks"] for row in chosen}))
+        plain_numbers(ax.yaxis)
         ax.legend()
     figure.tight_layout()
     save_figure(figure, path)

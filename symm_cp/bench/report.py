@@ -5,18 +5,24 @@ from __future__ import annotations
 import csv
 import datetime
 import io
-import json
 import os
-import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from symm_cp import parsing
 from symm_cp.bench.measure import Row, duration
 from symm_cp.trusted import write, write_output
+from symm_cp.tuning import processor_name
+
+#: What the numbers of `line` are.
+LEGEND = (
+    "medians of repetitions; in parentheses the ratio to the limit: the median of the ratios within"
+    " each\nrepetition, in which drift of the machine's speed cancels (so not the quotient of the "
+    "medians)"
+)
 
 #: A row as it is written to JSON.
 Written = Mapping[str, Any]
@@ -24,13 +30,7 @@ Written = Mapping[str, Any]
 
 def processor() -> str:
     """Returns the model of the processor and the number of cores that this process may use."""
-    name = platform.machine()
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
-            if line.startswith("model name"):
-                name = line.split(":", 1)[1].strip()
-                break
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+    return f"{processor_name()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def device_name(device: str) -> str:
@@ -67,9 +67,8 @@ def heading(command: Sequence[str], device: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, head: Mapping[str, Any], rows: Sequence[Written]) -> None:
-    """Writes the head and all rows."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_output(path, json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    """Writes the head and all rows, or prints them."""
+    parsing.write_json(path, {**head, "rows": rows})
 
 
 def _flat(rows: Iterable[Written]) -> list[dict[str, Any]]:

@@ -9,16 +9,11 @@ from functools import partial
 
 from symm_cp.bench import jobs
 from symm_cp.bench.jobs import Job, Setting
+from symm_cp.bench.parsers import DEFAULTS, KINDS
 from symm_cp.plan.models import MODELS
 
-#: The default of `--shapes`.
-DEFAULTS = {
-    "matmul": "256x512x256,512x1024x512,1024x2048x1024",
-    "attention": "256x8x64,512x8x64,1024x8x64,2048x8x64",
-    "collectives": "4KiB,64KiB,1MiB,16MiB",
-    "train": "256x2x256",
-}
-KINDS = tuple(DEFAULTS)
+__all__ = ["DEFAULTS", "KINDS", "TOKENS", "Wanted", "nbytes", "products", "wanted"]
+
 #: The default of `--tokens`, of all ranks.
 TOKENS = {"cpu": 512, "cuda": 8192}
 

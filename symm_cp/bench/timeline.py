@@ -7,7 +7,6 @@ import statistics
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,14 +16,9 @@ from symm_cp.bench import calibrate, measure, shapes
 from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Job, Setting
 from symm_cp.bench.measure import FUSED, Case, duration
-from symm_cp.ranks import (
-    add_rendezvous,
-    exit_as_rank,
-    is_rank,
-    positive,
-    quick_barrier,
-    run_ranks,
-)
+from symm_cp.bench.parsers import OPS
+from symm_cp.parsing import plot_file
+from symm_cp.ranks import exit_as_rank, is_rank, quick_barrier, run_ranks
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -32,46 +26,12 @@ from symm_cp.schedule.simulate import Timeline
 from symm_cp.schedule.steps import Compute, Copy
 from symm_cp.schedule.work import Work
 
-HELP = "record a timeline of each lane of each rank, next to a simulation of the schedule"
-
-#: Each op with the kind of shape that it takes.
-OPS = {
-    "all-gather-matmul": ("matmul", "512x1024x512"),
-    "matmul-reduce-scatter": ("matmul", "512x1024x512"),
-    "attention": ("attention", "1024x8x64"),
-    "all-gather": ("collectives", "16MiB"),
-    "reduce-scatter": ("collectives", "16MiB"),
-}
 _WARM_UP_SECONDS = 0.5
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `symm-cp trace`."""
-    add = parser.add_argument
-    add("op", choices=sorted(OPS))
-    add("--shape", help="of one rank, as in --shapes of symm-cp bench")
-    add("--ranks", type=positive, default=2, help="(%(default)s)")
-    add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
-    add("--calls", type=positive, default=3, help="calls to record (%(default)s)")
-    add("--way", choices=tuning.WAYS, default="shards", help="of fused matmuls (%(default)s)")
-    add(
-        "--machine",
-        help="machine to simulate: a name or a TOML file (default: the file of symm-cp calibrate; "
-        "without one, a brief measurement)",
-    )
-    add("--out", type=Path, default=Path("trace.json"), help="file for Perfetto (%(default)s)")
-    add(
-        "--plot",
-        type=Path,
-        metavar="FILE",
-        help="write a Gantt chart (PNG) to this file; needs matplotlib",
-    )
-    add_rendezvous(parser)
 
 
 def _job(args: argparse.Namespace) -> shapes.Wanted:
     kind, default = OPS[args.op]
-    jobs = list(shapes.wanted(kind, args.shape or default, args.ranks, 0))
+    jobs = list(shapes.wanted(kind, args.shapes or default, args.ranks, 0))
     return next(job for job in jobs if job.kind == args.op)
 
 
@@ -80,8 +40,8 @@ def main(args: argparse.Namespace) -> int:
     if is_rank():
         exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
     try:
-        if (args.shape or "").count(","):
-            raise ValueError(f"--shape {args.shape}: must be a single shape")
+        if (args.shapes or "").count(","):
+            raise ValueError(f"--shapes {args.shapes}: must be a single shape")
         _job(args)
         calibrate.find(args.machine, args.ranks)
         native.load()
@@ -151,22 +111,36 @@ def per_call(timeline: Timeline) -> float:
     return statistics.median(end - start for start, end in spans.values())
 
 
+def can_hide(timeline: Timeline) -> bool:
+    """Tells whether a lane copies while another one computes: on CPU none does."""
+    computes, copies = (
+        {(event.rank, event.lane) for event in timeline.events if isinstance(event.step, kind)}
+        for kind in (Compute, Copy)
+    )
+    return bool(computes) and bool(copies - computes)
+
+
 def _show(
     args: argparse.Namespace, name: str, measured: Timeline, simulated: Timeline, untraced: float
 ) -> None:
     timelines = {"measured": measured, "simulated": simulated}
     print(f"{name}, {args.ranks} ranks; one of {args.calls} calls; untraced {duration(untraced)}")
-    print(f"{'':<12}{'total':>10}{'computing':>11}{'copying':>10}{'copying hidden':>16}")
+    hides = any(map(can_hide, timelines.values()))
+    head = f"{'copying hidden':>16}" if hides else ""
+    print(f"{'':<12}{'total':>10}{'computing':>11}{'copying':>10}{head}")
     for kind, timeline in timelines.items():
-        hidden = f"{timeline.hidden():.0%}" if timeline.busy(0, Copy) else "no copies"
+        hidden = f"{timeline.hidden():>16.0%}" if hides else ""
         computing, copying = (timeline.busy(0, k) / args.calls for k in (Compute, Copy))
         print(
             f"{kind:<12}{duration(per_call(timeline)):>10}{duration(computing):>11}"
-            f"{duration(copying):>10}{hidden:>16}"
+            f"{duration(copying):>10}{hidden}"
         )
+    if not hides:
+        print("nothing is copied beside a kernel here: peers' shards are read where they lie")
     print(f"simulated / untraced: {per_call(simulated) / untraced - 1:+.0%}")
     drawing.save(args.out, timelines)
     print(f"{args.out}: open it in ui.perfetto.dev or chrome://tracing")
     if args.plot is not None:
-        drawing.draw(args.plot, timelines, name)
-        print(args.plot)
+        chart = plot_file(args.plot, "trace")
+        drawing.draw(chart, timelines, name)
+        print(chart)

@@ -20,40 +20,15 @@ from symm_cp.bench.command import DTYPES
 from symm_cp.bench.jobs import Setting
 from symm_cp.bench.measure import duration
 from symm_cp.ranks import (
-    add_rendezvous,
     check_device,
     exit_as_rank,
     is_rank,
-    positive,
     run_ranks,
 )
 from symm_cp.schedule.layout import head_tail_order
 
-HELP = "measure which way of fused ops is fastest here, and save it for them"
-
 Run = Callable[[], object]
 Runs = Iterator[tuple[str, Run]]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `symm-cp tune`."""
-    add = parser.add_argument
-    kinds = ("matmul", "attention")
-    add(
-        "kind",
-        nargs="?",
-        choices=kinds,
-        default=kinds[0],
-        help="attention only on CUDA (%(default)s)",
-    )
-    add("--shapes", help="as --shapes of symm-cp bench")
-    add("--tokens", type=positive, help="tokens of all ranks, for models (512; CUDA: 8192)")
-    add("--ranks", type=positive, default=2, help="(%(default)s)")
-    add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="(%(default)s)")
-    add("--seconds", type=float, default=1.0, help="approximate time for each op (%(default)s)")
-    add("--out", type=Path, help="file to write (default: where the ops look for it)")
-    add_rendezvous(parser)
 
 
 def _sizes(args: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:

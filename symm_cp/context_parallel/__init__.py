@@ -1,5 +1,10 @@
-"""Context parallelism for model authors: attention over a sequence that is spread over ranks."""
+"""Context parallelism for model authors: attention over a sequence that is spread over ranks.
 
+`symm_cp.context_parallel` is this package and, called, its context manager of the same name.
+"""
+
+import sys as _sys
+from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from symm_cp.context_parallel.attention import all_gather_attention
@@ -22,6 +27,7 @@ from symm_cp.context_parallel.load_balancers import (
     ProcessingTimeRoundRobin,
     Sequential,
 )
+from symm_cp.context_parallel.recipe import TrainingStep, training_step
 
 if _TYPE_CHECKING:
     from symm_cp.context_parallel.style import ContextParallel
@@ -33,6 +39,7 @@ __all__ = [
     "PerDocumentHeadTail",
     "ProcessingTimeRoundRobin",
     "Sequential",
+    "TrainingStep",
     "all_gather_attention",
     "context_parallel",
     "context_parallel_shard",
@@ -40,6 +47,7 @@ __all__ = [
     "heads_to_sequence",
     "sequence_to_heads",
     "shard_batch",
+    "training_step",
     "ulysses_output_projection",
     "ulysses_projection",
 ]
@@ -52,3 +60,11 @@ def __getattr__(name: str) -> object:
 
         return style.ContextParallel
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class _CallableModule(_ModuleType):
+    __call__ = staticmethod(context_parallel)
+    __wrapped__ = staticmethod(context_parallel)  # has inspect.signature show its arguments
+
+
+_sys.modules[__name__].__class__ = _CallableModule

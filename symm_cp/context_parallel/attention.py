@@ -12,6 +12,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import GroupLike
 from symm_cp.ops.attention.methods import Method, MethodLike, split_by
+from symm_cp.ops.common import entry_point
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,6 +31,7 @@ def is_dtensor(tensor: object) -> TypeIs[DTensor]:
     return isinstance(tensor, DTensor)
 
 
+@entry_point
 def all_gather_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -97,6 +99,8 @@ def all_gather_attention(
         key_mask: (B or 1, S_k) of bool, for the whole sequence: False hides a key from all queries
             (padding). The host reads it.
         query_load_balancer: how the sequence of the queries is spread, if not as that of the keys.
+            Without one, methods "ulysses" and "auto" have the ranks tell each other how many
+            queries each of them holds, where no other argument says it.
         method: "allgather" (each rank attends with its queries to all keys), "ulysses" (each rank
             attends with some heads to all positions; there must be a head for each), "auto" (the
             faster one), or for a mesh of two dimensions that of each, as in ("ulysses",

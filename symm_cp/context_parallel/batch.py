@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,14 +11,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel import model_batch
-from symm_cp.context_parallel.layouts import cut, remember
+from symm_cp.context_parallel import agreement, model_batch
+from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, remember
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.region import active
 from symm_cp.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, split_by
-from symm_cp.ops.common import tells_peers
+from symm_cp.ops.common import attention_runs, tells_peers
 from symm_cp.schedule.layout import sequential
 
 _OP = "shard_batch"
@@ -96,6 +98,12 @@ class LossReduction:
         self._among = encoded((sequential(size, size),)), str(group.group_name), size
         self._share = own / max(1, self.num_items) if counted else 1.0 / group.size()
         self._gain = float(group.size()) if average_gradients else 1.0
+        self._cut: Cut | None = None  # see `belongs_to`
+        self._runs_before = 0
+
+    def belongs_to(self, cut: Cut) -> None:
+        """Has the reduction warn unless attention runs context parallel on these shards before."""
+        self._cut, self._runs_before = cut, attention_runs.total()
 
     def __call__(self, loss: torch.Tensor, *, summed: bool = False) -> torch.Tensor:
         """Reduces the mean loss over this rank's labels, or without labels over its positions.
@@ -103,8 +111,28 @@ class LossReduction:
         `summed`: the loss is a sum over this rank's labels, or a sum divided by a number that is
         equal on all ranks, as models of transformers compute with `num_items_in_batch`.
         """
+        if not torch.compiler.is_compiling():
+            self._check_context()
         share = 1.0 if summed else self._share
         return _GlobalMean.apply(loss, share, self._gain, *self._among)
+
+    def _check_context(self) -> None:
+        """Warns if this rank's part of the batch was used as if it were a whole one."""
+        cut, self._cut = self._cut, None
+        _, group, size = self._among
+        region = active()
+        if size == 1 or cut is None or cut.entered or (region and region.group == group):
+            return
+        if attention_runs.total() == self._runs_before:
+            warnings.warn(
+                f"{_OP}: the loss of a batch that was cut is reduced, but no context was entered "
+                "since, and no attention ran over all ranks: attention, if the model has any, saw "
+                "this rank's part of the sequence only. Run the model within "
+                "symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer), or use "
+                "symm_cp.training_step (for models without attention: "
+                'context_parallel(on_unfused="ignore"))',
+                stacklevel=3,
+            )
 
 
 def shard_batch(
@@ -119,9 +147,10 @@ def shard_batch(
     average_gradients: bool = False,
     method: MethodLike | None = None,
 ) -> tuple[dict[str, Any], LossReduction]:
-    """Cuts a batch of a language model to this rank's part of the sequence.
+    """Cuts a batch of a language model to this rank's part of the sequence. Collective.
 
-    Same loss as the model has on the whole batch in one process::
+    `training_step` does this and all that follows. Same loss as the model has on the whole batch in
+    one process::
 
         local, reduce_loss = shard_batch(mesh, {"input_ids": ids, "labels": ids})
         with context_parallel(mesh, load_balancer=...):
@@ -162,8 +191,9 @@ def shard_batch(
     returns the mean over all ranks' labels: the same on all ranks, and such that the gradients
     summed over ranks are the gradient. Raises `ValueError` for a batch without a sequence, of
     another length than the load balancer's, or with labels that are not one for each position;
-    `NotImplementedError` for a `model` that shifts labels by itself. Source: the recipes of
-    torchtitan and transformers.
+    `RuntimeError` on all ranks if they cut different batches, or cut them differently, or if their
+    `model`s have different parameters; `NotImplementedError` for a `model` that shifts labels by
+    itself. Source: the recipes of torchtitan and transformers.
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     shift = (shift_labels, ignore_index)
@@ -185,6 +215,12 @@ def _shard(
     lengths = _lengths(whole, seq_dim)
     balancers = {n: balancer_for(_OP, load_balancer, n, group.size()) for n in lengths}
     known_balancers(_OP, balancers, group.size())
+    items = [(n, v) for n, v in sorted(whole.items()) if _matters(n, v, seq_dim, balancers)]
+    options = (seq_dim, shift_labels, ignore_index, average_gradients)
+    agreement.compare_cut(_OP, group, items, list(balancers.values()), options)
+    if model is not None:
+        agreement.compare_model(_OP, group, model)
+    _check_region(group, balancers)
     local = {name: _cut(name, value, seq_dim, balancers, group) for name, value in whole.items()}
     for balancer in balancers.values():
         remember(group, balancer, shards=True)
@@ -193,7 +229,18 @@ def _shard(
         own, everything = (int((b["labels"] != ignore_index).sum()) for b in (local, whole))
         counted = own, everything
     only = next(iter(balancers.values())) if len(balancers) == 1 else None
-    return local, LossReduction(group, only or balancers, counted, average_gradients)
+    reduce_loss = LossReduction(group, only or balancers, counted, average_gradients)
+    shards = [v for n, v in local.items() if v is not whole[n] and isinstance(v, torch.Tensor)]
+    reduce_loss.belongs_to(note_cut(group, balancers.values(), [reduce_loss, *shards]))
+    return local, reduce_loss
+
+
+def _check_region(group: dist.ProcessGroup, balancers: Mapping[int, LoadBalancer]) -> None:
+    """Raises `ValueError` within a context of other layouts."""
+    region = active()
+    if region is not None and region.group == str(group.group_name) and group.size() > 1:
+        for balancer in region.balancers:
+            check_cut(_OP, balancer, balancers.values())
 
 
 def _completed(
@@ -212,7 +259,7 @@ def _completed(
         )
     if model is not None:
         model_batch.add_decoder_input(_OP, model, batch)
-    sequence = _sequence(batch, seq_dim)
+    sequence = sequence_of(batch, seq_dim)
     decoder = model_batch.has_decoder(model) or any(name in batch for name in _DECODER)
     if isinstance(batch.get("labels"), torch.Tensor):
         _check_labels(batch, seq_dim, decoder)
@@ -236,7 +283,7 @@ def _first(value: Any) -> Any:
     return value if isinstance(value, torch.Tensor) else _parts(value)[0]
 
 
-def _sequence(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
+def sequence_of(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
     """Returns the tensor that gives the length of the sequence, an encoder's if there is one."""
     present = [batch[name] for name in (*_SEQUENCE, "labels") if batch.get(name) is not None]
     if not present:
@@ -254,7 +301,7 @@ def _sequence(batch: Mapping[str, Any], seq_dim: int) -> torch.Tensor:
 
 def _lengths(batch: Mapping[str, Any], seq_dim: int) -> list[int]:
     """Returns the lengths of the sequences of a batch."""
-    tensors = [_sequence(batch, seq_dim)]
+    tensors = [sequence_of(batch, seq_dim)]
     tensors += [batch[name] for name in _DECODER if batch.get(name) is not None]
     return list(dict.fromkeys(tensor.shape[seq_dim] for tensor in tensors))
 
@@ -294,6 +341,27 @@ def _shift(
         batch["shift_labels"] = batch["labels"]
 
 
+def _dim_cut(
+    name: str, value: torch.Tensor, seq_dim: int, balancers: Mapping[int, LoadBalancer]
+) -> int | None:
+    """Returns the dimension in which a tensor of a batch is cut; None if it stays whole."""
+    if name.startswith(_WHOLE) or (name.endswith("attention_mask") and value.dim() > 2):
+        return None
+    if name.endswith("position_ids") and value.dim() == 3:  # several positions for each token
+        seq_dim += 1
+    if value.dim() <= seq_dim or value.shape[seq_dim] not in balancers:
+        return None
+    return seq_dim
+
+
+def _matters(name: str, value: Any, seq_dim: int, balancers: Mapping[int, LoadBalancer]) -> bool:
+    """Whether all ranks must have the same: what is cut, and what belongs to the whole sequence."""
+    if not isinstance(value, torch.Tensor):
+        return False
+    whole = name.startswith(_WHOLE) or name.endswith("attention_mask")
+    return whole or _dim_cut(name, value, seq_dim, balancers) is not None
+
+
 def _cut(
     name: str,
     value: Any,
@@ -309,13 +377,10 @@ def _cut(
             if isinstance(value, Mapping)
             else parts
         )
-    if not isinstance(value, torch.Tensor) or name.startswith(_WHOLE):
+    if not isinstance(value, torch.Tensor):
         return value
-    if name.endswith("attention_mask") and value.dim() > 2:
+    dim = _dim_cut(name, value, seq_dim, balancers)
+    if dim is None:
         return value
-    if name.endswith("position_ids") and value.dim() == 3:  # several positions for each token
-        seq_dim += 1
-    if value.dim() <= seq_dim or value.shape[seq_dim] not in balancers:
-        return value
-    rows = balancers[value.shape[seq_dim]].positions(group.rank())
-    return cut(_OP, value, seq_dim, rows)
+    rows = balancers[value.shape[dim]].positions(group.rank())
+    return cut(_OP, value, dim, rows)

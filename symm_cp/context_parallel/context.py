@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.context_parallel import guards
+from symm_cp.context_parallel import agreement, guards
 from symm_cp.context_parallel.block_mask import local_block_mask
 from symm_cp.context_parallel.hooks import entered
-from symm_cp.context_parallel.layouts import cut, remember, remembered
+from symm_cp.context_parallel.layouts import cut, note_cut, remember, remembered
 from symm_cp.context_parallel.lengths import Balancers, BalancersByLength, balancer_for
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.model_masks import flex_masks
@@ -86,8 +86,9 @@ def context_parallel_shard(
         method: required for a mesh of two dimensions, over all ranks of which the sequence is then
             spread; as in `context_parallel`.
 
-    Not differentiable. Raises `ValueError` for buffers of different lengths or another length than
-    the load balancer's. Source: torch's `_context_parallel_shard`.
+    Not differentiable. Collective. Raises `ValueError` for buffers of different lengths or another
+    length than the load balancer's, `RuntimeError` on all ranks if they cut different buffers.
+    Source: torch's `_context_parallel_shard`.
     """
     op = "context_parallel_shard"
     group = _process_group(op, mesh, method)
@@ -112,6 +113,7 @@ def _shard(
     if isinstance(seq_dims, Mapping):
         raise TypeError(f"{op}: seq_dims is a dict and buffers is not")
     balancers = _balancers_for(op, buffers, seq_dims, group.size(), load_balancer)
+    _compare(op, group, buffers, seq_dims, balancers)
     parts: list[torch.Tensor | BlockMask] = []
     for buffer, dim, balancer in zip(buffers, seq_dims, balancers, strict=True):
         if isinstance(buffer, BlockMask):
@@ -122,7 +124,21 @@ def _shard(
     for balancer in dict.fromkeys(balancers):
         tensors = (p for p, b in zip(parts, balancers, strict=True) if b == balancer)
         remember(group, balancer, shards=any(isinstance(t, torch.Tensor) for t in tensors))
+    note_cut(group, set(balancers), (p for p in parts if isinstance(p, torch.Tensor)))
     return parts
+
+
+def _compare(
+    op: str,
+    group: dist.ProcessGroup,
+    buffers: Sequence[torch.Tensor | BlockMask],
+    seq_dims: Sequence[int],
+    balancers: Sequence[LoadBalancer],
+) -> None:
+    """Raises on all ranks if ranks cut different buffers, or in different ways."""
+    if buffers:
+        named = [(f"buffers[{k}]", b) for k, b in enumerate(buffers) if isinstance(b, torch.Tensor)]
+        agreement.compare_cut(op, group, named, balancers, list(seq_dims))
 
 
 @contextmanager
@@ -181,7 +197,9 @@ def context_parallel(
     or chunks shorter than the sequence (unless they use flex attention), attention sinks, soft caps
     or attention that calls neither function ("eager"). On one rank nothing is spread, and no module
     refused. Raises `ValueError` or `TypeError` for an invalid model, and `ValueError` for invalid
-    buffers and methods, before anything is changed. Source: torch's `context_parallel`.
+    buffers and methods, and for shards that another load balancer has cut, before anything is
+    changed; `RuntimeError` on all ranks if they have different buffers or, when it first runs, a
+    model with different parameters. Source: torch's `context_parallel`.
     """
     group, tensors = _process_group("context_parallel", mesh, method), list(buffers or ())
     keep = {id(tensor) for tensor in no_restore_buffers or ()}
@@ -251,6 +269,7 @@ def _cut_buffers(
         if isinstance(buffer, torch.nn.Parameter):
             raise ValueError(f"{op}: a buffer of shape {list(buffer.shape)} is a parameter")
     balancers = _balancers_for(op, buffers, seq_dims, group.size(), load_balancer)
+    _compare(op, group, buffers, seq_dims, balancers)
     shards = [
         cut(op, buffer.detach(), dim % buffer.dim(), balancer.positions(group.rank()))
         for buffer, dim, balancer in zip(buffers, seq_dims, balancers, strict=True)

@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+from symm_cp.context_parallel import agreement
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order, positions_on
 from symm_cp.context_parallel.model_limits import (
     FLEX_ATTENTION,
@@ -38,7 +39,9 @@ from symm_cp.context_parallel.model_limits import (
     uses_transformers,
 )
 from symm_cp.context_parallel.model_masks import flex_masks
+from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.traced_functions import show_random_functions
 from symm_cp.devices.kept import HostReads, capturing
 from symm_cp.memory import resolve
 from symm_cp.ops.common import attention_runs
@@ -68,6 +71,9 @@ class Watch:
     pending: list[tuple[nn.Module, Limit]] = field(default_factory=list)
     judged: set[nn.Module] = field(default_factory=set)
     told: str | tuple[str, ...] = ""  # see `telling_peers`
+    seeded: bool = False  # whether ranks have compared what they draw
+    seeds: dict[int, None] = field(default_factory=dict)  # of dropouts, by forward passes
+    seen: Seen | None = None
 
     @property
     def fused(self) -> bool:
@@ -320,6 +326,7 @@ def _complaint_before(module: nn.Module) -> str | None:
     watch = current()
     if watch is None:
         return None
+    show_random_functions()
     try:
         watch.saw(module, compiling=True)
     except NotImplementedError as error:
@@ -348,7 +355,12 @@ def _before(module: nn.Module, args: Any) -> None:
         return
     watch = current()
     if watch is not None and not watch.ignores(module):
-        _untraced(watch, lambda compiling: watch.saw(module, compiling=compiling))
+        _untraced(watch, lambda compiling: _runs(watch, module, compiling))
+
+
+def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
+    watch.saw(module, compiling=compiling)
+    agreement.compare_model("context_parallel", watch.group, module)
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:

@@ -10,9 +10,10 @@ import torch
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.memory import GroupLike, group_name
-from symm_cp.ops.common import rank_in
+from symm_cp.ops.common import entry_point, rank_in
 from symm_cp.ops.exchange_heads import OP
 from symm_cp.ops.head_projection import COLLECT, PROJECT
+from symm_cp.ops.tensor_checks import missing_memory
 from symm_cp.shards import Split
 
 #: The heads of each rank: consecutive, of these sizes, or any ranges (first, one behind the last).
@@ -36,6 +37,7 @@ def sequence_to_heads(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
+@entry_point
 def sequence_to_heads(
     x: torch.Tensor | Tensors,
     *,
@@ -84,6 +86,7 @@ def heads_to_sequence(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
+@entry_point
 def heads_to_sequence(
     x: torch.Tensor | Tensors,
     *,
@@ -135,6 +138,7 @@ def ulysses_projection(
     load_balancer: LoadBalancer | None = None,
     heads: Sequence[Heads] | None = None,
 ) -> tuple[torch.Tensor, ...]: ...
+@entry_point
 def ulysses_projection(
     x: torch.Tensor,
     weights: torch.Tensor | Tensors,
@@ -247,6 +251,9 @@ def _listed(op: str, argument: str, given: torch.Tensor | Tensors) -> list[torch
 def _check_bias(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     if bias is None or weight.dim() != 2:  # of which the op tells
         return
+    ordinary = type(bias) in (torch.Tensor, torch.nn.Parameter)
+    if ordinary and not torch.compiler.is_compiling() and (missing := missing_memory(bias)):
+        raise ValueError(f"{COLLECT}: bias {missing}")
     if bias.shape != weight.shape[1:]:
         raise ValueError(
             f"{COLLECT}: bias has shape {list(bias.shape)}, must be [{weight.shape[1]}]: one "

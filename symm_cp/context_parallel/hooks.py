@@ -1,7 +1,7 @@
 """Enters and leaves regions, and intercepts the functions called within them.
 
-A `TorchFunctionMode` sees `scaled_dot_product_attention`, however it was imported. flex_hook.py
-intercepts `flex_attention`, guards.py the modules that run.
+A `TorchFunctionMode` sees `scaled_dot_product_attention` and random functions, however they were
+imported. flex_hook.py intercepts `flex_attention`, guards.py the modules that run.
 """
 
 from __future__ import annotations
@@ -13,12 +13,16 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel import guards, sdpa
+from symm_cp.context_parallel import guards, random_functions, sdpa
 from symm_cp.context_parallel.flex_hook import FlexMode, flex_hook
-from symm_cp.context_parallel.refusals import telling_of_models
+from symm_cp.context_parallel.layouts import enter_cuts
+from symm_cp.context_parallel.refusals import telling_of_models, telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, pop, push
+from symm_cp.context_parallel.traced_functions import show_random_functions
 
 # Attention that calls `scaled_dot_product_attention` where no mode sees it, or does not call it.
 _HIDDEN: tuple[Any, ...] = (
@@ -46,6 +50,8 @@ _BACKWARD: dict[Any, str] = {
 def entered(region: ParallelRegion) -> Iterator[None]:
     """Within it, attention that this thread calls runs over the region's group."""
     watch = region.watch()
+    telling_peers(region.told, _check_shards, region)
+    show_random_functions()
     with RegionMode(region, watch):
         guards.enter(watch)
         flex_hook.acquire()
@@ -57,6 +63,12 @@ def entered(region: ParallelRegion) -> Iterator[None]:
             pop()
             flex_hook.release()
             guards.leave()
+
+
+def _check_shards(region: ParallelRegion) -> None:
+    group: dist.ProcessGroup = _resolve_process_group(region.group)  # type: ignore[arg-type]
+    guesses = not region.balancers and region.choose is None
+    enter_cuts(group, region.balancers, assumed=guesses)
 
 
 def _is_body(value: Any) -> bool:
@@ -77,6 +89,8 @@ class RegionMode(FlexMode):
         if func is F.scaled_dot_product_attention:
             self.watch.called = True
             return sdpa.attend(self.region, *args, **kwargs)
+        if random_functions.is_random(func):
+            return random_functions.call(self.region, self.watch, func, args, kwargs)
         if func in _HIDDEN:
             raise NotImplementedError(
                 f"{func.__name__} (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer) "

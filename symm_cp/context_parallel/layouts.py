@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,70 @@ def remembered(group: dist.ProcessGroup, local_length: int) -> set[LoadBalancer]
 def last_cut(group: dist.ProcessGroup, local_length: int) -> LoadBalancer | None:
     """Returns the load balancer of the last shards of this length that the caller got."""
     return _last_cut.get(group, {}).get(local_length)
+
+
+@dataclass(eq=False)
+class Cut:
+    """Shards that the caller got together, as long as any of them, or their reduction, lives."""
+
+    balancers: tuple[LoadBalancer, ...]
+    holders: list[weakref.ref[object]]
+    entered: bool = False  # whether a context over the group was entered since
+    fitted: bool = False  # whether such a context had one of its load balancers
+
+    @property
+    def alive(self) -> bool:
+        """Whether the caller still holds any of it."""
+        return any(holder() is not None for holder in self.holders)
+
+
+_cuts: _Kept[dist.ProcessGroup, list[Cut]] = _Kept()
+
+
+def note_cut(
+    group: dist.ProcessGroup, balancers: Iterable[LoadBalancer], shards: Iterable[object]
+) -> Cut:
+    """Records that the caller got these shards, which later contexts over the group must fit."""
+    made = Cut(tuple(balancers), [weakref.ref(shard) for shard in shards])
+    _cuts[group] = [*_live_cuts(group), made]
+    return made
+
+
+def _live_cuts(group: dist.ProcessGroup) -> list[Cut]:
+    return [each for each in _cuts.get(group, ()) if each.alive]
+
+
+def enter_cuts(
+    group: dist.ProcessGroup, balancers: Sequence[LoadBalancer], *, assumed: bool = False
+) -> None:
+    """Records that a context is entered; raises `ValueError` unless its layouts fit the shards.
+
+    Shards fit that a load balancer of the context has cut, or one for another length. Of those that
+    the caller still holds, shards count that no context has fitted yet, and none if any fit now.
+    `assumed`: the context has no load balancer, and compares its layout when it attends.
+    """
+    cuts = _live_cuts(group)
+    fitting = {balancer for each in cuts for balancer in each.balancers}
+    waiting = {balancer for each in cuts if not each.fitted for balancer in each.balancers}
+    if group.size() > 1:
+        for balancer in balancers:
+            if balancer not in fitting:
+                check_cut("context_parallel", balancer, waiting)
+    for each in cuts:
+        each.entered = True
+        each.fitted |= assumed or not set(balancers).isdisjoint(each.balancers)
+
+
+def check_cut(op: str, balancer: LoadBalancer, known: Iterable[LoadBalancer]) -> None:
+    """Raises `ValueError` if shards of such a sequence were all cut by `known` other balancers."""
+    others = [each for each in known if each.seq_length == balancer.seq_length]
+    if others and balancer not in others:
+        by = " and ".join(sorted(map(repr, others)))
+        raise ValueError(
+            f"{op}: load_balancer is {balancer!r}, but the shards of {balancer.seq_length} "
+            f"positions were cut by {by}: give both the same one (shard_batch returns it as "
+            "reduce_loss.load_balancer)"
+        )
 
 
 def cut(op: str, tensor: torch.Tensor, seq_dim: int, rows: torch.Tensor) -> torch.Tensor:

@@ -76,16 +76,28 @@ def shifts_labels(op: str, model: nn.Module) -> bool:
     Raises `NotImplementedError` for a language model with a loss of its own.
     """
     inner = plain(model)
-    if has_decoder(model):
+    if has_decoder(model) or _uses_loss_function(inner):
+        return would_shift_labels(model)
+    name = type(inner).__name__
+    if "CausalLM" in name or "LMHead" in name:
+        raise NotImplementedError(
+            f"{op}: {name} computes its loss without shift_labels: call {op} without model, "
+            "and compute the loss from the logits and the labels that it returns"
+        )
+    return False
+
+
+def would_shift_labels(model: nn.Module) -> bool:
+    """Tells whether a model of transformers is known to shift labels unless it gets others."""
+    inner = plain(model)
+    if has_decoder(inner) or not _uses_loss_function(inner):
         return False
+    loss: Any = getattr(inner, "loss_function", None)
+    return "shift_labels" in inspect.signature(loss).parameters
+
+
+def _uses_loss_function(inner: Any) -> bool:
+    """Tells whether the loss is that of `loss_function`, which the model's class or user chose."""
     forward = inspect.unwrap(type(inner).forward)
     loss = getattr(inner, "loss_function", None)
-    name = type(inner).__name__
-    if loss is None or "loss_function" not in forward.__code__.co_names:
-        if "CausalLM" in name or "LMHead" in name:
-            raise NotImplementedError(
-                f"{op}: {name} computes its loss without shift_labels: call {op} without model, "
-                "and compute the loss from the logits and the labels that it returns"
-            )
-        return False
-    return "shift_labels" in inspect.signature(loss).parameters
+    return loss is not None and "loss_function" in forward.__code__.co_names

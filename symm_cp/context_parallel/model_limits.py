@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from symm_cp.context_parallel.model_batch import would_shift_labels
+
 #: The name of our implementation of attention in configurations of transformers.
 SYMM_CP = "symm_cp"
 #: That of transformers which calls torch's `flex_attention`.
@@ -47,7 +49,7 @@ _POOLING += ("ForNextSentencePrediction", "DoubleHeadsModel", "Pooler")
 _RELATIVE = "relative_attention_bias"
 _ROUTER_LOGITS = "output_router_logits"
 #: Arguments of calls that `call_limits` judges.
-WATCHED = (_ROUTER_LOGITS, "start_positions")
+WATCHED = (_ROUTER_LOGITS, "start_positions", "labels", "shift_labels")
 _FULL_ATTENTION = "Use a model with full attention"
 _GATED_DELTA = (
     "Use a model with full attention or gated delta nets (Qwen3-Next), passed to "
@@ -330,6 +332,14 @@ def call_limits(module: nn.Module, asked: Collection[str]) -> Iterator[Limit]:
             "start_positions",
             "the loss has a softmax over the positions of this rank's part of the sequence",
             "Gather the logits and compute the loss of the whole sequence",
+        )
+    if "labels" in asked and "shift_labels" not in asked and would_shift_labels(module):
+        yield Limit(
+            "labels without shift_labels",
+            "it shifts them by one position within this rank's part of the sequence, also those "
+            "that symm_cp.shard_batch has shifted already",
+            "Use symm_cp.training_step, or pass model= to symm_cp.shard_batch, which adds "
+            "shift_labels; or leave the labels out and compute the loss from the logits",
         )
 
 

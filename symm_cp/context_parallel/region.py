@@ -13,12 +13,13 @@ import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from symm_cp.context_parallel import guards
-from symm_cp.context_parallel.layouts import last_cut
+from symm_cp.context_parallel.layouts import enter_cuts, last_cut
 from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_balancers
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
-from symm_cp.memory import GroupLike
+from symm_cp.memory import GroupLike, resolve
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import ALLGATHER, Method, MethodLike, split_by
+from symm_cp.runtime.numbers import numbers_of_all
 from symm_cp.schedule.layout import held_layout
 
 _OP = "context_parallel"
@@ -109,8 +110,14 @@ class ParallelRegion:
         """Returns how keys are spread of which this rank holds `keys` positions, `queries` queries.
 
         None if the region does not know it and it makes no difference: keys of another length
-        (cross-attention) of which every query sees all, so that they are not `ordered`.
+        (cross-attention) of which every query sees all, so that they are not `ordered`. Collective
+        if they are not and the ranks hold unequal parts of the sequence of queries: keys may be as
+        many as these on some ranks only.
         """
+        if not ordered and len(self.balancers) == 1 and not self.even and self._may_ask:
+            name = f"{_OP}: numbers of keys"
+            counts = [count for (count,) in numbers_of_all(resolve(self.group), name, [keys])]
+            return self.balancers[0] if counts == list(self.balancers[0].lengths) else None
         if keys == queries or self.choose is not None or len(self.balancers) > 1:
             return self.layout(keys)
         if not ordered:
@@ -122,6 +129,12 @@ class ParallelRegion:
                 "its LoadBalancer, ...}"
             )
         return self.layout(keys)
+
+    @property
+    def _may_ask(self) -> bool:
+        """Whether ranks can tell each other; over a mesh one that fails tells other groups."""
+        fake = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+        return self.method.grid is None and not (fake or torch.compiler.is_compiling())
 
     @property
     def _held(self) -> list[int]:
@@ -143,6 +156,7 @@ class ParallelRegion:
                 "ranks"
             )
         if not torch.compiler.is_compiling():
+            enter_cuts(_resolve_process_group(self.group), (balancer,))  # type: ignore[arg-type]
             guards.check_length(balancer)
         return balancer
 

@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.attention import all_gather_attention
+from symm_cp.context_parallel.noise import saw_queries, seed_of_dropout
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
@@ -77,6 +78,7 @@ def _attend(
     mask: SequenceMask,
     options: dict[str, Any],
 ) -> torch.Tensor:
+    saw_queries(query)
     if mask.relates_positions and query.shape[2] != key.shape[2]:
         raise ValueError(
             f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
@@ -142,15 +144,10 @@ def _attend_batch(
         document_ids=mask.document_ids,
         key_mask=mask.key_mask,
         method=region.method,
-        dropout_seed=drawn_seed() if dropout_p > 0 else None,
+        dropout_seed=seed_of_dropout() if dropout_p > 0 else None,
         **options,
         **spread,
     )
-
-
-def drawn_seed() -> torch.Tensor:
-    """Draws a seed from torch's default generator of the CPU, as torch's own dropout does."""
-    return torch.randint(2**62, (1,), device="cpu")
 
 
 def _by_tiles(
@@ -176,7 +173,7 @@ def _by_tiles(
         kv_layout=keys.layout,
         mask_mod=mask.as_mask_mod(),
         method=region.method,
-        dropout_seed=drawn_seed() if options["dropout_p"] > 0 else None,
+        dropout_seed=seed_of_dropout() if options["dropout_p"] > 0 else None,
         **options,
     )
     return out

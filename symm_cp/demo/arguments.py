@@ -6,14 +6,16 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
-
-from symm_cp.demo.data import read_text
 from symm_cp.demo.decoding import options as decoding_options
 from symm_cp.demo.decoding.options import DTYPES, check_json, with_defaults, world_size
-from symm_cp.demo.model import ModelConfig
 from symm_cp.ranks import add_rendezvous, positive
+
+if TYPE_CHECKING:  # `symm-cp --help` does without
+    import torch
+
+    from symm_cp.demo.model import ModelConfig
 
 _DEFAULTS = {
     "cp": 1,
@@ -59,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--batch", type=positive, help="sequences in a batch (4)")
     decoding_options.add_arguments(parser)
     add = parser.add_argument
-    add("--dtype", choices=sorted(DTYPES), default="float32", help="(%(default)s)")
+    add("--dtype", choices=DTYPES, default="float32", help="(%(default)s)")
     add("--seed", type=int, default=0, help="seed of weights and batches (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="also write all losses and times to this file")
     add_rendezvous(parser)
@@ -85,6 +87,8 @@ class DemoOptions:
 
 
 def _model_config(dim: int, layers: int, ranks: int) -> ModelConfig:
+    from symm_cp.demo.model import ModelConfig
+
     for head_dim in _HEAD_DIMS:
         # Each rank has whole key/value heads, each of which serves two query heads.
         if dim % (2 * ranks * head_dim) == 0 and dim >= _MIN_HEADS * head_dim:
@@ -106,6 +110,10 @@ def check(
     arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> DemoOptions:
     """Returns checked options; raises `ValueError` for values that do not go together."""
+    import torch
+
+    from symm_cp.demo.data import read_text
+
     arguments = with_defaults(arguments, _DEFAULTS)
     for name in decoding_options.ONLY:
         if getattr(arguments, name, None) is not None:
@@ -134,7 +142,7 @@ def check(
         text=arguments.text,
         seq=seq,
         batch=arguments.batch,
-        dtype=DTYPES[arguments.dtype],
+        dtype=getattr(torch, arguments.dtype),
         seed=arguments.seed,
         json=arguments.json,
         rendezvous=arguments.rendezvous,

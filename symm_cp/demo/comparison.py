@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 import torch
 
 from symm_cp.demo.arguments import DemoOptions
-from symm_cp.demo.names import COMPUTE, DENSE, FUSED
-from symm_cp.demo.paired import Ratio, ratio
+from symm_cp.demo.names import COMPUTE, DENSE, FUSED, is_dense, threads_of_name
+from symm_cp.demo.paired import Ratio, against_one_process, ratio
 from symm_cp.trusted import write_output
 
 #: Of the interval of the fused step's time to that of the compute alone.
 WIDEST_INTERVAL = 0.05
 # The first steps allocate workspaces and pack weights.
 _WARM_UP = 2
-_NAME_WIDTH = 20
+_NAME_WIDTH = 24
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Result:
 
     def unfused(self) -> list[str]:
         """Returns the names of the unfused variants, the one over the fastest backend first."""
-        return [name for name in self.seconds if name not in (DENSE, FUSED, COMPUTE)]
+        return [n for n in self.seconds if not is_dense(n) and n not in (FUSED, COMPUTE)]
 
     def ratio(self, name: str) -> Ratio:
         """Returns a variant's time to that of the compute alone, from steps made in turn."""
@@ -82,7 +82,7 @@ def after_warm_up(seconds: list[float]) -> list[float]:
 def _lines(result: Result) -> list[str]:
     options = result.options
     model = options.model
-    trained = [name for name in result.losses if name != COMPUTE]
+    trained = [n for n in result.losses if n == DENSE or not (is_dense(n) or n == COMPUTE)]
     lines = [
         f"{result.parameters / 1e6:.1f} M parameters ({model.layers} layers, {model.dim} features, "
         f"{model.heads} query heads, {model.kv_heads} key/value heads), {options.dtype}",
@@ -108,12 +108,14 @@ def _lines(result: Result) -> list[str]:
 
 def _time_lines(result: Result) -> list[str]:
     head = "against compute alone (95% interval)"
-    lines = [f"{'':<{_NAME_WIDTH}}{'ranks':>8}{'step':>12}    {head}"]
+    lines = [f"{'':<{_NAME_WIDTH}}{'ranks':>8}{'threads':>9}{'step':>12}    {head}"]
     for name in result.seconds:
         milliseconds = statistics.median(result.timed(name)) * 1e3
-        ranks = 1 if name == DENSE else result.options.ranks
-        against = "" if name in (DENSE, COMPUTE) else f"    {result.ratio(name)}"
-        lines.append(f"{name:<{_NAME_WIDTH}}{ranks:>8}{milliseconds:>9.0f} ms{against}")
+        ranks = 1 if is_dense(name) else result.options.ranks
+        threads = threads_of_name(name) if is_dense(name) else ranks
+        against = "" if is_dense(name) or name == COMPUTE else f"    {result.ratio(name)}"
+        cells = f"{ranks:>8}{threads:>9}{milliseconds:>9.0f} ms"
+        lines.append(f"{name:<{_NAME_WIDTH}}{cells}{against}")
     steps = len(result.timed(FUSED))
     lines.append(f"(medians over {steps} steps, made in turn; the slowest rank of each step)")
     for name in result.unfused():
@@ -125,6 +127,9 @@ def _time_lines(result: Result) -> list[str]:
             f"{name}: communication adds {communication:.1%} to a step, {share}; "
             f"fused is {speed_up.median:.2f} times as fast"
         )
+    lines += against_one_process({n: result.timed(n) for n in result.seconds}, "trains")
+    if result.options.compile:
+        lines.append("(the one process is not compiled)")
     if (width := result.ratio(FUSED).width) > WIDEST_INTERVAL:
         lines.append(
             f"The interval of the fused step is {width:.2f} wide: the machine is too noisy, or "

@@ -1,11 +1,13 @@
-"""Times of paired steps: the median of a ratio, and its 95% interval."""
+"""Times of steps against those of others: of paired ones the median ratio and its 95% interval."""
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from symm_cp.demo.names import DENSE, FUSED, is_dense
 
 
 @dataclass(frozen=True)
@@ -45,3 +47,13 @@ def _cut(count: int) -> int | None:
         outside += 1
         below += math.comb(count, outside) / 2**count
     return outside if outside >= 0 else None
+
+
+def against_one_process(seconds: Mapping[str, list[float]], does: str) -> list[str]:
+    """Says how fast the fused variant is against one process with the threads of all ranks."""
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    return [
+        f"fused {does} {medians[name] / medians[FUSED]:.2f} times as fast as {name}"
+        for name in medians
+        if is_dense(name) and name != DENSE
+    ]

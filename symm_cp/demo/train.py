@@ -21,6 +21,7 @@ from symm_cp.demo.names import COMPUTE, FUSED
 from symm_cp.demo.paired import ratio
 from symm_cp.demo.progress import Progress
 from symm_cp.demo.variants import ModelVariant, RankGrid
+from symm_cp.ranks import threads, threads_of
 
 _LEARNING_RATE = 2e-3
 
@@ -72,6 +73,7 @@ class DemoRun:
         self.text_bytes = len(text)
         self.batches = batches(text, options.most_steps, options.seq, options.batch, options.seed)
         torch.manual_seed(options.seed)
+        self.all_threads = threads_of(options.ranks)
         self.model = Transformer(config).to(options.dtype)
         self.positions = rotation(options.seq, config.head_dim, options.dtype)
         self.progress = (
@@ -80,7 +82,7 @@ class DemoRun:
 
     def result(self) -> Result:
         """Trains all variants; returns the same result on all ranks."""
-        dense = self.train_dense()
+        dense = [self.train_dense(threads) for threads in sorted({1, self.all_threads})]
         spread = self.train_spread()
         if self.progress is not None:
             self.progress.close()
@@ -90,17 +92,18 @@ class DemoRun:
             parameters=sum(p.numel() for p in self.model.parameters()),
             losses={
                 t.variant.name: self.total(t.losses[: self.options.steps]).tolist()
-                for t in (dense, *spread)
+                for t in (*dense, *spread)
             },
-            seconds={t.variant.name: self.slowest(t.seconds).tolist() for t in (dense, *spread)},
+            seconds={t.variant.name: self.slowest(t.seconds).tolist() for t in (*dense, *spread)},
         )
 
-    def train_dense(self) -> Trainer:
-        """Trains on rank 0; the others sleep at a barrier until each step is done."""
-        trainer = Trainer(variants.dense(self.model), self.positions)
+    def train_dense(self, count: int) -> Trainer:
+        """Trains on rank 0, with `count` threads; the others sleep until each step is done."""
+        trainer = Trainer(variants.dense(self.model, count), self.positions)
         for batch in self.batches[: self.options.steps]:
             if self.rank == 0:
-                trainer.step(batch[:-1], batch[1:])
+                with threads(count):
+                    trainer.step(batch[:-1], batch[1:])
             else:
                 trainer.losses.append(0.0)
                 trainer.seconds.append(0.0)
@@ -155,7 +158,7 @@ class DemoRun:
         return slowest
 
     def _variants(self) -> int:
-        return 3 + len(self.grids)
+        return 2 + len({1, self.all_threads}) + len(self.grids)
 
     def advance(self, trainer: Trainer) -> None:
         """Shows a finished step."""

@@ -8,6 +8,9 @@ Between blocks each rank holds a part of the sequence, inside a block a part of 
 | `fused` | inside the linears, by the styles of `symm_cp.tensor_parallel` |
 | `compute alone` | not at all: it uses existing tensors of the right shapes |
 
+The whole model, in one process, is trained with one thread, as each rank has, and with as many
+threads as all ranks together.
+
 With context parallelism, ranks that share a sequence have two chunks of it each, and attention
 gathers keys and values as well: see `sequence.py`.
 
@@ -31,7 +34,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from symm_cp.context_parallel import HeadTail
 from symm_cp.demo import sequence
 from symm_cp.demo.model import Transformer
-from symm_cp.demo.names import COMPUTE, DENSE, FUSED, unfused_over
+from symm_cp.demo.names import COMPUTE, FUSED, dense_with, unfused_over
 from symm_cp.demo.sequence import Exchange, Exchanged
 from symm_cp.memory import group_name
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
@@ -86,9 +89,9 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def dense(model: Transformer) -> ModelVariant:
-    """Returns the whole model, for one process."""
-    return ModelVariant(DENSE, copy.deepcopy(model), lambda total, _: total)
+def dense(model: Transformer, threads: int = 1) -> ModelVariant:
+    """Returns the whole model, for one process with this many threads."""
+    return ModelVariant(dense_with(threads), copy.deepcopy(model), lambda total, _: total)
 
 
 def fused(model: Transformer, grid: RankGrid) -> ModelVariant:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import platform
 import tempfile
 from collections import Counter
@@ -18,18 +17,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import __version__, devices, env, native, trusted
+from symm_cp import __version__, devices, env, native, trusted, tuning
 from symm_cp.doctor import accelerated
 from symm_cp.doctor.findings import Finding
+from symm_cp.parsing import STDOUT, write_json
 from symm_cp.results import result_memory
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `symm-cp doctor`."""
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def _versions() -> list[Finding]:
@@ -87,7 +82,8 @@ def _cpu() -> Finding:
     except RuntimeError as error:
         advice = "run symm-cp build, then symm-cp doctor again; report the error if it persists"
         return Finding("backends", "CPU", "missing", str(error).splitlines()[0], advice)
-    return Finding("backends", "CPU", "ok", "symmetric memory in anonymous shared memory")
+    detail = "symmetric memory in anonymous shared memory; to test all ops: symm-cp selftest"
+    return Finding("backends", "CPU", "ok", detail)
 
 
 def _results() -> list[Finding]:
@@ -121,18 +117,27 @@ def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):
-            ranks = path.stem.rpartition("_")[2]
-            name = f"{kind}, {ranks} ranks"
-            when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
-            try:
-                trusted.read(path)
-                again = f"again: symm-cp {command} --ranks {ranks}"
-                findings.append(Finding("measured", name, "ok", f"{path}, {when}; {again}"))
-            except trusted.UntrustedError as error:
-                advice = f"delete it, then run symm-cp {command} --ranks {ranks}"
-                findings.append(Finding("measured", name, "missing", f"not used: {error}", advice))
+            _, ranks, *of_machine = path.stem.split("_", 2)
+            findings.append(_file(path, kind, f"symm-cp {command} --ranks {ranks}", of_machine))
     advice = f"symm-cp {command} --ranks RANKS"
     return findings or [Finding("measured", kind, "missing", f"not yet: {without}", advice)]
+
+
+def _file(path: Path, kind: str, command: str, of_machine: list[str]) -> Finding:
+    name = f"{kind}, {command.rpartition(' ')[2]} ranks"
+    when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
+    advice = f"delete it, then run {command}"
+    if not of_machine:
+        why = f"not used: {path} does not say for which machine it is"
+        return Finding("measured", name, "missing", why, advice)
+    if of_machine != [tuning.machine_key()]:
+        why = f"{path}, {when}: for another machine or torch"
+        return Finding("measured", name, "info", why)
+    try:
+        trusted.read(path)
+    except trusted.UntrustedError as error:
+        return Finding("measured", name, "missing", f"not used: {error}", advice)
+    return Finding("measured", name, "ok", f"{path}, {when}; again: {command}")
 
 
 def measured() -> list[Finding]:
@@ -203,9 +208,9 @@ def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None
 def main(args: argparse.Namespace) -> int:
     """Prints the findings; returns 0 if the CPU backend works, else 1."""
     findings = examine()
-    if args.json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=1))
-    else:
+    if args.json is not None:
+        write_json(args.json, [asdict(finding) for finding in findings])
+    if args.json != STDOUT:
         _print(findings)
     works = any(f.name == "CPU" and f.state == "ok" for f in findings)
     return 0 if works else 1

@@ -1,4 +1,6 @@
-"""`symm-cp selftest`: what works between the GPUs of this machine, as a report to paste.
+"""`symm-cp selftest`: what works between ranks of this machine, as a report to paste.
+
+On the CPU, and on GPUs where there are any, ranks try signals, collectives and each op.
 
 Each part runs in processes of its own, which are killed when its time is over, so the command ends
 within two minutes whatever hangs. Ranks write down each item before they begin it and when it has
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -25,17 +27,21 @@ import torch.distributed as dist
 import symm_cp
 from symm_cp import devices, doctor, env
 from symm_cp.devices import Signals
-from symm_cp.first_run.checks import Check, checks
+from symm_cp.first_run import checks
+from symm_cp.first_run.checks import Check
 from symm_cp.memory import resolve
-from symm_cp.ranks import add_rendezvous, exit_as_rank, is_rank, positive, run_limited
-
-HELP = "test what works between the GPUs of this machine; ends within two minutes"
+from symm_cp.parsing import STDOUT, write_json
+from symm_cp.ranks import exit_as_rank, is_rank, run_limited
 
 #: Seconds for the whole command, for the environment, and for each part at most.
-_BUDGET, _ENVIRONMENT_LIMIT, _PART_LIMIT = 110.0, 25.0, 50.0
+_BUDGET, _ENVIRONMENT_LIMIT, _PART_LIMIT = 110.0, 45.0, 50.0
 #: A wait that cannot end aborts a rank, with a message, before the part's time is over.
 _WAIT_LIMIT_MS = 15_000
 _FOUND = "as found"
+_CPU = "CPU"
+#: A rank's death must be noticed within this many seconds. It takes 0.1 on an idle machine; the
+#: rest is for one that is busy.
+_NOTICED_SECONDS = 5.0
 _PREFIXES = ("SYMM_CP_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVIDIA_", "TRITON_")
 
 #: Starts the ranks for a part: its name, their number, seconds, and environment variables.
@@ -46,7 +52,10 @@ Say: TypeAlias = "Callable[[str, Mapping[str, Any]], object]"
 
 @dataclass
 class Item:
-    """One test of a part, on all ranks: "ok", "failed", "hung" or "skipped"."""
+    """One test of a part, on all ranks: "ok", "failed" or "hung".
+
+    What was not tested is "info", or "missing" here.
+    """
 
     name: str
     state: str
@@ -69,28 +78,16 @@ class Part:
         return [item for item in self.items if item.state in ("failed", "hung")]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `symm-cp selftest`."""
-    add = parser.add_argument
-    add("--device", choices=["cuda"], default="cuda", help="(%(default)s)")
-    add("--ranks", type=positive, help="(the number of GPUs, at least 2 and at most 8)")
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--part", help=argparse.SUPPRESS)
-    add("--results", type=Path, help=argparse.SUPPRESS)
-    add_rendezvous(parser)
-
-
 def main(args: argparse.Namespace) -> int:
-    """Runs `symm-cp selftest`; returns 0 if all works, 1 if something does not, 2 without a GPU."""
+    """Runs `symm-cp selftest`; returns 0 if all works, 1 if something does not.
+
+    Returns 2 if nothing was tested.
+    """
     if args.part is None and is_rank():
         print("symm-cp selftest: starts its ranks itself, without torchrun", file=sys.stderr)
         return 2
     if args.part is not None:
-        say = writer(args.results, int(os.environ["RANK"]))
-        if args.part == "environment":
-            return describe_environment(say)
-        device = torch.device(args.device, torch.cuda.current_device())
-        exit_as_rank(lambda group: examine(group, device, say), args.rendezvous)
+        _run_as_part(args)
     began = time.monotonic()
 
     def start(part: str, ranks: int, seconds: float, variables: Mapping[str, str]) -> Part:
@@ -99,14 +96,30 @@ def main(args: argparse.Namespace) -> int:
 
     environment = start("environment", 1, _ENVIRONMENT_LIMIT, {})
     count = gpus(environment)
-    if count == 0:
+    if count == 0 and args.device == "cuda":
         _print_items(environment)
-        print("symm-cp selftest: torch finds no CUDA device here", file=sys.stderr)
+        print("symm-cp selftest: nothing was tested: torch finds no CUDA device", file=sys.stderr)
         return 2
-    ranks = args.ranks or min(max(count, 2), 8)
-    parts = [environment, *_parts(ranks, start)]
-    _report(parts, ranks, as_json=args.json, seconds=time.monotonic() - began)
+    parts, ranks = [environment], args.ranks or 2
+    if args.device != "cuda":
+        parts.append(start(_CPU, ranks, _PART_LIMIT, {}))
+    if args.device != "cpu" and count > 0:
+        ranks = args.ranks or min(max(count, 2), 8)
+        parts += _parts(ranks, start)
+    _report(parts, ranks, args.json, seconds=time.monotonic() - began)
+    if count == 0 and args.json != STDOUT:
+        print("GPUs were not tested: torch finds no CUDA device.")
     return 1 if any(part.failed for part in parts) else 0
+
+
+def _run_as_part(args: argparse.Namespace) -> NoReturn:
+    say = writer(args.results, int(os.environ["RANK"]))
+    if args.part == "environment":
+        sys.exit(describe_environment(say))
+    if args.part == _CPU:
+        exit_as_rank(lambda group: examine_cpu(group, say), args.rendezvous, "symm_cp")
+    device = torch.device("cuda", torch.cuda.current_device())
+    exit_as_rank(lambda group: examine(group, device, say), args.rendezvous)
 
 
 def _parts(ranks: int, start: Start) -> Iterator[Part]:
@@ -145,19 +158,68 @@ def describe_environment(say: Say) -> int:
     """Writes down what a reader of the report must know about this machine."""
     if torch.cuda.is_available():
         torch.cuda.init()
-        say("GPUs", {"state": "ok", "detail": str(torch.cuda.device_count())})
+        say("GPUs", {"state": "info", "detail": str(torch.cuda.device_count())})
     else:
-        say("GPUs", {"state": "failed", "detail": "0"})
+        say("GPUs", {"state": "info", "detail": "0"})
     for finding in doctor.examine():
         if finding.section in ("versions", "native part", "backends"):
-            say(f"{finding.section}: {finding.name}", {"state": "ok", "detail": finding.detail})
-    say("CUDA of torch", {"state": "ok", "detail": str(torch.version.cuda)})
+            known = {"state": finding.state, "detail": finding.detail}
+            say(f"{finding.section}: {finding.name}", known)
+    say("CUDA of torch", {"state": "info", "detail": str(torch.version.cuda)})
     version = getattr(sys.modules.get("triton"), "__version__", "not loaded")
-    say("Triton", {"state": "ok", "detail": version})
+    say("Triton", {"state": "info", "detail": version})
     for name in sorted(os.environ):
         if name.startswith(_PREFIXES):
-            say(f"${name}", {"state": "ok", "detail": os.environ[name]})
+            say(f"${name}", {"state": "info", "detail": os.environ[name]})
     return 0
+
+
+def examine_cpu(group: dist.ProcessGroup, say: Say) -> int:
+    """Tests a group on the CPU as one of its ranks, the last of which then leaves without a word.
+
+    Returns 1 when something does not work.
+    """
+    failed = False
+    for check in checks.cpu_checks(group):
+        say(check.name, {"state": "hung"})
+        try:
+            wrong = check.wrong(check.run())
+            took = check.milliseconds(lambda: None)
+        except Exception as error:
+            say(check.name, {"state": "failed", "detail": _first_line(error)})
+            return 1  # the other ranks may be in the middle of the call
+        say(check.name, {"state": "failed" if wrong else "ok", "detail": wrong,
+                         "milliseconds": took})  # fmt: skip
+        failed |= bool(wrong)
+    if group.size() > 1:
+        failed |= not _notices_a_lost_peer(group, say)
+    return int(failed)
+
+
+def _notices_a_lost_peer(group: dist.ProcessGroup, say: Say) -> bool:
+    name, last = "a lost peer is noticed", group.size() - 1
+    say(name, {"state": "hung"})
+    x = torch.ones(4, 4)
+    symm_cp.matmul_all_reduce(x, x, group=group)
+    if group.rank() == last:
+        say(name, {"state": "ok"})
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        symm_cp.matmul_all_reduce(x, x, group=group)
+        found = "no error"
+    except RuntimeError as error:
+        found = _first_line(error)
+    seconds = time.monotonic() - began
+    noticed = f"rank {last}" in found and seconds <= _NOTICED_SECONDS
+    detail = f"after {seconds:.2f} s" if noticed else f"after {seconds:.2f} s: {found}"
+    say(name, {"state": "ok" if noticed else "failed", "detail": detail})
+    sys.stdout.flush()
+    os._exit(int(not noticed))  # a group without that rank cannot be left in order
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
@@ -174,7 +236,7 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
     synchronize = devices.device_for(state, device).synchronize
     override = symm_cp.override_cuda_ops() if device.type == "cuda" else nullcontext()
     with override:
-        for check in checks(group, device):
+        for check in checks.checks(group, device):
             say(check.name, {"state": "hung"})
             try:
                 wrong = check.wrong(check.run())
@@ -182,8 +244,7 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
                 if not wrong and device.type == "cuda" and verdict.graphs:
                     wrong = _in_graph(check, group, device)
             except Exception as error:
-                text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                say(check.name, {"state": "failed", "detail": text})
+                say(check.name, {"state": "failed", "detail": _first_line(error)})
                 return 1  # the other ranks may be in the middle of the call
             known = {"state": "failed" if wrong else "ok", "detail": wrong}
             say(check.name, {**known, "milliseconds": took})
@@ -246,13 +307,13 @@ def _read(path: Path) -> dict[str, dict[str, Any]]:
 
 def merged(said: list[dict[str, dict[str, Any]]]) -> list[Item]:
     """Returns the items of all ranks: each as on the rank where it went worst."""
-    worst = ("failed", "hung", "ok")
+    worst = ("failed", "hung", "missing", "info", "ok")
     items = []
     for name in dict.fromkeys(name for of_rank in said for name in of_rank):
         states = [of_rank.get(name, {"state": "hung"}) for of_rank in said]
         rank = min(range(len(said)), key=lambda r: worst.index(states[r]["state"]))
         state, detail = states[rank]["state"], states[rank].get("detail", "")
-        if state != "ok":
+        if state in ("failed", "hung"):
             detail = f"rank {rank}: {detail or 'did not end'}"
         times = [known["milliseconds"] for known in states if "milliseconds" in known]
         items.append(Item(name, state, detail, max(times, default=None)))
@@ -261,30 +322,33 @@ def merged(said: list[dict[str, dict[str, Any]]]) -> list[Item]:
 
 def gpus(environment: Part) -> int:
     """Returns how many GPUs the environment has; 0 also where asking for them hung."""
-    found = [item for item in environment.items if item.name == "GPUs" and item.state == "ok"]
+    found = [item for item in environment.items if item.name == "GPUs" and item.state == "info"]
     return int(found[0].detail) if found else 0
 
 
 def _print_items(part: Part) -> None:
     print(f"\n{part.name} ({part.outcome})")
     width = max((len(item.name) for item in part.items), default=0)
-    marks = {"ok": "  ", "failed": "! ", "hung": "! "}
+    marks = {"failed": "! ", "hung": "! "}
     for item in part.items:
         took = "" if item.milliseconds is None else f"{item.milliseconds:9.3f} ms"
-        line = f"  {marks[item.state]}{item.name:<{width}}  {item.state:<7}{took}  {item.detail}"
+        state = "" if item.state == "info" else item.state
+        mark = marks.get(item.state, "  ")
+        line = f"  {mark}{item.name:<{width}}  {state:<7}{took}  {item.detail}"
         print(line.rstrip())
 
 
-def _report(parts: list[Part], ranks: int, *, as_json: bool, seconds: float) -> None:
+def _report(parts: list[Part], ranks: int, file: Path | None, *, seconds: float) -> None:
     failed = [(part.name, item) for part in parts for item in part.failed]
-    if as_json:
-        print(json.dumps({"ranks": ranks, "parts": [asdict(part) for part in parts]}, indent=1))
+    if file is not None:
+        write_json(file, {"ranks": ranks, "parts": [asdict(part) for part in parts]})
+    if file == STDOUT:
         return
     print(f"symm-cp selftest: {ranks} ranks, {seconds:.0f} s")
     for part in parts:
         _print_items(part)
     if not failed:
-        print("\nAll works.")
+        print(f"\nAll works: {', '.join(part.name for part in parts[1:])}.")
         return
     print(f"\n{len(failed)} failed:")
     for name, item in failed:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import fields, replace
 from types import TracebackType
 from typing import Any
 
@@ -108,12 +109,19 @@ def enable(
     return Enabled(before)
 
 
-def compile_options(options: Options | None = None) -> dict[str, Any]:
+def compile_options(options: Options | None = None, **changes: Any) -> dict[str, Any]:
     """Returns the passes as `options` of a single `torch.compile`.
 
-    torch.compile(model, options=symm_cp.inductor.compile_options())
+    torch.compile(model, options=symm_cp.inductor.compile_options(strict=True))
+
+    `changes` are keyword arguments of `enable`. Raises `TypeError` for unknown ones.
     """
-    return passes_for(options or Options())
+    known = {field.name for field in fields(Options)}
+    if unknown := sorted(changes.keys() - known):
+        raise TypeError(
+            f"compile_options: unknown {', '.join(unknown)}; must be of {', '.join(sorted(known))}"
+        )
+    return passes_for(replace(options or Options(), **changes))
 
 
 def disable() -> None:

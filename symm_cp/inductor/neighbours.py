@@ -27,10 +27,10 @@ _MOVES = {
     "split_with_sizes_copy", "chunk", "unbind", "slice", "select", "narrow", "unsqueeze",
     "squeeze", "permute", "transpose", "t", "numpy_T", "expand", "repeat", "cat", "stack",
     "index", "index_select", "gather", "take", "flip", "rev", "roll", "constant_pad_nd",
-    "slice_scatter", "select_scatter", "wait_tensor",
+    "slice_scatter", "select_scatter", "wait_tensor", "wait_tensors",
 }  # fmt: skip
 _NAMESPACES = {"_c10d_functional", "_c10d_functional_autograd", "c10d_functional"}
-_NOT_COLLECTIVES = {"wait_tensor", "_wrap_tensor_autograd"}
+_NOT_COLLECTIVES = {"wait_tensor", "wait_tensors", "_wrap_tensor_autograd"}  # 2.15 has the second
 
 
 def _packet(node: Node) -> str:

@@ -6,6 +6,7 @@ transformers if that is imported; `disable` restores them. The import itself rep
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -284,10 +285,23 @@ def _with_fsdp_on_cpu(original: Any) -> Any:
     return init
 
 
+def _started() -> int:
+    """Returns how many processes the launcher has started, or have met already."""
+    if torch.distributed.is_initialized():
+        return torch.distributed.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def _validate_accelerator(original: Any) -> Any:
     def validate(self: ParallelismConfig, accelerator: Accelerator) -> None:
         _serve_trainer()  # it makes its accelerator here
         kind = accelerator.distributed_type
+        if accelerator.num_processes == 1 < min(_started(), self.total_size):
+            raise ValueError(
+                f"{_OP}: accelerate uses 1 of {_started()} processes, as it finds no accelerator; "
+                "on CPU set ACCELERATE_USE_CPU=true, or pass Accelerator(cpu=True), or "
+                "TrainingArguments(use_cpu=True)"
+            )
         if self.sp_enabled and kind != DistributedType.DEEPSPEED:
             raise ValueError(
                 f"{_OP}: sp_size={self.sp_size} is DeepSpeed's sequence parallelism, and there is "

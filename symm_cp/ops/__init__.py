@@ -7,6 +7,7 @@ from symm_cp.ops import (
     collectives,
     common,
     delta_rule,
+    equal_inputs,
     exchange_heads,
     halo,
     head_projection,
@@ -19,6 +20,7 @@ from symm_cp.ops import (
     scaled_matmul,
     scan,
     transforms,
+    unsupported,
 )
 
 
@@ -31,6 +33,7 @@ def register() -> None:
     scaled_matmul.register()
     scaled_all_reduce.register()
     collectives.register()
+    equal_inputs.register()
     exchange_heads.register()
     head_projection.register()
     low_contention.register()
@@ -39,6 +42,7 @@ def register() -> None:
     scan.register()
     delta_rule.register()
     transforms.register()
+    unsupported.register()
 
 
 def register_without_native() -> None:

@@ -15,16 +15,16 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed._symmetric_memory as torch_symm_mem
 import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_leaves
 
 from symm_cp import devices, native, wire
 from symm_cp.hosts import on_this_host
-from symm_cp.liveness import PeerLostError
 from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
 from symm_cp.ops.compiled import called_in_order
+from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
 from symm_cp.shards import Split
-from symm_cp.stores import StoreLostError
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.
 END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())
@@ -36,20 +36,43 @@ T = TypeVar("T")
 SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
+# Dispatch keys at which no call is made: fake kernels, what records calls, what other keys follow.
+_NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
+_DEVICES = tuple(kind.dispatch_key for kind in devices.known())
 
 
 class _Library(torch.library.Library):
     """Kernels for CPU tensors tell the peers when they refuse a call; graphs keep the order."""
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.on_cpu: set[str] = set()  # names of the ops with a kernel for CPU tensors
+
     def impl(
         self, op_name: Any, fn: Any, dispatch_key: str = "", *args: Any, **kwargs: Any
     ) -> None:
-        if dispatch_key == "CPU":
-            channel = "async" if str(op_name).startswith("_low_contention") else "sync"
-            fn = tells_peers(fn, "group_name", channel, str(op_name).partition(".")[0])
+        if not dispatch_key.startswith(_NOT_CALLS) and dispatch_key not in _DEVICES:
+            fn = self._telling(str(op_name), fn, dispatch_key, bool(kwargs.get("with_keyset")))
         if dispatch_key == "Meta" and self.ns == "symm_mem":
             fn = called_in_order(str(op_name).rpartition("::")[2], fn)
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
+
+    def _telling(self, name: str, kernel: Any, dispatch_key: str, with_keyset: bool) -> Any:
+        """Returns a kernel that tells the peers when it, or what it dispatches to, refuses."""
+        name, _, overload = name.rpartition("::")[2].partition(".")
+        arguments = TensorArguments(torch._C._get_schema(f"{self.ns}::{name}", overload))
+        if dispatch_key == "CPU":
+            self.on_cpu.add(name)
+            kernel = checking_memory(public_name(name), arguments, kernel)
+        position = arguments.group_name
+        if position is None:
+            return kernel
+        position += with_keyset
+
+        def group_of_call(args: Any, kwargs: Any) -> Any:
+            return args[position] if position < len(args) else kwargs["group_name"]
+
+        return _telling(kernel, group_of_call, channel_of(name), name)
 
 
 def tells_peers(
@@ -63,6 +86,21 @@ def tells_peers(
     """
     signature = inspect.signature(function)
 
+    def group_of_call(args: Any, kwargs: Any) -> Any:
+        return signature.bind(*args, **kwargs).arguments[group]
+
+    return _telling(function, group_of_call, channel, op)
+
+
+def entry_point(function: Callable[P, R]) -> Callable[P, R]:
+    """Returns a function that users call with `group`, which tells the peers when it raises."""
+    name = function.__name__
+    return tells_peers(function, channel=channel_of(name), op=name)
+
+
+def _telling(
+    function: Callable[P, R], group_of_call: Callable[[Any, Any], Any], channel: str, op: str
+) -> Callable[P, R]:
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         if torch.compiler.is_compiling():
@@ -72,13 +110,21 @@ def tells_peers(
         except END_OF_RECOMPUTATION:  # nothing failed
             raise
         except Exception as error:
-            if op and isinstance(error, (PeerLostError, StoreLostError)):
-                error.args = (f"{op}: {error}",)
+            if op:
+                _name_op(op, error)
             with contextlib.suppress(Exception):  # no group, nobody to tell
-                refuse(signature.bind(*args, **kwargs).arguments[group], channel, error)
+                if concerns_peers(tree_leaves((args, kwargs))):
+                    refuse(group_of_call(args, kwargs), channel, error)
             raise
 
     return call
+
+
+def _name_op(op: str, error: Exception) -> None:
+    """Puts an op's name before the text of an error that names none, as those of torch do."""
+    text = str(error)
+    if error.args == (text,) and not any(name in text for name in (op, *lib.on_cpu)):
+        error.args = (f"{op}: {text}",)
 
 
 def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
@@ -89,8 +135,16 @@ def refuse(group: GroupLike, channel: str, error: BaseException) -> None:
     state = resolve(group)
     if state.world_size == 1 or is_reported(error):
         return
+    if native.load().symm_cp_was_told(str(error).encode()):  # by a native kernel
+        reported(error)
+        return
     on_this_host(state, "cpu").refuse(channel, error)
     reported(error)
+
+
+def channel_of(op: str) -> str:
+    """Returns the channel on which an op makes its calls."""
+    return "async" if "low_contention" in op else "sync"
 
 
 class _Runs(threading.local):
@@ -178,6 +232,7 @@ def register_in_python(name: str, kernel: Op) -> None:
     schema = str(getattr(torch.ops.symm_mem, name).default._schema)
     _in_python.define(schema.removeprefix("symm_mem::"))
     _in_python.impl(name, kernel, "CPU")
+    lib.on_cpu.add(name)
     _with_native_kernels.append(name)
 
 
@@ -411,6 +466,11 @@ WITH_SIZES = {
     "_low_contention_all_gather": "_low_contention_all_gather_split",
     "_low_contention_reduce_scatter": "_low_contention_reduce_scatter_split",
 }
+
+
+def public_name(op: str) -> str:
+    """Returns the name by which errors call an op: that of its counterpart without sizes."""
+    return next((name for name, split in WITH_SIZES.items() if split == op), op)
 
 
 def named_with_sizes(*ops: str) -> tuple[str, ...]:

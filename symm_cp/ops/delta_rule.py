@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, lib, register_kernel, tells_peers, what_is, world_size_of
+from symm_cp.ops.common import entry_point, group_of, lib, register_kernel, what_is, world_size_of
 from symm_cp.ops.scan import pieces_of
 from symm_cp.ops.transforms import register_gradient, register_no_gradient
 from symm_cp.results import contiguous, new_result
@@ -243,7 +243,7 @@ def _normalised(tensor: torch.Tensor) -> torch.Tensor:
     return tensor * torch.rsqrt(tensor.square().sum(-1, keepdim=True) + 1e-6)
 
 
-@tells_peers
+@entry_point
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -16,6 +16,7 @@ from symm_cp.ops.common import (
     SIZES,
     check_dim,
     check_reduce_op,
+    entry_point,
     gather_split,
     group_of,
     lib,
@@ -219,6 +220,7 @@ def register() -> None:
     register_gradient(_ADD, _add_backward, _setup)
 
 
+@entry_point
 def exchange_halo(
     x: torch.Tensor,
     left: int,

@@ -7,6 +7,7 @@ soon as the call has returned, a symmetric one (which peers read in place) after
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from symm_cp.ops.common import (
     register_device_kernel,
     register_in_python,
     scatter_split,
+    tells_peers,
     uneven_of,
     uneven_parts,
     unfused_all_gather,
@@ -257,6 +259,26 @@ def register() -> None:
     register_gradient(WITH_SIZES[_SCATTER], _reduce_scatter_backward, _scatter_setup)
 
 
+# What follows them makes no call: of its errors the peers must not be told.
+@partial(tells_peers, channel="async", op=_GATHER)
+def _start_gather(
+    shard: torch.Tensor, group: GroupLike, sizes: Sequence[int] | None
+) -> torch.Tensor:
+    name = group_name(group)
+    gathered: torch.Tensor = call_op(_GATHER, shard, name, uneven=uneven_parts(sizes, name))
+    return gathered
+
+
+@partial(tells_peers, channel="async", op=_SCATTER)
+def _start_scatter(
+    tensor: torch.Tensor, reduce_op: str, group: GroupLike, sizes: Sequence[int] | None
+) -> torch.Tensor:
+    name = group_name(group)
+    uneven = uneven_parts(sizes, name)
+    scattered: torch.Tensor = call_op(_SCATTER, tensor, reduce_op, name, uneven=uneven)
+    return scattered
+
+
 def low_contention_all_gather(
     shard: torch.Tensor, *, group: GroupLike, sizes: Sequence[int] | None = None
 ) -> torch.Tensor:
@@ -274,12 +296,11 @@ def low_contention_all_gather(
     Returns a tensor of shape (sum of all M, ...) that, like those of torch's functional
     collectives, waits for the transfer when it is first used. Differentiable. A contiguous shard in
     symmetric memory that was rendezvoused with the group is read in place: leave it alone until
-    then. Raises `ValueError` for a 0-D shard or sizes that do not fit, `RuntimeError` when a peer
-    fails or disagrees. Source: torch's `symm_mem::_low_contention_all_gather`.
+    then, and pass such a one on all ranks or on none. Raises `ValueError` for a 0-D shard or sizes
+    that do not fit, `RuntimeError` when a peer fails or disagrees. Source: torch's
+    `symm_mem::_low_contention_all_gather`.
     """
-    name = group_name(group)
-    gathered = call_op(_GATHER, shard, name, uneven=uneven_parts(sizes, name))
-    return funcol._maybe_wrap_tensor(gathered)
+    return funcol._maybe_wrap_tensor(_start_gather(shard, group, sizes))
 
 
 def low_contention_reduce_scatter(
@@ -306,6 +327,4 @@ def low_contention_reduce_scatter(
     errors as for `low_contention_all_gather`; `TypeError` for a dtype that cannot be reduced.
     Source: torch's `symm_mem::_low_contention_reduce_scatter`.
     """
-    name = group_name(group)
-    scattered = call_op(_SCATTER, tensor, reduce_op, name, uneven=uneven_parts(sizes, name))
-    return funcol._maybe_wrap_tensor(scattered)
+    return funcol._maybe_wrap_tensor(_start_scatter(tensor, reduce_op, group, sizes))

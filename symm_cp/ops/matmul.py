@@ -23,6 +23,7 @@ from symm_cp.ops.common import (
     WITH_SIZES,
     Op,
     call_op,
+    entry_point,
     lib,
     register_kernel,
     uneven_parts,
@@ -76,6 +77,7 @@ def register() -> None:
     autocast.register(autocast.cast, GATHER, SCATTER)
 
 
+@entry_point
 def all_gather_matmul(
     shard: torch.Tensor,
     weights: torch.Tensor | Sequence[torch.Tensor],
@@ -102,11 +104,12 @@ def all_gather_matmul(
             rank's.
 
     Returns the output, or a list of outputs for a sequence of weights; with `return_gathered` the
-    pair (gathered, outputs). Differentiable in shard and weights. A contiguous shard in symmetric
-    memory that was rendezvoused with the group is read in place by the peers. Bits depend neither
-    on where the shard lies nor on `return_gathered`. Raises `ValueError` or `TypeError` for
-    arguments that do not fit, before any communication; `RuntimeError` when a peer fails or
-    disagrees. Source: torch's `symm_mem::fused_all_gather_matmul`.
+    pair (gathered, outputs). Differentiable in shard and weights. Contiguous shards in symmetric
+    memory that was rendezvoused with the group are read in place by the peers, if all ranks pass
+    such a one. Bits depend neither on where the shard lies nor on `return_gathered`. Raises
+    `ValueError` or `TypeError` for arguments that do not fit, before any communication;
+    `RuntimeError` when a peer fails or disagrees. Source: torch's
+    `symm_mem::fused_all_gather_matmul`.
     """
     single = isinstance(weights, torch.Tensor)
     matrices = [weights] if isinstance(weights, torch.Tensor) else list(weights)
@@ -124,6 +127,7 @@ def all_gather_matmul(
     return (gathered, result) if return_gathered else result
 
 
+@entry_point
 def matmul_reduce_scatter(
     a: torch.Tensor,
     weight: torch.Tensor,

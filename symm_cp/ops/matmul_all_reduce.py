@@ -20,6 +20,7 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     Op,
     check_reduce_op,
+    entry_point,
     group_of,
     in_test_mode,
     lib,
@@ -261,6 +262,7 @@ def register() -> None:
     autocast.register(autocast.cast, ALL_REDUCE)
 
 
+@entry_point
 def matmul_all_reduce(
     a: torch.Tensor,
     weight: torch.Tensor,

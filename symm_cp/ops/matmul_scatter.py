@@ -50,6 +50,10 @@ def _check_scatter(
         return scatter_split(op, "scatter_dim", dim, shape[dim], sizes, world_size)
 
     terms = Terms.of(lefts, rights, addend, divided)
+    if addend is not None and list(addend.shape) != terms.shape:
+        raise ValueError(
+            f"{op}: addend has shape {list(addend.shape)}, must be {terms.shape}, that of the sum"
+        )
     return terms, check_reduce_op(op, "A", terms.like.dtype, reduce_op)
 
 

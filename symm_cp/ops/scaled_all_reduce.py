@@ -11,6 +11,7 @@ from symm_cp.memory import GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     check_reduce_op,
+    entry_point,
     group_of,
     in_test_mode,
     lib,
@@ -129,6 +130,7 @@ def register() -> None:
     )
 
 
+@entry_point
 def scaled_matmul_all_reduce(
     a: torch.Tensor,
     weight: torch.Tensor,

@@ -19,6 +19,7 @@ from symm_cp.ops.common import (
     Op,
     call_op,
     check_dim,
+    entry_point,
     lib,
     named_with_sizes,
     register_kernel,
@@ -86,6 +87,7 @@ def _as_list(value: Any, count: int) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value] * count
 
 
+@entry_point
 def scaled_all_gather_matmul(
     shard: torch.Tensor,
     weights: torch.Tensor | Sequence[torch.Tensor],
@@ -139,6 +141,7 @@ def scaled_all_gather_matmul(
     return gathered, outputs[0] if single else outputs
 
 
+@entry_point
 def scaled_matmul_reduce_scatter(
     a: torch.Tensor,
     weight: torch.Tensor,

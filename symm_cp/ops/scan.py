@@ -16,7 +16,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, lib, register_kernel, tells_peers, what_is, world_size_of
+from symm_cp.ops.common import entry_point, group_of, lib, register_kernel, what_is, world_size_of
 from symm_cp.ops.transforms import register_gradient
 from symm_cp.results import contiguous, new_result
 from symm_cp.runtime.sums import wide
@@ -143,7 +143,7 @@ def register() -> None:
     register_gradient(_OP, _backward, _setup)
 
 
-@tells_peers
+@entry_point
 def scan_states(
     state: torch.Tensor,
     *,

@@ -12,6 +12,9 @@ layer is computed; its gradients are reduce-scattered in float32 during the next
 transfers and those of the ops are assumed to share one link, so a layer takes at least as long as
 all of them; the first gather and the last reduce-scatter cannot be hidden.
 
+With activation checkpointing a layer keeps its input alone, and its forward pass, communication
+included, runs a second time just before its backward pass (Chen et al., 2016).
+
 Not included: the reduction of gradients over replicas that hold the same shard, and the optimizer's
 step, which trainers hide or run once for several batches.
 """
@@ -80,7 +83,7 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted step of a layout."""
+    """The predicted step of a layout, with or without activation checkpointing."""
 
     layout: ParallelLayout
     step: float
@@ -89,6 +92,7 @@ class Prediction:
     memory: float
     fits: bool
     tokens: float
+    checkpointing: bool = False
 
     @property
     def hidden(self) -> float:
@@ -157,28 +161,37 @@ def _attention(
 
 
 def _layer(
-    model: Model, layout: ParallelLayout, batch: int, sequence: int, machine: Machine
+    model: Model,
+    layout: ParallelLayout,
+    batch: int,
+    sequence: int,
+    machine: Machine,
+    checkpointing: bool,
 ) -> Times:
+    """Predicts the forward and backward pass of a layer."""
     tp, tokens = layout.tp, batch * sequence // layout.cp
     shard = tokens / tp * model.hidden * _ITEM
     wide_in = (model.query + 2 * model.shared, 2 * model.feed_forward)
     wide_out = (model.query, model.feed_forward)
-    total = Times()
+    forward = backward = Times()
     for features in wide_in:  # all-gather-matmuls, and their two gradients
         flops = 2 * tokens * model.hidden * features / tp
-        total += _gather(tp, flops, shard, machine) * 2 + _scatter(tp, flops, shard, machine)
+        forward += _gather(tp, flops, shard, machine)
+        backward += _gather(tp, flops, shard, machine) + _scatter(tp, flops, shard, machine)
     for features in wide_out:  # matmul-reduce-scatters; one gather serves both gradients
         flops = 2 * tokens * model.hidden * features / tp
-        total += _scatter(tp, flops, shard, machine) + _gather(tp, 2 * flops, shard, machine)
+        forward += _scatter(tp, flops, shard, machine)
+        backward += _gather(tp, 2 * flops, shard, machine)
     # Causal: half of the pairs of query and key, two matmuls forward and five backward.
     flops = 2 * batch * sequence**2 * model.query / tp
     keys = 2 * tokens * model.shared / tp
-    total += _attention(layout, flops, keys * _ITEM, 0.0, machine)
-    total += _attention(layout, 2.5 * flops, keys * _ITEM, keys * _WIDE, machine)
+    forward += _attention(layout, flops, keys * _ITEM, 0.0, machine)
+    backward += _attention(layout, 2.5 * flops, keys * _ITEM, keys * _WIDE, machine)
     # Norms, residuals, rotations and the gate, forward and twice that backward.
-    moved = 3 * (16 * shard + 3 * tokens * model.feed_forward / tp * _ITEM)
+    moved = 16 * shard + 3 * tokens * model.feed_forward / tp * _ITEM
     elementwise = moved / machine.memory_rate
-    return total + Times(elementwise, elementwise)
+    forward += Times(elementwise, elementwise)
+    return forward * (2 if checkpointing else 1) + backward + Times(elementwise, elementwise) * 2
 
 
 def _sharded(layout: ParallelLayout, nbytes: float, machine: Machine) -> float:
@@ -201,7 +214,14 @@ def _beside(times: Times, seconds: float) -> Times:
     return Times(max(times.fused, communication), times.compute, communication)
 
 
-def memory_of(model: Model, layout: ParallelLayout, batch: int, sequence: int) -> float:
+def memory_of(
+    model: Model,
+    layout: ParallelLayout,
+    batch: int,
+    sequence: int,
+    *,
+    checkpointing: bool = False,
+) -> float:
     """Returns the bytes that a GPU needs: states, activations, logits, gathered weights."""
     tokens = batch * sequence / layout.cp
     parameters = model.parameters / layout.tp
@@ -212,7 +232,10 @@ def memory_of(model: Model, layout: ParallelLayout, batch: int, sequence: int) -
         # The weights in use, those gathered ahead, and the gradients of the former.
         largest = max(model.layer_parameters, model.vocabulary * model.hidden)
         state += 3 * largest / layout.tp * _ITEM
-    activations = model.layers * tokens * model.hidden * _ACTIVATION_BYTES / layout.tp
+    of_layer = tokens * model.hidden / layout.tp
+    activations = model.layers * of_layer * _ACTIVATION_BYTES
+    if checkpointing:  # the inputs of all layers, and everything of the one under way
+        activations = of_layer * (model.layers * _ITEM + _ACTIVATION_BYTES)
     logits = tokens * model.vocabulary * _WIDE / layout.tp
     return state + activations + logits
 
@@ -223,10 +246,16 @@ def fits(memory: float, machine: Machine) -> bool:
 
 
 def predict(
-    model: Model, machine: Machine, layout: ParallelLayout, batch: int, sequence: int
+    model: Model,
+    machine: Machine,
+    layout: ParallelLayout,
+    batch: int,
+    sequence: int,
+    *,
+    checkpointing: bool = False,
 ) -> Prediction:
     """Predicts one training step of a layout."""
-    layer = _layer(model, layout, batch, sequence, machine)
+    layer = _layer(model, layout, batch, sequence, machine, checkpointing)
     tokens = batch * sequence / layout.cp
     seconds = machine.matmul(6 * tokens * model.hidden * model.vocabulary / layout.tp)
     head, ends = Times(seconds, seconds), Times()
@@ -245,7 +274,7 @@ def predict(
         gather, scatter = seconds_of(model.vocabulary * model.hidden)
         head = _beside(head, 3 * gather + 2 * scatter)
     total = layer * model.layers + head + ends
-    memory = memory_of(model, layout, batch, sequence)
+    memory = memory_of(model, layout, batch, sequence, checkpointing=checkpointing)
     return Prediction(
         layout,
         total.fused,
@@ -254,6 +283,7 @@ def predict(
         memory,
         fits(memory, machine),
         layout.dp * batch * sequence / total.fused,
+        checkpointing,
     )
 
 

@@ -76,6 +76,7 @@ def _environment(names: str) -> Iterator[None]:
 def main(arguments: Sequence[str]) -> int:
     """Runs `symm-cp run` and returns the exit code, torchrun's."""
     from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
 
     args = parser().parse_args(arguments)
@@ -95,4 +96,7 @@ def main(arguments: Sequence[str]) -> int:
         except ChildFailedError as error:
             print(error, file=sys.stderr)
             return 1
+        except SignalException as error:  # the ranks have been sent it, too
+            print(f"\nsymm-cp run: ended by {error.sigval.name}", file=sys.stderr)
+            return 128 + error.sigval
     return 0

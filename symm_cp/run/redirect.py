@@ -25,7 +25,8 @@ def replaced(requested: str, names: Collection[str]) -> str | None:
     if backends.get("cpu") not in names:
         return None
     backends["cpu"] = _NAME
-    if ":" not in requested and not torch.backends.cuda.is_built():
+    # Not `is_available`, after which forked processes cannot use GPUs.
+    if ":" not in requested and torch.cuda.device_count() == 0:
         backends.pop("cuda", None)  # gloo by itself stands for both
     if len(backends) == 1:
         return _NAME

@@ -136,7 +136,7 @@ class Runtime(Protocol):
         """Calls `consume(shard of rank r, r)` for each rank, its own first, peers' as they arrive.
 
         `shard` is one or more tensors of any strides. A single contiguous tensor in symmetric
-        memory that was rendezvoused with the group is read in place, on all ranks or on none.
+        memory that was rendezvoused with the group is read in place if all ranks pass such a one.
         `shapes` gives the shapes of each rank's shard where they differ. `gathered`, if given, is
         contiguous and receives the first tensor of all ranks, divided by `split` (by default into
         equal parts of dimension 0).

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -12,7 +13,7 @@ import torch
 
 from symm_cp import native, wire
 from symm_cp.alignment import part_offsets
-from symm_cp.memory import Group, is_symmetric, reported
+from symm_cp.memory import Group, Workspace, has_symmetric, is_symmetric, reported
 from symm_cp.results import contiguous
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
@@ -30,6 +31,7 @@ from symm_cp.runtime.api import (
     Sizes,
 )
 from symm_cp.runtime.binding import Binding
+from symm_cp.runtime.numbers import numbers_on_host
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
@@ -38,6 +40,9 @@ from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
 _NATIVE_COPIES: frozenset[str] = frozenset()
 #: Copies of inputs that are strided, or several tensors to be laid out in a slot.
 _PYTHON_COPIES = frozenset({"input"})
+
+#: Ends the name of the exchange before a call in which the ranks tell where their shards lie.
+_ASKED = b" (in place?)"
 
 
 @lru_cache(maxsize=512)
@@ -169,14 +174,13 @@ class CpuRuntime:
         """See `Runtime`. A peer's shard is read where it lies, with strides of a new tensor."""
         rank = group.rank
         shards = Shards(shard, group.world_size, shapes)
-        in_place = len(shard) == 1 and _readable(shards, group)
         strided = not shards.contiguous
         target = None
         if gathered is not None:
             split = split or Split.equal(shard[0].shape[0], group.world_size)
             target = (split, tuple(gathered.shape), gathered.element_size())
-        program = _consume_program(rank, shards.sizes, in_place, strided, target)
-        with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
+        with _call_of(shards, group, call_name) as (workspace, epoch, in_place):
+            program = _consume_program(rank, shards.sizes, in_place, strided, target)
 
             def copy_to_gathered(chunk: int) -> None:
                 assert gathered is not None
@@ -214,9 +218,8 @@ class CpuRuntime:
         rank = group.rank
         parts = None if shapes is None else [(shape,) for shape in shapes]
         shards = Shards([shard], group.world_size, parts)
-        in_place = _readable(shards, group)
-        program = _combine_program(rank, shards.sizes, in_place, not shards.contiguous)
-        with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
+        with _call_of(shards, group, call_name) as (workspace, epoch, in_place):
+            program = _combine_program(rank, shards.sizes, in_place, not shards.contiguous)
 
             def shard_of(source: int) -> torch.Tensor:
                 if source == rank and in_place:
@@ -405,6 +408,29 @@ class CpuRuntime:
             program.run(workspace, epoch, [], call_name, {"step": run_step})
 
 
-def _readable(shards: Shards, group: Group) -> bool:
-    """Whether the one tensor of the own shard can be read in place, as those of all ranks."""
-    return shards.contiguous and not shards.sizes.some_empty and is_symmetric(shards.own[0], group)
+@contextmanager
+def _call_of(
+    shards: Shards, group: Group, call_name: bytes
+) -> Iterator[tuple[Workspace, int, bool]]:
+    """As `Group.call`, for shards; yields also whether all ranks' are read in place."""
+    with group.own_lock():
+        in_place = _readable(shards, group, call_name)
+        with group.call(0 if in_place else shards.nbytes, call_name) as (workspace, epoch):
+            yield workspace, epoch, in_place
+
+
+def _readable(shards: Shards, group: Group, call_name: bytes) -> bool:
+    """Whether the shards of all ranks are read in place. Collective where some might be.
+
+    Whether its own shard can be, no rank knows of the others: it may be contiguous on one rank and
+    not on another one, if only because a dimension was moved to the front that has length 1 there.
+    """
+    ranks = group.world_size
+    if len(shards.own) > 1 or shards.sizes.some_empty or not has_symmetric(group):
+        return False
+    own = shards.contiguous and is_symmetric(shards.own[0], group)
+    if ranks == 1:
+        return own
+    name = call_name[: wire.MAX_CALL_NAME - len(_ASKED)] + _ASKED
+    of_all = numbers_on_host(group, name, [own])
+    return all(readable for (readable,) in of_all)

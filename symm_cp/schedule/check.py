@@ -160,6 +160,7 @@ class CheckReport:
     problems: tuple[Problem, ...]
     calls: int
     world_size: int
+    slots: int = 0  # 0: they do not matter
 
     @property
     def ok(self) -> bool:
@@ -167,7 +168,12 @@ class CheckReport:
         return not self.problems
 
     def __str__(self) -> str:
-        size = f"{self.calls} calls on {self.world_size} ranks"
+        size = f"{self.calls} call{'s'[: self.calls > 1]} on {self.world_size} ranks"
+        if self.ok and self.calls < self.slots + 2:
+            return (
+                f"{size}: no problem within them; whether slots can be used again takes slots + 2 "
+                f"= {self.slots + 2} calls in a row"
+            )
         if self.ok:
             return f"{size}: no problem"
         return "\n".join([f"{size}: {len(self.problems)} problems", *map(str, self.problems)])
@@ -177,7 +183,7 @@ def check(calls: Sequence[Sequence[Schedule]]) -> CheckReport:
     """Prove ``calls`` free of races and deadlocks, or report what is wrong.
 
     ``calls[c][r]`` is the schedule of rank r in call c. All calls share one workspace. A run of
-    ``slots + 2`` calls shows every hazard of reusing a slot.
+    ``slots + 2`` calls shows every hazard of reusing a slot; the report of fewer says so.
 
     Raises ``ValueError`` if the schedules do not fit together (ranks, world sizes, slots).
     """
@@ -276,7 +282,7 @@ class _Run:
         for lane in self.lanes:
             if lane.position < len(lane.events):
                 self._report_deadlock(lane)
-        return CheckReport(tuple(self.problems), self.calls, self.world_size)
+        return CheckReport(tuple(self.problems), self.calls, self.world_size, self.slots)
 
     def _advance(self, lane: _Lane, ready: deque[_Lane]) -> None:
         """Run ``lane`` to its end or to a wait that is not satisfied yet."""

@@ -33,6 +33,10 @@ class Event:
     op: str = ""
 
 
+#: Lines of a printed timeline; a few calls of an op on 8 ranks.
+_MAX_LINES = 200
+
+
 class DeadlockError(ValueError):
     """Lanes that wait for each other."""
 
@@ -42,6 +46,19 @@ class Timeline:
     """All events, in no particular order."""
 
     events: tuple[Event, ...]
+
+    def __str__(self) -> str:
+        """A line for each step, in the order in which they begin."""
+        ranks = len({event.rank for event in self.events})
+        events = sorted(self.events, key=lambda event: (event.start, event.rank))
+        lines = [f"{len(events)} steps on {ranks} ranks in {self.total * 1e3:.3f} ms"]
+        lines += [
+            f"{(event.start - self.begin) * 1e3:10.3f} ms {(event.end - event.start) * 1e3:+9.3f}"
+            f"  rank {event.rank}, {event.lane}, call {event.call}: {event.step}"
+            for event in events[:_MAX_LINES]
+        ]
+        more = len(events) - _MAX_LINES
+        return "\n".join([*lines, f"... and {more} more"] if more > 0 else lines)
 
     @property
     def begin(self) -> float:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Signal, Wait
-from symm_cp.trusted import write_output
 
 #: For each kind of step its name, and the colour of its bars.
 _KINDS: dict[type, tuple[str, str]] = {
@@ -22,6 +22,15 @@ _KINDS: dict[type, tuple[str, str]] = {
     Wait: ("wait", "#c9c9c9"),
     Signal: ("signal", "#55a868"),
 }
+
+
+def _write(path: Path, content: str | bytes) -> None:
+    if sys.platform == "linux":
+        from symm_cp.trusted import write_output  # has calls of Linux
+
+        write_output(path, content)
+    else:
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _lanes(timeline: Timeline) -> list[tuple[int, str]]:
@@ -67,9 +76,9 @@ def _named(what: str, pid: int, tid: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": {"name": name}}
 
 
-def save(path: Path, timelines: Mapping[str, Timeline]) -> None:
+def save(path: str | Path, timelines: Mapping[str, Timeline]) -> None:
     """Writes the trace-event file."""
-    write_output(path, json.dumps(chrome(timelines)) + "\n")
+    _write(Path(path), json.dumps(chrome(timelines)) + "\n")
 
 
 def load_pyplot() -> Any:
@@ -84,14 +93,27 @@ def load_pyplot() -> Any:
     return pyplot
 
 
+def plain_numbers(*axes: Any, at: Sequence[float] = ()) -> None:
+    """Labels logarithmic axes with plain numbers (16, not 1.6 x 10^1), only those `at` if given."""
+    from matplotlib import ticker
+
+    for axis in axes:
+        if at:
+            axis.set_major_locator(ticker.FixedLocator(list(at)))
+            axis.set_minor_locator(ticker.NullLocator())
+        axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+        if not at:
+            axis.set_minor_formatter(ticker.LogFormatter())
+
+
 def save_figure(figure: Any, path: Path) -> None:
     """Writes a matplotlib figure in the format of the file's suffix (PNG without one)."""
     content = io.BytesIO()
     figure.savefig(content, dpi=150, format=path.suffix.removeprefix(".") or "png")
-    write_output(path, content.getvalue())
+    _write(path, content.getvalue())
 
 
-def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
+def draw(path: str | Path, timelines: Mapping[str, Timeline], title: str = "") -> None:
     """Writes a Gantt chart (PNG): timelines below each other, on one scale.
 
     Raises `RuntimeError` if matplotlib is missing.
@@ -114,7 +136,7 @@ def draw(path: Path, timelines: Mapping[str, Timeline], title: str = "") -> None
     place = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "frameon": False}
     axes.legend(handles=handles, ncols=len(handles), fontsize="small", **place)
     figure.tight_layout()
-    save_figure(figure, path)
+    save_figure(figure, Path(path))
     pyplot.close(figure)
 
 

@@ -9,15 +9,18 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from symm_cp.memory import GroupLike, resolve
 from symm_cp.tensor_parallel import wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
-from symm_cp.tensor_parallel.checkpoint import load
+from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.linear import FusedColwiseLinear, FusedRowwiseLinear
 from symm_cp.tensor_parallel.plans import COLWISE, EXPERTS, ROWWISE, Rule, rules_of
+from symm_cp.tensor_parallel.same_inputs import compare_inputs
 from symm_cp.tensor_parallel.style import (
     FusedColwiseGroup,
     FusedColwiseParallel,
@@ -32,7 +35,7 @@ _FUSED = (FusedColwiseLinear, FusedRowwiseLinear)
 
 def apply(
     model: nn.Module,
-    mesh: DeviceMesh,
+    mesh: GroupLike,
     plan: str | Mapping[str, str] = "auto",
     *,
     sequence_parallel: bool = False,
@@ -48,7 +51,7 @@ def apply(
     Args:
         model: a model of transformers 5, or any model for which a plan is given. It may be on the
             meta device (`with torch.device("meta")`), if a checkpoint is given or loaded later.
-        mesh: of one dimension.
+        mesh: a 1-D DeviceMesh, a ProcessGroup or a group name.
         plan: "auto", the plan that a model of transformers brings along, or a dict of patterns
             ("layers.*.mlp.up_proj") and kinds ("colwise"): see the README of this folder.
         sequence_parallel: between blocks each rank has a part of the sequence, whose length must be
@@ -57,17 +60,31 @@ def apply(
         src_data_rank: the rank whose weights all take, as in `distribute_tensor`; None takes those
             of each rank, without communication. Weights on the meta device are not sent.
 
-    Inputs and outputs are the whole model's, the same on all ranks. All parameters become DTensors:
-    split, or `Replicate()`. Returns the model. Raises `ValueError` or `NotImplementedError`, which
-    name the module, the kind and what to do instead, before anything is changed.
+    Inputs and outputs are the whole model's, the same on all ranks; a call of the model with other
+    inputs raises `RuntimeError` on all of them. All parameters become DTensors: split, or
+    `Replicate()`. `model.save_pretrained`, where there is one, then saves the whole model: call it
+    on all ranks, of which rank 0 writes. Returns the model. Raises `ValueError` or
+    `NotImplementedError`, which name the module, the kind and what to do instead, before anything
+    is changed.
     """
     rules = rules_of(model, plan)
-    work = _Application(model, mesh, rules, sequence_parallel, src_data_rank)
+    work = _Application(model, _mesh_of(mesh, model), rules, sequence_parallel, src_data_rank)
     work.check()
     work.run()
     if checkpoint is not None:
         load(model, checkpoint)
     return model
+
+
+def _mesh_of(group: GroupLike, model: nn.Module) -> DeviceMesh:
+    """Returns the mesh of a group, on the kind of device that the model is on."""
+    if isinstance(group, DeviceMesh):
+        return group
+    process_group = _resolve_process_group(resolve(group).name)  # type: ignore[arg-type]
+    kinds = [p.device.type for p in model.parameters() if not p.is_meta]
+    known = [device.type for device in process_group._device_types]
+    kind = kinds[0] if kinds else "cpu" if "cpu" in known else known[0]
+    return DeviceMesh.from_group(process_group, kind, mesh_dim_names=("tp",))
 
 
 def _name_in(module: str, parameter: str) -> str:
@@ -258,6 +275,9 @@ class _Application:
             self._wrap(rule)
         if self.blocks is not None:
             self._wrap_blocks(self.blocks)
+        if hasattr(self.model, "save_pretrained"):
+            wrappers.wrap(self.model, SavesWholeModel)
+        compare_inputs(self.model, self.seat)
 
     def _distribute(self, name: str, placement: Placement) -> None:
         old = self.model.get_parameter(name)

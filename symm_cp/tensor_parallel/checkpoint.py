@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from symm_cp.tensor_parallel.features import chunks
 from symm_cp.tensor_parallel.stored import Folder, Region, Stored
+from symm_cp.tensor_parallel.whole import Seat, gather
 
 _FILE_BYTES = 4 << 30
 
@@ -179,9 +181,7 @@ def save(
     from safetensors.torch import save_file
 
     path, slots = Path(folder), _slots(model)
-    meta = [slot.names[0] for slot in slots if slot.tensor.is_meta]
-    if meta:
-        raise ValueError(f"save: {meta} are on the meta device: load the model first")
+    _refuse_meta("save", slots)
     meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]
     writes = all(mesh.get_local_rank() == 0 for mesh in meshes)
     names: dict[str, str] = {}
@@ -199,6 +199,63 @@ def save(
         dist.barrier(mesh.get_group())
 
 
+class SavesWholeModel(nn.Module):
+    """A model of transformers whose `save_pretrained` gathers what `apply` has split."""
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, torch.Tensor] | None = None,
+        **options: Any,
+    ) -> None:
+        """Saves the whole model, as in one process. All ranks must call it; rank 0 writes.
+
+        Rank 0 holds all weights in memory meanwhile; `symm_cp.tensor_parallel.save` does not.
+        Raises `ValueError` for tensors on the meta device, `NotImplementedError` for
+        `distributed_checkpoint`.
+        """
+        if options.get("distributed_checkpoint"):
+            raise NotImplementedError(
+                "save_pretrained: distributed_checkpoint=True is for models that transformers has "
+                "split: save model.state_dict() by torch.distributed.checkpoint instead"
+            )
+        save: Any = super().save_pretrained  # type: ignore[misc]
+        if state_dict is not None:  # of whole tensors, as for transformers
+            save(save_directory, is_main_process, state_dict, **options)
+            return
+        slots, state_dict = _slots(self), {}
+        _refuse_meta("save_pretrained", slots)
+        meshes = [slot.tensor.device_mesh for slot in slots if isinstance(slot.tensor, DTensor)]
+        writes = all(mesh.get_local_rank() == 0 for mesh in meshes) and is_main_process
+        for tensors in _batches(slots, _FILE_BYTES, keep=writes):
+            state_dict |= tensors if writes else {}
+        if writes:
+            save(save_directory, True, state_dict, **options)
+        for mesh in meshes[:1]:  # nobody reads before all is written
+            dist.barrier(mesh.get_group())
+
+
+def _refuse_meta(op: str, slots: Sequence[_Slot]) -> None:
+    meta = [slot.names[0] for slot in slots if slot.tensor.is_meta]
+    if meta:
+        raise ValueError(f"{op}: {meta} are on the meta device: load the model first")
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the whole tensor, which all ranks gather."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    (placement,) = tensor.placements
+    if tensor.device.type != "cpu" or not isinstance(placement, Shard):
+        return tensor.full_tensor()
+    # Our op notices at once, and in words, where a rank calls something else instead.
+    mesh, dim = tensor.device_mesh, placement.dim
+    return gather(
+        tensor.to_local(), dim, Seat.in_mesh(mesh), chunks(tensor.shape[dim], mesh.size()).sizes
+    )
+
+
 def _batches(
     slots: Sequence[_Slot], file_bytes: int, keep: bool
 ) -> Iterator[dict[str, torch.Tensor]]:
@@ -206,8 +263,7 @@ def _batches(
     batch: dict[str, torch.Tensor] = {}
     waiting = 0
     for slot in slots:
-        tensor = slot.tensor.detach()
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = _whole(slot.tensor.detach())
         waiting += whole.numel() * whole.element_size()
         kept = whole.reshape(slot.shape).cpu().contiguous() if keep else whole.new_empty(0)
         batch[slot.names[0]] = kept

@@ -18,6 +18,10 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 REDUCED = (*FLOATING, *INTEGERS, *COMPLEX, torch.bool)
 MOVED = (*REDUCED, *FLOAT8, torch.uint16, torch.uint64)
 
+#: Torch renamed them in 2.13; before, these names do not exist.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 _groups: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tests.backend.common import fresh, shared
+from tests.backend.common import all_gather_single, fresh, shared
 from tests.rank_process import say
 
 SHORT = datetime.timedelta(milliseconds=600)
@@ -217,7 +217,7 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     lists = _lists(ours, 4)
     calls: dict[str, Callable[[], object]] = {
         "expanded": lambda: dist.all_reduce(expanded, group=ours),
-        "elements": lambda: dist.all_gather_single(odd, x, group=ours),
+        "elements": lambda: all_gather_single(odd, x, group=ours),
         "list": lambda: dist.all_gather(short, x, group=ours),
         "float8": lambda: dist.all_reduce(float8, group=ours),
         "avg": lambda: dist.all_reduce(integers, dist.ReduceOp.AVG, group=ours),
@@ -293,6 +293,18 @@ def late_for_barrier(group: dist.ProcessGroup) -> str:
     message = told(lambda: ours.monitored_barrier(SHORT, True))
     dist.barrier(group)
     return message
+
+
+def first_barrier(group: dist.ProcessGroup) -> tuple[list[str], float]:
+    """Rank 0 alone calls a monitored barrier of a group with a long time-out, then without one."""
+    ours, begin, messages = fresh(group), time.monotonic(), []
+    if group.rank() == 0:
+        messages.append(told(lambda: ours.monitored_barrier(SHORT, True)))
+    seconds = time.monotonic() - begin
+    if group.rank() == 0:
+        messages.append(told(lambda: ours.monitored_barrier(datetime.timedelta(0))))
+    dist.barrier(group)
+    return messages, seconds
 
 
 def time_outs(group: dist.ProcessGroup) -> list[float]:

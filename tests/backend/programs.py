@@ -107,6 +107,36 @@ def in_bfloat16(state, bucket):  # torch compares annotations with types, not wi
     return work.get_future().then(lambda total: total.value()[0].float() / size)
 
 
+class Embedded(nn.Module):
+    """Embeddings with sparse gradients, of which a step may use one or none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(20, 4, sparse=True)
+        self.bags = nn.EmbeddingBag(10, 4, sparse=True, mode="sum")
+        self.last = nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.last(self.rows(ids).sum(1) + self.bags(ids % 10))
+
+
+def ddp_sparse() -> Results:
+    """Ranks look up different rows, some of them several times."""
+    net = Embedded()
+    model = DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    gradients = []
+    for _ in range(STEPS):
+        ids = torch.randint(0, 20, (dist.get_world_size(), 3, 5))[dist.get_rank()]
+        optimizer.zero_grad()
+        model(ids).square().sum().backward()
+        assert net.rows.weight.grad is not None
+        assert net.rows.weight.grad.is_sparse
+        gradients += [p.grad.to_dense().clone() for p in net.parameters() if p.grad is not None]
+        optimizer.step()
+    return [gradients, state_of(net)]
+
+
 def ddp_hooks() -> Results:
     states = []
     for hook in (
@@ -276,6 +306,7 @@ SMALL: dict[str, Callable[[], Results]] = {
         ddp,
         ddp_views,
         ddp_no_sync,
+        ddp_sparse,
         ddp_hooks,
         ddp_uneven,
         zero_redundancy,

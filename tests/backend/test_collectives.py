@@ -17,6 +17,8 @@ from tests.backend.common import (
     INTEGERS,
     MOVED,
     REDUCED,
+    all_gather_single,
+    reduce_scatter_single,
     settle,
     shared,
     small_integers,
@@ -150,13 +152,13 @@ def check_all_gather(group: dist.ProcessGroup, how: str) -> None:
         if shape == ():
             continue
         whole = torch.zeros(size * shape[0], *shape[1:], dtype=dtype)
-        settle(how, dist.all_gather_single, whole, strided(inputs[rank]), group=ours)
+        settle(how, all_gather_single, whole, strided(inputs[rank]), group=ours)
         assert same(whole, torch.cat(inputs))
         # In place, as FSDP does.
         whole = torch.zeros(size * shape[0], *shape[1:], dtype=dtype)
         own = whole.chunk(size)[rank] if shape[0] else whole
         own.copy_(inputs[rank])
-        settle(how, dist.all_gather_single, whole, own, group=ours)
+        settle(how, all_gather_single, whole, own, group=ours)
         assert same(whole, torch.cat(inputs))
 
 
@@ -196,10 +198,10 @@ def check_reduce_scatter(group: dist.ProcessGroup, how: str) -> None:
             if shape == ():
                 continue
             output, whole = torch.zeros_like(expected), torch.cat(parts[rank])
-            settle(how, dist.reduce_scatter_single, output, whole, op, group=ours)
+            settle(how, reduce_scatter_single, output, whole, op, group=ours)
             assert torch.equal(output, expected), (op, dtype, shape)
             own = whole.chunk(size)[rank] if shape[0] else whole  # in place
-            settle(how, dist.reduce_scatter_single, own, whole, op, group=ours)
+            settle(how, reduce_scatter_single, own, whole, op, group=ours)
             assert torch.equal(own, expected), (op, dtype, shape)
 
 
@@ -277,7 +279,7 @@ def coalesced(group: dist.ProcessGroup) -> None:
         outputs = [torch.zeros(size, *shape) for shape in SHAPES]
         with dist._coalescing_manager(ours, async_ops=later) as manager:
             for whole, each in zip(outputs, inputs, strict=True):
-                dist.all_gather_single(whole, each[rank], ours)
+                all_gather_single(whole, each[rank], ours)
         if later:
             manager.wait()
         for whole, each in zip(outputs, inputs, strict=True):
@@ -285,7 +287,7 @@ def coalesced(group: dist.ProcessGroup) -> None:
         parts = [torch.zeros(shape) for shape in SHAPES]
         with dist._coalescing_manager(ours, async_ops=later) as manager:
             for part, whole in zip(parts, outputs, strict=True):
-                dist.reduce_scatter_single(part, whole, group=ours)
+                reduce_scatter_single(part, whole, group=ours)
         if later:
             manager.wait()
         for part, each in zip(parts, inputs, strict=True):
@@ -303,6 +305,72 @@ def coalesced(group: dist.ProcessGroup) -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_coalesced(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, coalesced)
+
+
+def repeated(group: dist.ProcessGroup) -> None:
+    """Tensors that are in a list twice, or share memory: as gloo, which copies them together."""
+    ours, size, rank = shared(group), group.size(), group.rank()
+
+    def of(peer: int, count: int, step: float = 1.0) -> torch.Tensor:
+        return torch.arange(count) * step + 10.0 * peer
+
+    def check(found: torch.Tensor, expected: Callable[[int], torch.Tensor], name: str) -> None:
+        assert torch.equal(found, expected(size - 1)), (name, found)
+
+    total = sum(of(peer, 6) for peer in range(size))
+    t = of(rank, 6)
+    dist.all_reduce_coalesced([t, t], group=ours)
+    assert torch.equal(t, total), t
+    t = of(rank, 6)
+    dist.all_reduce_coalesced([t[:4], t[2:]], group=ours)
+    assert torch.equal(t, total), t
+    t = of(rank, 6).view(2, 3)
+    dist.all_reduce_coalesced([t[:, 1], t, t.t()], group=ours)
+    assert torch.equal(t, total.view(2, 3)), t
+    t = of(rank, 6)
+    with dist._coalescing_manager(ours, async_ops=True) as manager:
+        dist.all_reduce(t, group=ours)
+        dist.all_reduce(t, group=ours)
+    manager.wait()
+    assert torch.equal(t, total), t
+
+    # Of outputs that share memory the last one stays, on all ranks the same.
+    t = torch.zeros(2)
+    dist.all_gather([t] * size, of(rank, 2), group=ours)
+    check(t, lambda last: of(last, 2), "all_gather")
+    t = torch.zeros(2)
+    dist.gather(of(rank, 2), [t] * size if rank == 0 else None, group=ours, group_dst=0)
+    if rank == 0:
+        check(t, lambda last: of(last, 2), "gather")
+    t = torch.zeros(2)
+    given = [of(rank, 2, step=peer + 2.0) for peer in range(size)]
+    dist.all_to_all([t] * size, given, group=ours)
+    check(t, lambda last: of(last, 2, step=rank + 2.0), "all_to_all")
+    t = torch.zeros(2)
+    pair = [of(rank, 2), of(rank, 2, step=3.0)]
+    dist.all_gather_coalesced([[t, t] for _ in range(size)], pair, ours)
+    check(t, lambda last: of(last, 2, step=3.0), "all_gather_coalesced")
+    # What one exchange writes and another one reads is read first.
+    one, other = torch.zeros(2 * size), torch.zeros(2 * size)
+    one[:2] = of(rank, 2, step=5.0)
+    with dist._coalescing_manager(ours):
+        all_gather_single(one, of(rank, 2), ours)
+        all_gather_single(other, one[:2], ours)
+    assert torch.equal(one, torch.cat([of(peer, 2) for peer in range(size)])), one
+    assert torch.equal(other, torch.cat([of(peer, 2, step=5.0) for peer in range(size)])), other
+    whole, part = of(rank, 2 * size), torch.zeros(2)
+    with dist._coalescing_manager(ours):
+        reduce_scatter_single(whole[:2], whole + 1, group=ours)
+        reduce_scatter_single(part, whole, group=ours)
+    summed = sum(of(peer, 2 * size) for peer in range(size))[2 * rank : 2 * rank + 2]
+    assert torch.equal(whole[:2], summed + size), whole
+    assert torch.equal(part, summed), part
+
+
+@pytest.mark.parametrize("world_size", some(1, 3, of=WORLD_SIZES))
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_tensors_that_share_memory(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, repeated)
 
 
 def objects(group: dist.ProcessGroup) -> None:

@@ -48,9 +48,12 @@ if dist.get_debug_level() != dist.DebugLevel.DETAIL:  # whose wrapper cannot be 
     part = dist.group.WORLD.split_group([0], group_name="part")
     assert (part is not None) == (rank == 0)
 
+sparse = torch.ones(3).to_sparse()
+dist.all_reduce(sparse)
+assert (sparse.to_dense() == size).all()
 try:
-    dist.all_reduce(torch.ones(3).to_sparse())
-    raise SystemExit("sparse tensors must be refused")
+    dist.all_reduce(torch.ones(3, 3).to_sparse_csr())
+    raise SystemExit("sparse tensors of other layouts must be refused")
 except (NotImplementedError, RuntimeError):
     pass
 dist.barrier()

@@ -54,6 +54,7 @@ def compare(group: dist.ProcessGroup, program: Program, *args: Any) -> None:
     ("name", "world_size"),
     some(
         ("ddp", 2),
+        ("ddp_sparse", 2),
         ("objects", 4),
         ("messages", 4),
         of=[*product(programs.SMALL, [2]), ("objects", 4), ("messages", 4), ("subgroups", 4)],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 
 from symm_cp.bench import jobs, shapes
 from symm_cp.bench.jobs import Setting
+from symm_cp.bench.measure import UNFUSED
 from symm_cp.plan.models import MODELS
 from tests.exhaustive import some
 from tests.pool import Ranks
@@ -38,6 +41,51 @@ def checked(group: dist.ProcessGroup) -> None:
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 3, 4]))
 def test_every_variant_computes_the_same(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, checked)
+
+
+def over_backends(group: dist.ProcessGroup) -> list[set[str]]:
+    """Each variant runs over the group of its name."""
+    members = list(range(group.size()))
+    rivals = tuple(
+        (f"over {name}", dist.new_group(members, backend=name)) for name in ("gloo", "symm_cp")
+    )
+    found = []
+    for kind, text in SMALL.items():
+        if kind == "train":
+            continue
+        for wanted in shapes.wanted(kind, text.partition(",")[0], group.size(), 0):
+            setting = Setting(group, rivals=rivals)
+            case = wanted.make(setting).case
+            calls: list[str] = []
+            resolve = jobs.unfused_all_gather, jobs.unfused_reduce_scatter, jobs.unfused_all_reduce
+            for rival, other in rivals:
+                with (
+                    mock.patch.object(jobs, "unfused_all_gather", noting(resolve[0], calls)),
+                    mock.patch.object(jobs, "unfused_reduce_scatter", noting(resolve[1], calls)),
+                    mock.patch.object(jobs, "unfused_all_reduce", noting(resolve[2], calls)),
+                ):
+                    case.variants[rival]()
+                assert calls
+                assert set(calls) == {other.group_name}, (wanted.kind, rival)
+                calls.clear()
+            found.append(set(case.variants))
+    for _, other in rivals:
+        dist.destroy_process_group(other)
+    return found
+
+
+def noting(collective: Any, calls: list[str]) -> Any:
+    def noted(*args: Any) -> Any:
+        calls.append(next(name for name in reversed(args) if isinstance(name, str)))
+        return collective(*args)
+
+    return noted
+
+
+def test_unfused_variants_over_backends_by_name(ranks: Ranks) -> None:
+    for names in ranks.run(2, over_backends)[0]:
+        assert names >= {"over gloo", "over symm_cp"}
+        assert UNFUSED not in names
 
 
 def wrong_result(group: dist.ProcessGroup) -> None:

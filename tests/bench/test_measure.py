@@ -7,7 +7,7 @@ import random
 import pytest
 import torch.distributed as dist
 
-from symm_cp.bench import measure
+from symm_cp.bench import measure, report
 from symm_cp.bench.measure import FUSED, LIMIT, UNFUSED, Case, Row, bootstrap, duration
 from tests.exhaustive import some
 from tests.pool import Ranks
@@ -37,6 +37,21 @@ def test_overlap_by_hand() -> None:
         assert overlap is not None
         assert overlap.value == value
     assert Row("", {LIMIT: (1.0,), FUSED: (1.0,)}).overlap() is None
+
+
+def test_the_overlap_is_that_over_the_first_backend() -> None:
+    seconds = {LIMIT: (1.0,), "unfused (gloo)": (3.0,), "unfused (symm_cp)": (2.0,), FUSED: (1.5,)}
+    overlap = Row("", seconds).overlap()
+    assert overlap is not None
+    assert overlap.value == pytest.approx(0.75)
+
+
+def test_a_line_says_what_its_ratios_are() -> None:
+    """They are not the quotients of the medians where the machine's speed drifts."""
+    drifting = row([1.0, 1.0, 4.0], [2.0, 2.0, 2.0], [1.0, 1.2, 4.0])
+    assert "fused 1.2 s (1.00)" in report.line(drifting)
+    assert "median of the ratios within each\nrepetition" in report.LEGEND
+    assert "not the quotient of the medians" in report.LEGEND
 
 
 def test_noise_shows() -> None:

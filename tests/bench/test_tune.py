@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import tuning
-from symm_cp.bench import tune
+from symm_cp.bench import parsers, tune
 from symm_cp.ops.attention import arrival as arrival_attention
 from tests.cuda.simulated import build, simulation
 from tests.exhaustive import some
@@ -31,7 +31,7 @@ def takes(group: Any, query: Any, key: Any, spec: Any) -> bool:
 def tunes(group: dist.ProcessGroup, path: str, gpus: int) -> int:
     arguments = f"attention --shapes 8x4x64x2,4x2x32 --ranks {group.size()} --dtype bfloat16"
     parser = argparse.ArgumentParser()
-    tune.add_arguments(parser)
+    parsers.tune(parser)
     args = parser.parse_args([*arguments.split(), "--seconds", "0.01", "--out", path])
     with (
         simulation(delays_us=0),

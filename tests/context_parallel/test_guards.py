@@ -206,8 +206,8 @@ def test_attention_modules_are_judged_by_what_they_use(ranks: Ranks) -> None:
 
 def positions(group: dist.ProcessGroup) -> None:
     mesh, model = mesh_of(group), build("Llama")
-    batch = local_batch(group)
-    ids, ones, at = batch["input_ids"], batch["attention_mask"], batch["position_ids"]
+    # Copies: shards remember how they were cut, and a context of another layout would refuse them.
+    ids, ones, at = (shard.clone() for shard in local_batch(group).values())
     straight = symm_cp.Sequential(LENGTH, 2)
     cases: list[tuple[symm_cp.LoadBalancer, dict[str, Any], str]] = [
         (layout(group), {"attention_mask": ones}, "LlamaModel was called without position_ids"),
@@ -227,6 +227,7 @@ def positions(group: dist.ProcessGroup) -> None:
         with (
             pytest.raises(NotImplementedError, match=message),
             symm_cp.context_parallel(mesh, load_balancer=balancer),
+            torch.no_grad(),
         ):
             model(ids, use_cache=False, **options)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import first_run
-from symm_cp.first_run import Item, Part
+from symm_cp import cli, first_run
+from symm_cp.first_run import Item, Part, checks
 from symm_cp.first_run.checks import Check
 from symm_cp.ranks import run_limited
 from tests.cuda.simulated import simulation
@@ -105,7 +105,7 @@ def test_a_part_that_says_nothing_has_failed() -> None:
 
 def command(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    first_run.add_arguments(parser)
+    cli.selftest(parser)
     args = parser.parse_args(arguments)
     args.arguments = list(arguments)
     return args
@@ -126,11 +126,11 @@ def started(results: dict[str, list[Item]], *arguments: str) -> tuple[int, list[
 
 def test_each_way_to_signal_is_tested_once(capsys: pytest.CaptureFixture[str]) -> None:
     results = {
-        "environment": [Item("GPUs", "ok", "4")],
+        "environment": [Item("GPUs", "info", "4")],
         "signals as found": [Item("self-test", "ok", "kernel signals; batches: yes")],
         "signals by torch": [Item("causal attention", "hung", "rank 1: did not end")],
     }
-    code, parts = started(results)
+    code, parts = started(results, "--device", "cuda")
     assert code == 1
     assert parts == [
         ("environment", None),
@@ -140,27 +140,65 @@ def test_each_way_to_signal_is_tested_once(capsys: pytest.CaptureFixture[str]) -
     ]
     text = capsys.readouterr().out
     assert "signals by torch: causal attention: rank 1: did not end" in text
-    code, _ = started(results, "--json")
+    code, parts = started(results, "--json")
     assert code == 1
+    assert [name for name, _ in parts][:3] == ["environment", "CPU", "signals as found"]
     report = json.loads(capsys.readouterr().out)
     assert report["ranks"] == 4
     assert report["parts"][-1]["items"][0]["state"] == "hung"
 
 
 def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    code, parts = started({"environment": [Item("GPUs", "failed", "rank 0: 0")]})
+    """No line says "ok" about what was not tested."""
+    results = {
+        "environment": [
+            Item("GPUs", "info", "0"),
+            Item("backends: CUDA", "missing", "torch is built without CUDA"),
+        ]
+    }
+    code, parts = started(results, "--device", "cuda")
     assert (code, parts) == (2, [("environment", None)])
-    assert "torch finds no CUDA device" in capsys.readouterr().err
+    shown, error = capsys.readouterr()
+    assert "nothing was tested: torch finds no CUDA device" in error
+    assert " ok " not in shown
+    assert "backends: CUDA  missing  torch is built without CUDA" in shown
+    code, parts = started(results)
+    assert (code, [name for name, _ in parts]) == (0, ["environment", "CPU"])
+    shown = capsys.readouterr().out
+    assert shown.endswith("All works: CPU.\nGPUs were not tested: torch finds no CUDA device.\n")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_the_command_without_a_gpu() -> None:
-    line = [sys.executable, "-m", "symm_cp", "selftest"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 2, done.stderr
-    assert "torch finds no CUDA device" in done.stderr
-    assert "versions: torch" in done.stdout
+def cpu_checked(group: dist.ProcessGroup) -> list[str]:
+    names = []
+    for check in checks.cpu_checks(group):
+        results = check.run()
+        assert check.wrong(results) == "", check.name
+        # One element that is wrong by a twentieth of the largest is noticed in each result.
+        for result in results:
+            wrong = result.detach().clone(memory_format=torch.contiguous_format)
+            wrong.view(-1)[0] += max(0.05, 0.05 * float(result.abs().max()))
+            assert check.wrong([wrong if r is result else r for r in results])
+        names.append(check.name)
+    return names
+
+
+def test_each_op_is_checked_on_the_cpu(ranks: Ranks) -> None:
+    names = ranks.run(2, cpu_checked)[0]
+    for op in ("signals", "collectives", "all-gather-matmul", "matmul-reduce-scatter",
+               "matmul-all-reduce", "attention", "ulysses", "heads", "halos", "scan", "delta rule",
+               "float8"):  # fmt: skip
+        assert any(op in name for name in names), op
+
+
+def test_the_command_on_the_cpu(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    line = [sys.executable, "-m", "symm_cp", "selftest", "--device", "cpu", "--json", str(report)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "All works: CPU." in done.stdout
+    items = {i["name"]: i for i in json.loads(report.read_text())["parts"][1]["items"]}
+    assert {item["state"] for item in items.values()} == {"ok"}
+    assert items["a lost peer is noticed"]["detail"].startswith("after ")
 
 
 @pytest.mark.gpu

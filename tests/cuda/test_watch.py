@@ -52,7 +52,7 @@ def test_a_rank_fails_in_the_middle_of_a_call(ranks: Ranks) -> None:
     with ranks.own(3, waits.others_wait, waits.matmul_scatter, waits.fails) as running:
         outcomes = running.outcomes()
     check(outcomes, "fused_matmul_reduce_scatter", "rank {} aborted the call; see its stderr")
-    assert outcomes[-1].result == "no memory"
+    assert outcomes[-1].result == "fused_matmul_reduce_scatter: no memory"
 
 
 def test_a_rank_stops(ranks: Ranks) -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
+from torch.distributed.distributed_c10d import _get_process_group_store
 
+from symm_cp import memory
 from symm_cp.runtime.probe import probing
 from tests.faults.ops import ALL
 
@@ -29,6 +31,15 @@ def go_on(group: dist.ProcessGroup) -> None:
     others = dist.new_group(list(range(group.size() - 1)), use_local_synchronization=True)
     for name in ("gather_matmul", "low_contention"):
         ALL[name](others)
+
+
+def barrier(group: dist.ProcessGroup) -> None:
+    """A barrier from which all have returned when the last rank does: it may stop then."""
+    store = _get_process_group_store(group)
+    dist.barrier(group)
+    store.set(f"left the barrier/{group.rank()}", "")
+    if group.rank() == group.size() - 1:
+        store.wait([f"left the barrier/{rank}" for rank in range(group.size())])
 
 
 def killed_before(group: dist.ProcessGroup, op: str, step: int) -> dict[str, Any]:
@@ -51,9 +62,10 @@ def killed_before(group: dist.ProcessGroup, op: str, step: int) -> dict[str, Any
 
 def stopped(group: dist.ProcessGroup, op: str) -> dict[str, Any]:
     """The last rank stops instead of calling an op; the others wait."""
-    os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS)
     ALL[op](group)
-    dist.barrier(group)
+    # Not before: the first call may take longer, as ranks do not begin it together.
+    memory.resolve(group).set_timeout(TIMEOUT_MS)
+    barrier(group)
     if group.rank() == group.size() - 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()

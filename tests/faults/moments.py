@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_process_group_store
 
-from tests.faults.kills import go_on
+from tests.faults.kills import barrier, go_on
 from tests.faults.ops import ALL, backend_group, ulysses_on_a_mesh
 
 OPS = torch.ops.symm_mem
@@ -59,13 +58,9 @@ def until_told(group: dist.ProcessGroup, event: str, delay: float) -> dict[str, 
     """
     os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS if event == "stop" else 30_000)
     backend_group(group)
-    store = _get_process_group_store(group)
-    dist.barrier(group)
-    # The last rank must not be stopped while others still need its part in the barrier.
-    store.set(f"left the barrier/{group.rank()}", "")
+    barrier(group)
     begin = time.monotonic()
     if group.rank() == group.size() - 1:
-        store.wait([f"left the barrier/{rank}" for rank in range(group.size())])
         strike(event, delay)
         with contextlib.suppress(KeyboardInterrupt, RuntimeError):
             calls(group)

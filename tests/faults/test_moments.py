@@ -10,6 +10,7 @@ import pytest
 
 from tests.exhaustive import some
 from tests.faults import mismatches, moments
+from tests.patience import patient
 from tests.pool import Ranks
 
 OPS = re.compile(
@@ -37,7 +38,7 @@ def test_at_any_moment(ranks: Ranks, event: str, count: int) -> None:
         # Of a rank that was stopped only those know that wait for it; others wait for them.
         assert any(named) if event == "stop" else all(named), case
         assert all(OPS.search(message) for message in messages), case
-        assert all(outcome.result["seconds"] < LIMIT for outcome in survivors), case
+        assert all(outcome.result["seconds"] < patient(LIMIT) for outcome in survivors), case
 
 
 @pytest.mark.parametrize(
@@ -50,7 +51,7 @@ def test_different_ops(ranks: Ranks, ops: tuple[str, str]) -> None:
         outcomes = running.outcomes()
     for bad, good in (outcome.result for outcome in outcomes):
         assert "ranks disagree" in bad["said"], outcomes
-        assert bad["seconds"] < LIMIT, outcomes
+        assert bad["seconds"] < patient(LIMIT), outcomes
         assert not good["said"], outcomes
 
 
@@ -64,9 +65,11 @@ def test_different_calls(ranks: Ranks, count: int) -> None:
             outcomes = running.outcomes()
         case = pair, warm, outcomes
         assert all(outcome.result is not None for outcome in outcomes), case
+        # One rank may give a gather symmetric memory and the other one not.
+        right = pair[0][:4] == pair[1][:4] and pair[0][0] == "gather"
         for bad, good in (outcome.result for outcome in outcomes):
-            assert bad["said"], case
-            assert bad["seconds"] < LIMIT, case
+            assert bad["said"] or right, case
+            assert bad["seconds"] < patient(LIMIT), case
             assert not good["said"], case
-        if not any(spec[0] == "wrong" for spec in pair):
+        if not right and not any(spec[0] == "wrong" for spec in pair):
             assert all("ranks disagree" in outcome.result[0]["said"] for outcome in outcomes), case

@@ -131,6 +131,19 @@ def move(span: dist.ProcessGroup, shape: tuple[int, ...], dtype: torch.dtype) ->
     dist.barrier(span)
 
 
+def sum_sparse(span: dist.ProcessGroup) -> None:
+    """Ranks have different numbers of values, and some none."""
+    rank, W = span.rank(), span.size()
+    for later in (False, True):
+        x = torch.sparse_coo_tensor(torch.arange(rank)[None], torch.ones(rank, 3), (W, 3))
+        work = dist.all_reduce(x, group=span, async_op=later)
+        if later:
+            assert work is not None
+            work.wait()
+        expected = torch.arange(W - 1, -1, -1.0)[:, None].expand(W, 3)
+        assert torch.equal(x.to_dense(), expected)
+
+
 def collectives(group: dist.ProcessGroup, hosts: str) -> None:
     with spanning(group, hosts) as span:
         assert span._get_backend(torch.device("cpu")).name() == BACKEND
@@ -140,6 +153,7 @@ def collectives(group: dist.ProcessGroup, hosts: str) -> None:
                 move(span, shape, dtype)
         reduce(span, (513, 400), torch.float32)  # in several messages and pieces
         move(span, (700, 1000), torch.float32)
+        sum_sparse(span)
 
 
 @SPREADS

@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.nn.functional as F
 
+from symm_cp import inductor
 from symm_cp.inductor.options import Options
 from tests.inductor.graphs import through_passes
 from tests.pool import Ranks
@@ -72,3 +74,16 @@ def refuses(group: dist.ProcessGroup) -> None:
 
 def test_strict_refuses_whatever_is_left_next_to_a_matmul(ranks: Ranks) -> None:
     ranks.run(2, refuses, timeout=300)
+
+
+def test_compile_options_takes_what_enable_takes() -> None:
+    def options_of(options: dict[str, Any]) -> Options:
+        found = {each.options for each in options.values()}
+        assert len(found) == 1
+        return found.pop()
+
+    assert options_of(inductor.compile_options(strict=True)) == Options(strict=True)
+    changed = inductor.compile_options(Options(min_bytes=7), low_contention=True)
+    assert options_of(changed) == Options(min_bytes=7, low_contention=True)
+    with pytest.raises(TypeError, match="compile_options: unknown strikt; must be of all_reduce, "):
+        inductor.compile_options(strikt=True)

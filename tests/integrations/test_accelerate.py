@@ -267,6 +267,9 @@ def test_other_models_and_methods(ranks: Ranks) -> None:
 
 def refuses(group: dist.ProcessGroup) -> None:
     with accelerating(group, "symm_cp"):
+        with pytest.raises(ValueError, match=r"uses 1 of 4 processes.* ACCELERATE_USE_CPU=true"):
+            Accelerator(parallelism_config=ParallelismConfig(cp_size=group.size()))
+        AcceleratorState._reset_state(reset_partial_state=True)
         with pytest.raises(ValueError, match="requires an fsdp_plugin with fsdp_version=2"):
             accelerator_of(group.size() // 2, 2, fsdp=False)
         AcceleratorState._reset_state(reset_partial_state=True)

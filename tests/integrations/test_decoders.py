@@ -204,7 +204,7 @@ def drops(
     recompute: bool,
     prepare: Callable[[nn.Module], None] = lambda model: None,
 ) -> Result:
-    """A GPT-2 with dropout in attention only: elsewhere masks fall by place in a shard."""
+    """A GPT-2 with dropout in attention only; see test_dropout.py for the others."""
     client = Client("GPT2", NO_OTHER_DROPOUT | {"attn_pdrop": 0.3}, head="LMHeadModel")
     torch.manual_seed(seed)
     batch = batch_of("padded left")

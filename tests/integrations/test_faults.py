@@ -21,6 +21,7 @@ from tests.integrations.common import (
     target_loss,
 )
 from tests.integrations.decoders import CLIENTS
+from tests.patience import patient
 from tests.pool import Ranks
 
 LENGTH = 24
@@ -63,7 +64,7 @@ def differ(group: dist.ProcessGroup, change: Change, message: str, odd_rank: int
             continue
         with pytest.raises((RuntimeError, ValueError, NotImplementedError, Trouble)) as caught:
             step(model, local, labels, region, reduce_loss)
-        assert time.monotonic() - begin < AT_ONCE
+        assert time.monotonic() - begin < patient(AT_ONCE)
         assert any(part in str(caught.value) for part in message.split("|")), str(caught.value)
 
 
@@ -140,7 +141,7 @@ SEVERAL: dict[str, tuple[Change, str]] = {
     "not given": (not_given, "rank|context_parallel"),
     "implementation": (other_implementation, "rank|context_parallel"),
     "shorter": (shorter, "rank"),
-    "load balancer": (other_load_balancer, "layout"),
+    "load balancer": (other_load_balancer, "were cut by HeadTail"),
     "layers": (fewer_layers, "ranks disagree: rank"),
     "raises": (raising, "in the middle of a layer"),
     "raises in backward": (raising_in_backward, "in the backward pass"),
@@ -161,8 +162,16 @@ def test_a_rank_that_raises(ranks: Ranks) -> None:
     ranks.run(2, all_differ, ["raises", "raises in backward"])
 
 
+def fewer_layers_on_one_rank(group: dist.ProcessGroup) -> None:
+    """Noticed before the first layer; without that comparison, in the middle of the step."""
+    differ(group, fewer_layers, "the parameters of MistralForCausalLM differ")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SYMM_CP_COMPARE_INPUTS", "0")
+        all_differ(group, ["layers"])
+
+
 def test_a_rank_with_fewer_layers(ranks: Ranks) -> None:
-    ranks.run(2, all_differ, ["layers"])
+    ranks.run(2, fewer_layers_on_one_rank)
 
 
 @pytest.mark.exhaustive

@@ -154,6 +154,25 @@ CASES: list[tuple[Any, ...]] = [
 ]
 
 
+def trains_with_dropout(group: dist.ProcessGroup, options: dict[str, Any]) -> Any:
+    BERT.update(dict.fromkeys(BERT, 0.1))
+    return trains(group, "BertForMaskedLM", 1, False, options)
+
+
+@exhaustive
+@pytest.mark.parametrize("options", [{}, CHECKPOINTED])
+def test_dropout(ranks: Ranks, options: dict[str, Any]) -> None:
+    """The seed of `args` is that of all ranks, and their generators stay in step."""
+    ((losses, evaluated, weights),) = results(ranks, 1, trains_with_dropout, options)
+    ((without, _, _),) = results(ranks, 1, alone, "BertForMaskedLM", options)
+    assert abs(losses[0] - without[0]) > 1e-3, "nothing was dropped"
+    for got_losses, got_evaluated, got in results(ranks, 2, trains_with_dropout, options):
+        torch.testing.assert_close(got_losses, losses, rtol=1e-4, atol=1e-4)
+        assert abs(got_evaluated - evaluated) < 1e-4
+        for key, weight in weights.items():
+            torch.testing.assert_close(got[key], weight, rtol=1e-4, atol=1e-5, msg=key)
+
+
 @exhaustive
 @pytest.mark.parametrize(("name", "world_size", "replicas", "sequential", "options"), CASES)
 def test_losses_and_weights_are_those_of_one_process(

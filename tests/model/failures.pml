@@ -9,6 +9,8 @@
  *   NO_MARK     a rank that failed a call does not mark it: must fail
  *   NO_DEBT     nor does it wait, before the next call, for peers to come to that one: must fail
  *   NO_VERIFY   data is not looked at again when it has been read: must fail
+ *   EARLY_LOOK  a rank that waits compares where data lies with the ranks that are in its call, before
+ *               it has announced where its own does: must fail
  *   PIECES      the most pieces of a call; 0: all calls have one
  *   ONE_HALF    all pieces of a call use the same half of the slot: must fail
  *   SHORT_MARK  a rank that gives up raises its flags to the first piece only: must fail
@@ -55,8 +57,17 @@ byte kinds[CALLS + 1];          /* of each call: 1 it reads slots, 2 in place, 3
 #define EACH_PEER peer = (me + 1) % RANKS; do :: peer == me -> break :: else -> atomic {
 #define NEXT_PEER peer = (peer + 1) % RANKS } od
 
+/* A rank that has waited for a while looks at all that are in its call. They read slots (1) or in
+ * place (2); until it has announced its own call, the rank is taken to read slots. */
+#ifdef EARLY_LOOK
+#define PLACE_OF_MINE (records[PLACE(me)] == call -> kinds[call] : 1)
+#else
+#define PLACE_OF_MINE kinds[call]
+#endif
+#define AGREES(other) \
+	(records[PLACE(other)] != call || failed[PLACE(other)] || PLACE_OF_MINE == kinds[call])
 /* A time-out, Ctrl-C, an exception: at any wait. */
-#define AWAIT(condition) if :: condition :: quits < QUITS -> quits++; goto give_up fi
+#define AWAIT(condition) assert(AGREES(0) && AGREES(1) && AGREES(RANKS - 1)); if :: condition :: quits < QUITS -> quits++; goto give_up fi
 #define WAIT(name, piece) AWAIT(FLAG(name, me, peer) >= TICKET(piece))
 #define SIGNAL(name, piece) EACH_PEER FLAG(name, peer, me) = TICKET(piece); NEXT_PEER
 #define IN_HALF(of) halves[(call % 2 * 2 + HALF) * RANKS + of]

@@ -299,6 +299,17 @@ def test_peers_are_sent_the_rows_that_they_may_see() -> None:
 
 
 @exhaustive
+def test_a_key_that_was_not_sent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a mask kind that only the tiles know would need one."""
+    spec = AttentionSpec(layout=sequential(16, 2), mask=Mask(left=3, right=0))
+    tiles = spec.tiles(1, 0, 8)
+    assert spec.first_sent(1, 0, tiles) == 5
+    assert spec.first_sent(0, 0, spec.tiles(0, 0, 8)) == 0
+    monkeypatch.setattr(AttentionSpec, "sent_rows", lambda self, owner: slice(6, 8))
+    with pytest.raises(AssertionError, match="rank 1 sees keys 5 to 8 of rank 0, which sends 6 to"):
+        spec.first_sent(1, 0, tiles)
+
+
 def test_masks_of_long_sequences_are_read_in_time() -> None:
     import time
 

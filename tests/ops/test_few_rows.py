@@ -19,6 +19,7 @@ from symm_cp import tuning
 from symm_cp.ops import matmul_all_reduce
 from tests import reference
 from tests.exhaustive import some
+from tests.patience import patient
 from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_matmul_all_reduce
@@ -146,7 +147,7 @@ def fails_on_one_rank(group: dist.ProcessGroup, failing: int) -> None:
         start = time.monotonic()
         with pytest.raises(RuntimeError, match="allocate memory") as caught:
             OP(a, w, None, "sum", name)
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < patient(5)
         assert fails or "RuntimeError: " in str(caught.value)
         assert fails or f"(on rank {failing})" in str(caught.value)
         works(group)

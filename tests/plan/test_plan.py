@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -170,25 +171,83 @@ def test_layouts_shard_over_ranks_with_the_same_weights(degree: int) -> None:
         assert layout.fsdp_hosts * (8 // layout.tp) >= layout.fsdp
 
 
+def test_checkpointing_keeps_the_inputs_of_layers_and_computes_them_again() -> None:
+    """With ideal links, the forward pass is a third of the matmuls' work, of attention 2 in 7."""
+    layout, tokens = ParallelLayout(4, 2, 1, 1), 8192 // 2
+    plain, again = (
+        predict(LLAMA, IDEAL, layout, 1, 8192, checkpointing=checkpointing)
+        for checkpointing in (False, True)
+    )
+    of_layer = tokens * LLAMA.hidden / layout.tp
+    assert plain.memory - again.memory == pytest.approx(
+        of_layer * (34 * LLAMA.layers - 2 * LLAMA.layers - 34)
+    )
+    matmuls = 2 * tokens * LLAMA.layer_parameters / layout.tp / IDEAL.flops
+    attention = 2 * 8192**2 * LLAMA.query / layout.tp / layout.cp / IDEAL.flops
+    assert again.compute - plain.compute == pytest.approx(
+        LLAMA.layers * (matmuls + attention), rel=1e-3
+    )
+    assert again.communication > plain.communication
+    assert (plain.checkpointing, again.checkpointing) == (False, True)
+
+
+def test_layers_are_computed_again_where_they_do_not_fit_otherwise() -> None:
+    small = replace(IDEAL, memory=MACHINES["h100"].memory)
+    automatic = best(LLAMA, small, 4, 8, 1, 8192, ALL, "auto")
+    for prediction in automatic:
+        without = memory_of(LLAMA, prediction.layout, 1, 8192)
+        assert prediction.checkpointing == (without > 0.9 * small.memory)
+    fitting = {
+        way: sum(p.fits for p in best(LLAMA, small, 4, 8, 1, 8192, ALL, way))
+        for way in ("none", "auto", "all")
+    }
+    assert fitting["none"] < fitting["auto"] == fitting["all"]
+
+
+def test_by_default_it_finds_the_hosts_that_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan"]) == 0
+    shown, error = capsys.readouterr()
+    rows = [line.split() for line in shown.splitlines() if line.lstrip()[:1].isdigit()]
+    assert rows
+    assert {row[0] for row in rows} == {"8"}
+    assert "does not fit" not in shown
+    assert "choose 8 hosts" in shown.splitlines()[-1]
+    assert error == ""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "last"),
+    ("arguments", "code", "last"),
     [
         (
-            "--fsdp",
+            "--fsdp --checkpointing none",
+            0,
             "choose 4 hosts, tp 8, cp 1, dp 4, fsdp 4: the most tokens/s/GPU that fit into memory",
         ),
-        ("", "nothing fits; this would: --fsdp on 4 hosts (tp 8"),
-        ("--machine h200", "choose 4 hosts, tp 8, cp 1, dp 4: the most tokens/s/GPU that fit"),
-        ("--fsdp --batch 64 --hosts 1", "nothing fits; this would: --fsdp on 32 hosts"),
-        ("--fsdp 4096", "no layout is possible"),
-        ("--batch 1000000", "nothing fits, not even with --fsdp on 2048 hosts: use a shorter"),
+        (
+            "--fsdp",
+            0,
+            "choose 4 hosts, tp 1, cp 1, dp 32, fsdp 32, with activation checkpointing: the most",
+        ),
+        ("", 1, "nothing fits; this would: --fsdp on 4 hosts (tp 8"),
+        ("--machine h200", 0, "choose 4 hosts, tp 8, cp 1, dp 4: the most tokens/s/GPU that fit"),
+        (
+            "--fsdp --batch 64 --hosts 1 --checkpointing none",
+            1,
+            "nothing fits; this would: --fsdp on 32 hosts",
+        ),
+        ("--fsdp 4096", 1, "no layout is possible"),
+        ("--batch 1000000", 1, "nothing fits, not even with --fsdp on 2048 hosts: use a shorter"),
     ],
 )
 def test_a_plan_ends_with_what_to_choose(
-    arguments: str, last: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, code: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    main(["plan", "--model", "llama3-70b", "--hosts", "1..4", *arguments.split()])
-    assert last in capsys.readouterr().out.splitlines()[-1]
+    """What does not work is said on stderr, with an exit code."""
+    options = ["plan", "--model", "llama3-70b", "--hosts", "1..4", *arguments.split()]
+    assert main(options) == code
+    shown, error = capsys.readouterr()
+    assert last in (error if code else shown).splitlines()[-1]
+    assert bool(error) == bool(code)
 
 
 def test_where_more_memory_is_what_helps(
@@ -198,7 +257,7 @@ def test_where_more_memory_is_what_helps(
     small = tmp_path / "small.toml"
     small.write_text('name = "small"\nmemory = 1e6\n')
     main(["plan", "--machine", str(small), "--hosts", "8"])
-    assert "this would: --fsdp --machine h100 --hosts 8" in capsys.readouterr().out
+    assert "this would: --fsdp --machine h100 --hosts 8" in capsys.readouterr().err
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,11 +270,31 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_json_instead_of_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "llama3-8b", "--json"]) == 0
+    shown, error = capsys.readouterr()
+    assert {row["hosts"] for row in json.loads(shown)} == {1}
+    assert error == ""
+
+
+def test_an_axis_of_gpus_has_plain_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = []
+
+    def save_figure(figure: Any, path: Path) -> None:
+        figure.canvas.draw()
+        labels.append([text.get_text() for text in figure.axes[0].get_xticklabels(which="both")])
+        assert path == tmp_path / "plan.png"
+
+    monkeypatch.setattr("symm_cp.plan.save_figure", save_figure)
+    main(["plan", "--model", "llama3-8b", "--hosts", "2..8", "--plot", str(tmp_path)])
+    assert labels == [["16", "32", "64"]]
+
+
 def test_wrong_arguments_end_with_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--machine", "h300"]) == 2
-    assert "'h300' must be one of" in capsys.readouterr().out
+    assert "symm-cp plan: --machine 'h300' must be one of" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["plan", "--hosts", "0"])
     # An odd sequence has layouts without any cutting only where a single GPU takes it.
     assert main(["plan", "--model", "llama3-8b", "--sequence", "8191"]) == 1
-    assert "no layout is possible" in capsys.readouterr().out
+    assert "no layout is possible" in capsys.readouterr().err

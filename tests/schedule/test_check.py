@@ -1,5 +1,6 @@
 """``check`` finds what is wrong in schedules that are known to be."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -293,3 +294,14 @@ def test_schedules_that_do_not_fit_together_are_refused() -> None:
         check([good[::-1]])
     with pytest.raises(ValueError, match=r"=\(0, 2, 1\), must have \(0, 2, 2\)"):
         check([good, ALL_GATHER_AND_CONSUME.staged().schedules(2, slots=1)])
+
+
+def test_a_report_of_too_few_calls_says_how_many_it_takes() -> None:
+    good = [read_peer(rank, *exchange(rank)) for rank in (0, 1)]
+    for calls in (1, 2, 3):
+        report = check([good] * calls)
+        assert report.ok
+        assert re.search(
+            rf"^{calls} calls? on .* no problem within .* slots \+ 2 = 4 calls", str(report)
+        )
+    assert str(check([good] * 4)) == "4 calls on 2 ranks: no problem"

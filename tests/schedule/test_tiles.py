@@ -1,7 +1,8 @@
 """Tiles: exactly the pairs that a mask leaves, in few pieces."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import given, settings
@@ -185,6 +186,38 @@ def test_peers_see_no_other_rows(problem: tuple[SequenceLayout, Mask]) -> None:
         for rank in set(range(layout.world_size)) - {owner}:
             for tile in tiles(layout, mask, rank, owner):
                 assert first <= tile.k_begin <= tile.k_end <= end
+
+
+#: Values of each field of a mask, for a sequence of a length: a kind of mask is a field.
+KINDS: dict[str, Callable[[int], tuple[object, ...]]] = {
+    "left": lambda length: (0, 3, length),
+    "right": lambda length: (0, 2, length),
+    "documents": lambda length: ((0, length // 3, length // 2, length),),
+    "keys": lambda length: (((1, length // 4), (length // 2, length - 1)), ()),
+}
+
+
+def check_sent(layout: SequenceLayout, queries: SequenceLayout | None, mask: Mask) -> None:
+    """Every key of a tile is sent."""
+    for owner, (first, end) in enumerate(seen_by_peers(layout, (mask,), queries)):
+        for rank in set(range(layout.world_size)) - {owner}:
+            for tile in tiles(layout, mask, rank, owner, queries):
+                assert first <= tile.k_begin <= tile.k_end <= end, (mask, layout, rank, owner)
+
+
+def test_peers_are_sent_the_keys_of_every_kind_of_mask() -> None:
+    fields = [field.name for field in dataclasses.fields(Mask)]
+    for name in fields:
+        assert name in KINDS, (
+            f"Mask.{name} is new: `seen_by_peers` must know which keys it lets peers see. Add "
+            "values of it to KINDS"
+        )
+    for layout in (sequential(24, 2), head_tail(24, 3), sequential(24, 4), head_tail(32, 4)):
+        values = [(None, *KINDS[name](layout.length)) for name in fields]
+        for each in itertools.product(*values):
+            mask = Mask(**dict(zip(fields, each, strict=True)))
+            for queries in (None, sequential(layout.length, layout.world_size)):
+                check_sent(layout, queries, mask)
 
 
 def test_peers_see_few_rows_of_windows_and_documents() -> None:

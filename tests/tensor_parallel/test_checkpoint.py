@@ -132,6 +132,52 @@ def test_transformers_loads_what_was_saved(
     ranks.run(world_size, saves_for_transformers, family, str(tmp_path))
 
 
+def save_pretrained_saves_all(group: dist.ProcessGroup, family: str, folder: str) -> None:
+    """Of a model that was given a group, or its name, instead of a mesh."""
+    from transformers import AutoModelForCausalLM
+
+    dense = models.model_of(family)
+    for place, where in enumerate((group, group.group_name)):
+        model = apply(copy.deepcopy(dense), where)
+        assert type(model).__name__ == type(dense).__name__
+        path = Path(folder, str(place))
+        model.save_pretrained(path)
+        loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+        expected = dict(dense.named_parameters())
+        assert dict(loaded.named_parameters()).keys() == expected.keys()
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, expected[name]), name
+        same_logits(model, dense)
+    with pytest.raises(NotImplementedError, match="distributed_checkpoint=True is for models"):
+        model.save_pretrained(folder, distributed_checkpoint=True)
+    with pytest.raises(ValueError, match=r"save_pretrained: \['.*'\] are on the meta device"):
+        apply(on_meta(family), group).save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "world_size"),
+    some(("mixtral", 2), ("tied llama", 2), of=[(family, 2) for family in models.FAMILIES]),
+)
+def test_save_pretrained(ranks: Ranks, family: str, world_size: int, tmp_path: Path) -> None:
+    ranks.run(world_size, save_pretrained_saves_all, family, str(tmp_path))
+
+
+def saves_on_one_rank(group: dist.ProcessGroup, folder: str) -> None:
+    model = apply(models.model_of("llama"), group)
+    if group.rank() == 0:
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            model.save_pretrained(folder)
+    else:
+        with pytest.raises(RuntimeError, match="ranks disagree"):
+            model(models.tokens_of(model))
+
+
+def test_save_pretrained_on_one_rank_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
+    # In processes of their own: in the pool's, after other tests, rank 0 was told at its time-out.
+    with ranks.own(2, saves_on_one_rank, str(tmp_path)) as running:
+        assert all(not outcome.failure for outcome in running.outcomes())
+
+
 def peak_memory(group: dist.ProcessGroup, folder: str) -> int:
     """How much the peak of resident memory grows by loading, in bytes."""
     with torch.device("meta"):

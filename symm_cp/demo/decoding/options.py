@@ -7,13 +7,14 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from symm_cp.ranks import is_rank, positive
 
-from symm_cp.ranks import positive
+if TYPE_CHECKING:  # `symm-cp --help` does without
+    import torch
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+DTYPES = ("bfloat16", "float32", "float64")
 #: The arguments that only --decode has, and those that only training has.
 ONLY = ("prompt", "tokens", "config")
 _NEVER = ("cp", "steps", "most_steps", "text", "seq", "batch")
@@ -65,7 +66,7 @@ def with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) ->
 def world_size(ranks: int | None, default: int, environment: Mapping[str, str] | None) -> int:
     """Returns the number of ranks; under torchrun, that of the ranks that are running."""
     environment = os.environ if environment is None else environment
-    if "WORLD_SIZE" not in environment:
+    if not is_rank(environment):
         return ranks or default
     started = int(environment["WORLD_SIZE"])
     if ranks not in (None, started):
@@ -83,6 +84,8 @@ def check(
     arguments: argparse.Namespace, environment: Mapping[str, str] | None = None
 ) -> DecodeOptions:
     """Returns checked options; raises `ValueError` for values that do not go together."""
+    import torch
+
     for name in _NEVER:
         if getattr(arguments, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')} cannot be combined with --decode")
@@ -103,7 +106,7 @@ def check(
         dim=arguments.dim,
         layers=arguments.layers,
         config=arguments.config,
-        dtype=DTYPES[arguments.dtype],
+        dtype=getattr(torch, arguments.dtype),
         seed=arguments.seed,
         json=arguments.json,
         rendezvous=arguments.rendezvous,

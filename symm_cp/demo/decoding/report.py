@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from symm_cp.demo.decoding.options import DecodeOptions
-from symm_cp.demo.names import COMPUTE, DENSE, FUSED
-from symm_cp.demo.paired import Ratio, ratio
+from symm_cp.demo.names import COMPUTE, FUSED, is_dense, threads_of_name
+from symm_cp.demo.paired import Ratio, against_one_process, ratio
 from symm_cp.trusted import write_output
 
 #: Of the steps after the prompt: the first compiles or allocates workspaces, the next ones warm up.
 WARM_UP = 3
-_NAME_WIDTH = 20
+_NAME_WIDTH = 24
 
 
 @dataclass(frozen=True)
@@ -119,28 +119,30 @@ def _lines(result: DecodeResult) -> list[str]:
 
 
 def _time_lines(result: DecodeResult) -> list[str]:
-    head = "".join(f"{text:>12}" for text in ("ranks", "tokens/s", "a token", "prompt"))
+    head = "".join(f"{text:>12}" for text in ("ranks", "threads", "tokens/s", "a token", "prompt"))
     first = f"{'first step':>12}" if result.options.compile else ""
     lines = [f"{'':<{_NAME_WIDTH}}{head}{first}    against compute alone (95% interval), share"]
     for name, seconds in result.seconds.items():
         timed = result.timed(name)
         median = statistics.median(timed)
-        ranks = 1 if name == DENSE else result.options.ranks
-        cells = f"{ranks:>12}{1 / median:>12.1f}{_ms(median):>12}{_ms(seconds[0]):>12}"
+        ranks = 1 if is_dense(name) else result.options.ranks
+        threads = threads_of_name(name) if is_dense(name) else ranks
+        cells = f"{ranks:>12}{threads:>12}{1 / median:>12.1f}{_ms(median):>12}{_ms(seconds[0]):>12}"
         if first:
             cells += f"{seconds[1]:>10.1f} s" if len(seconds) > 1 else " " * 12
         against = ""
-        if name not in (DENSE, COMPUTE):
+        if not (is_dense(name) or name == COMPUTE):
             share = f"{result.share(name):.1%} is communication"
             against = f"    {result.ratio(name)}, {share}"
         lines.append(f"{name:<{_NAME_WIDTH}}{cells}{against}")
     tokens = len(result.timed(COMPUTE))
     lines.append(f"(medians over {tokens} tokens, made in turn; the slowest rank of each)")
     for name in result.seconds:
-        if name not in (DENSE, COMPUTE, FUSED):
+        if not (is_dense(name) or name in (COMPUTE, FUSED)):
             speed_up = ratio(result.timed(name), result.timed(FUSED))
             lines.append(f"fused generates {speed_up.median:.2f} times as fast as {name}")
-    return lines
+    lines += against_one_process({n: result.timed(n) for n in result.seconds}, "generates")
+    return [*lines, "(the one process is not compiled)"] if result.options.compile else lines
 
 
 def _ms(seconds: float) -> str:
@@ -152,7 +154,7 @@ def show(result: DecodeResult) -> None:
     print("\n".join(_lines(result)), flush=True)
     path = result.options.json
     if path is not None:
-        spread = [name for name in result.seconds if name not in (DENSE, COMPUTE)]
+        spread = [n for n in result.seconds if not (is_dense(n) or n == COMPUTE)]
         report = {
             "agree": result.agree(),
             "agreements": {name: asdict(found) for name, found in result.agreements.items()},

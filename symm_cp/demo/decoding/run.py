@@ -13,9 +13,9 @@ from symm_cp.demo.decoding.generation import Generator
 from symm_cp.demo.decoding.options import DecodeOptions
 from symm_cp.demo.decoding.report import Agreement, DecodeResult, compare, show, tolerance_of
 from symm_cp.demo.decoding.variants import DecodeVariant
-from symm_cp.demo.names import COMPUTE, DENSE, FUSED, unfused_over
+from symm_cp.demo.names import COMPUTE, FUSED, dense_with, unfused_over
 from symm_cp.demo.progress import Progress
-from symm_cp.ranks import quick_barrier
+from symm_cp.ranks import quick_barrier, threads, threads_of
 
 T = TypeVar("T")
 
@@ -35,12 +35,13 @@ class DecodeRun:
         size = (1, options.prompt)
         self.prompt = torch.randint(self.config.vocab_size, size, generator=generator)
         self.spread = _spread(self.model, group, compile=options.compile)
-        steps = (1 + len(self.spread)) * options.tokens
+        self.all_threads = threads_of(group.size())
+        steps = (len({1, self.all_threads}) + len(self.spread)) * options.tokens
         self.progress = Progress(steps) if group.rank() == 0 and not quiet else None
 
     def result(self) -> DecodeResult:
         """Generates with all variants; returns the same result on all ranks."""
-        dense = self.generate_dense()
+        dense, *threaded = map(self.generate_dense, sorted({1, self.all_threads}))
         tokens = self.first(dense.tokens)
         spread = self.generate_spread(tokens)
         if self.progress is not None:
@@ -50,7 +51,7 @@ class DecodeRun:
         )
         checked = [g for g in spread if g.variant.name != COMPUTE]
         agreements = {g.variant.name: self.agreement(g, dense, tolerance) for g in checked}
-        generators = (dense, *spread)
+        generators = (dense, *threaded, *spread)
         return DecodeResult(
             options=self.options,
             config=self.config,
@@ -64,15 +65,16 @@ class DecodeRun:
         """Returns a generator that has seen nothing yet."""
         return Generator(variant, self.prompt, self.options.tokens)
 
-    def generate_dense(self) -> Generator:
-        """Generates with the whole model on rank 0, while the others wait."""
-        generator = self.generator(variants.eager(DENSE, self.model))
+    def generate_dense(self, count: int) -> Generator:
+        """Generates with the whole model on rank 0, with `count` threads, while the others wait."""
+        generator = self.generator(variants.eager(dense_with(count), self.model))
         if self.group.rank() == 0:
-            generator.prefill()
-            self.advance(generator)
-            while len(generator.tokens) < self.options.tokens:
-                generator.step(generator.tokens[-1])
+            with threads(count):
+                generator.prefill()
                 self.advance(generator)
+                while len(generator.tokens) < self.options.tokens:
+                    generator.step(generator.tokens[-1])
+                    self.advance(generator)
         else:
             generator.seconds = [0.0] * self.options.tokens
         dist.barrier(self.group)

@@ -16,6 +16,7 @@ from diffusers.models.attention_processor import Attention, MochiAttention
 from diffusers.models.modeling_utils import ModelMixin
 from torch.distributed.device_mesh import init_device_mesh
 
+from symm_cp import accelerators
 from symm_cp.integrations.diffusers.configs import spread_of
 
 _OP = "enable_parallelism"
@@ -101,7 +102,7 @@ def _on_cpu() -> bool:
     """Whether the default group has no accelerator, or there is none."""
     if not dist.is_available() or not dist.is_initialized():
         return False  # diffusers says what is missing
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = accelerators.available()
     return accelerator is None or all(
         device.type != accelerator.type for device in dist.group.WORLD._device_types
     )

@@ -22,11 +22,12 @@ In reading order:
     sequence    what graphs know of the whole sequence: ops that gather, and that give positions
     gather_kv   `all_gather_kv`, for attention that needs all keys at once
 
-A new mask kind is an option with a check, a rule in schedule/tiles.py (in `tiles`, too, if the
-kernels need an elementwise mask for it) and an argument of context_parallel/attention.py. A change
-of the scores is a field of the spec and of `Scoring`, which `scored` fills. `op` passes options on
-without knowing them, and `arrival` refuses a spec with fields that it does not know. Only tensors
-that want gradients (sinks, bias) need `op` as well.
+A new mask kind is an option with a check, two rules in schedule/tiles.py (its tiles, and in
+`seen_by_peers` the keys that peers are sent; in `tiles`, too, if the kernels need an elementwise
+mask for it), an example in tests/schedule/test_tiles.py and an argument of
+context_parallel/attention.py. A change of the scores is a field of the spec and of `Scoring`, which
+`scored` fills. `op` passes options on without knowing them, and `arrival` refuses a spec with
+fields that it does not know. Only tensors that want gradients (sinks, bias) need `op` as well.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from symm_cp.devices import Signals, device_of, has_streams
 from symm_cp.devices.kept import capturing, kept
 from symm_cp.hosts import hosts_of
 from symm_cp.memory import Group
+from symm_cp.ops.attention.pipeline import fake_results
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
@@ -37,15 +38,21 @@ def takes(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionS
 
 
 def question(query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> str:
-    """Names a call in the file of measured choices."""
-    B, H, S, E = query.shape
-    sizes = f"{B}x{H}x{key.shape[1]}x{S}x{key.shape[2]}x{E}"
+    """Names a call in the file of measured choices, identically on all ranks.
+
+    Queries count as many as keys: of another sequence ranks may hold unequal parts.
+    """
+    B, H, _, E = query.shape
+    sizes = f"{B}x{H}x{key.shape[1]}x{key.shape[2]}x{key.shape[2]}x{E}"
     kind, chunks = "causal" if spec.mask else "full", len(spec.layout.chunks(0))
     return f"all_gather_attention {str(query.dtype)[6:]} {sizes} {kind} {chunks} chunks"
 
 
 def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSpec) -> bool:
-    """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked."""
+    """Tells whether the kernel supports a call: 16 bits, equal shards, causal or unmasked.
+
+    The same on all ranks, of which one may hold no queries.
+    """
     known = AttentionSpec(layout=spec.layout, mask=spec.mask, scale=spec.scale, method=spec.method)
     return (
         group.world_size > 1
@@ -54,7 +61,7 @@ def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSp
         and len(set(spec.layout.lengths)) == 1
         and spec == known
         and spec.mask in (NO_MASK, CAUSAL)
-        and min(query.shape[2], key.shape[2]) > 0
+        and key.shape[2] > 0
         and (spec.scale is None or spec.scale > 0)
     )
 
@@ -93,6 +100,9 @@ def attend(
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def kernel(pulled: list[torch.Tensor], words: torch.Tensor, step: int, epoch: int) -> None:
+        if query.shape[2] == 0:
+            results.append(fake_results(query, value))
+            return
         arrivals = Arrivals(pulled[0], pulled[1], words, step, epoch)
         causal = spec.mask == CAUSAL
         results.append(

@@ -52,12 +52,10 @@ def attend(
     scored = ScoredTiles.of(query, spec, rank, added.bias)
     forward = Forward(query, spec, parts, sinks=added.sinks, scored=scored)
 
-    def first_row(owner: int) -> int:
-        return 0 if owner == rank else spec.sent_rows(owner).start
-
     def consume(shards: list[torch.Tensor], owner: int) -> None:
+        first = spec.first_sent(rank, owner, tiles[owner])
         for tile in tiles[owner]:
-            forward.add(tile, shards[0], shards[1], owner, first_row(owner))
+            forward.add(tile, shards[0], shards[1], owner, first)
 
     consume_keys(op, spec, group, key, value, consume)
     return forward.result()
@@ -91,9 +89,8 @@ def attend_backward(
     )
 
     def consume(shards: list[torch.Tensor], owner: int, partials: Tensors) -> None:
-        tiles, first = spec.tiles(rank, owner, rows), 0
-        if owner != rank:
-            first = spec.sent_rows(owner).start
+        tiles = spec.tiles(rank, owner, rows)
+        first = spec.first_sent(rank, owner, tiles)
         backward.add_tiles(tiles, shards[0], shards[1], partials, owner, first)
 
     of_keys = reduce_gradients(op, spec, group, key, value, consume)

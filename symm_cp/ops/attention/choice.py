@@ -10,6 +10,7 @@ from symm_cp.ops.attention.methods import Method, MethodName
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.attention_work import AttentionWork
+from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Mask
 
 
@@ -21,13 +22,18 @@ def settled(
     spec: AttentionSpec,
     options: Options,
     *,
+    queries: SequenceLayout | None = None,
     backward: bool = False,
 ) -> Method:
-    """Returns the method of a call that its options name, or that is `chosen`."""
+    """Returns the method of a call that its options name, or that is `chosen`.
+
+    `queries` is how these are spread; by default as the spec says, or else as the keys.
+    """
     method = Method.of(op, options)
     if method.name != "auto":
         return method
-    return Method(chosen(group, query, key, spec, backward=backward))
+    queries = queries or spec.queries or spec.layout
+    return Method(chosen(group, query, key, spec, queries, backward=backward))
 
 
 def chosen(
@@ -35,18 +41,14 @@ def chosen(
     query: torch.Tensor,
     key: torch.Tensor,
     spec: AttentionSpec,
+    queries: SequenceLayout,
     *,
     backward: bool = False,
 ) -> MethodName:
     """Returns the method of a call, from what all ranks know: the same on each, in every run.
 
-    As many queries as keys are taken for those of one sequence. Collective at the first call for a
-    group.
+    Collective at the first call for a group.
     """
-    rows = spec.queries or spec.layout
-    if query.shape[2] != rows.lengths[group.rank]:
-        # Queries of another sequence, of which nobody knows how other ranks hold it.
-        return "allgather"
     masks = (spec.mask,) if isinstance(spec.mask, Mask) else spec.mask
     work = AttentionWork(
         batch=query.shape[0],
@@ -56,7 +58,7 @@ def chosen(
         value_features=spec.features(key),
         dtype=str(query.dtype)[6:],
         item=query.dtype.itemsize,
-        queries=rows,
+        queries=queries,
         keys=spec.layout,
         masks=masks,
         backward=backward,

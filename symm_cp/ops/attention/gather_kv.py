@@ -19,6 +19,7 @@ from symm_cp.ops.common import (
     attention_runs,
     check_dim,
     check_reduce_op,
+    entry_point,
     gather_split,
     group_of,
     lib,
@@ -180,6 +181,7 @@ def register() -> None:
     register_gradient(_SCATTER, _scatter_backward, _setup)
 
 
+@entry_point
 def all_gather_kv(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -66,11 +66,13 @@ def _by_heads(
 ) -> ulysses.UlyssesCall | None:
     """Returns the call of a method that exchanges heads, None of one that does not."""
     given = Options(**options)
-    method = choice.settled(op, group, query, key, spec, given, backward=backward)
+    if given.method == "allgather":
+        return None
+    queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), given)
+    method = choice.settled(op, group, query, key, spec, given, queries=queries, backward=backward)
     if method.name == "allgather":
         return None
-    layouts = spread_of_queries(op, group, query, key, given)
-    heads = query.shape[1], key.shape[1]
+    heads, layouts = (query.shape[1], key.shape[1]), (queries, spec.layout)
     return ulysses.call_of(op, method, group, spec, heads, layouts, query.device)
 
 

@@ -7,6 +7,7 @@ of this rank's shard, E features of a head, V features of a value.
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -144,6 +145,21 @@ class AttentionSpec:
         if not related or len(masks) > _MOST_MASKS:
             return slice(0, self.layout.lengths[owner])
         return slice(*seen_by_peers(self.layout, masks, self.queries)[owner])
+
+    def first_sent(self, rank: int, owner: int, tiles: Sequence[Tile]) -> int:
+        """Returns the first row of rank `owner`'s keys that this rank has, for its tiles of them.
+
+        A key of a tile that was not sent is a mask that `seen_by_peers` does not know.
+        """
+        if owner == rank:
+            return 0
+        sent = self.sent_rows(owner)
+        for tile in tiles:
+            assert sent.start <= tile.k_begin <= tile.k_end <= sent.stop, (
+                f"rank {rank} sees keys {tile.k_begin} to {tile.k_end} of rank {owner}, which "
+                f"sends {sent.start} to {sent.stop}: seen_by_peers does not fit {self.mask}"
+            )
+        return sent.start
 
     def _sent_lengths(self) -> list[int]:
         sent = map(self.sent_rows, range(self.layout.world_size))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
+from symm_cp.devices import has_streams
 from symm_cp.memory import Group
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.options import Options
+from symm_cp.runtime.numbers import numbers_of_all
 from symm_cp.schedule.layout import SequenceLayout, sequential
 
 
@@ -37,23 +41,68 @@ def spread_of(
 
 
 def spread_of_queries(
-    op: str, group: Group, query: torch.Tensor, key: torch.Tensor, options: Options
-) -> tuple[SequenceLayout, SequenceLayout]:
-    """Returns how queries and keys are spread, also where the positions of queries do not matter.
+    op: str,
+    group: Group,
+    query: torch.Tensor,
+    spread: tuple[SequenceLayout, SequenceLayout | None],
+    options: Options,
+) -> SequenceLayout:
+    """Returns how queries are spread, also where their positions do not matter.
 
-    Then queries whose layout is not given are spread as the keys are, or else equally.
+    Then the ranks tell each other how many they hold, unless the options say it: those of another
+    sequence may be as many as the keys on some ranks only. `spread` is that of `spread_of`.
     """
-    keys, queries = spread_of(op, group, query, key, options)
-    rows, ranks = query.shape[2], group.world_size
-    if queries is None and not options.by_position:
-        queries = _of_queries(op, group, (rows, key.shape[2]), options)
-        if options.layouts is not None:
-            known = decoded(op, options.layouts, ranks)
-            held = [layout for layout in known if layout.lengths[group.rank] == rows]
-            queries = held[0] if held else None
-    if queries is None:
-        queries = keys if keys.lengths[group.rank] == rows else sequential(rows * ranks, ranks)
-    return queries, keys
+    keys, queries = spread
+    if options.by_position:
+        return queries or keys
+    rows = query.shape[2]
+    if options.query_chunk_order is not None or options.query_chunk_lengths is not None:
+        order, lengths = options.query_chunk_order, options.query_chunk_lengths
+        return _layout_of(op, group, rows, order, lengths, of="query")
+    known = [keys]
+    if options.layouts is not None:
+        known += decoded(op, options.layouts, group.world_size)
+    method = Method.of(op, options)
+    if method.grid is not None or (method.name != "auto" and has_streams(query.device)):
+        # Over a mesh a rank that refuses a call tells those of its row and column, who would not
+        # hear it here. On streams hosts should not wait for each other, if a choice needs it not.
+        held = [layout for layout in known if layout.lengths[group.rank] == rows]
+        return held[0] if held else sequential(rows * group.world_size, group.world_size)
+    return _layout_told(op, group, "queries", rows, known)
+
+
+def keys_held(
+    op: str,
+    group: Group,
+    rows: tuple[int, int],
+    known: Sequence[SequenceLayout],
+    *,
+    ordered: bool,
+) -> SequenceLayout:
+    """Returns how keys are spread, given the layouts of sequences and this rank's (queries, keys).
+
+    If nothing depends on the order of keys, and queries are spread unequally, as many keys as
+    queries on one rank may still be those of another sequence: then the ranks tell each other.
+    """
+    if len(known) == 1 and not ordered and len(set(known[0].lengths)) > 1:
+        return _layout_told(op, group, "keys", rows[1], known)
+    return layout_of_keys(op, known, rows, group.rank, group.world_size, ordered=ordered)
+
+
+def _layout_told(
+    op: str, group: Group, noun: str, rows: int, known: Sequence[SequenceLayout]
+) -> SequenceLayout:
+    """Returns the layout of what each rank holds some rows of. Collective."""
+    of_all = numbers_of_all(group, f"{op}: numbers of {noun}", [rows])
+    return _layout_with([count for (count,) in of_all], known)
+
+
+def _layout_with(lengths: list[int], known: Sequence[SequenceLayout]) -> SequenceLayout:
+    """Returns the first known layout of which ranks hold so many positions, or else in order."""
+    for layout in known:
+        if list(layout.lengths) == lengths:
+            return layout
+    return _layout(len(lengths), tuple(range(len(lengths))), tuple(lengths))
 
 
 def _of_tensor(
@@ -65,7 +114,7 @@ def _of_tensor(
     known = decoded(op, layouts, group.world_size)
     place = (group.rank, group.world_size)
     ordered = bool(options.by_position) or options.key_mask is not None
-    keys = layout_of_keys(op, known, rows, *place, ordered=ordered)
+    keys = keys_held(op, group, rows, known, ordered=ordered)
     if rows[0] == rows[1]:
         return keys, None
     if options.by_position != options.scored_by_position:

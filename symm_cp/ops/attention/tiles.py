@@ -58,8 +58,17 @@ def as_dtype(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def dense_features(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor with contiguous features, which kernels require."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+    """Returns the tensor, or a copy where the features of a position are not side by side.
+
+    Also where positions share elements: what torch allocates like such a tensor has its features
+    apart, and torch's kernel writes wrong values there.
+    """
+    features = tensor.shape[-1]
+    apart = all(
+        stride >= features or stride == 0 or length == 1
+        for length, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    )
+    return tensor if tensor.stride(-1) == 1 and apart else tensor.contiguous()
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from tests.exhaustive import exhaustive
 from tests.pool import Ranks
+from tests.test_accelerators import cuda_without_gpu
 
 
 def runs_as_users_do(group: dist.ProcessGroup) -> None:
@@ -36,6 +38,9 @@ def runs_as_users_do(group: dist.ProcessGroup) -> None:
     with pytest.raises(ZeroDivisionError):  # what diffusers does on CPU
         parallel(client, ring_of(group))
     integration.enable()
+    with mock.patch.object(torch.accelerator, "current_accelerator", cuda_without_gpu):
+        model = parallel(client, ring_of(group))
+    assert_same(over_ranks(run_model(model, inputs), group), expected, client.tolerance)
     ours = vars(attention_dispatch).copy(), vars(ModelMixin).copy()
     integration.enable()
     assert (vars(attention_dispatch), vars(ModelMixin)) == ours

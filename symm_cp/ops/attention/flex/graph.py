@@ -25,10 +25,11 @@ from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
-from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys
+from symm_cp.ops.attention.layouts import decoded, layout_held
 from symm_cp.ops.attention.mesh_calls import telling
 from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
+from symm_cp.ops.attention.spread import keys_held
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
@@ -123,7 +124,7 @@ class _Arguments(NamedTuple):
         assert self.layouts is not None
         known = decoded(_FORWARD, self.layouts, group.world_size)
         queries = layout_held(_FORWARD, known, local[0], *place)
-        keys = layout_of_keys(_FORWARD, known, local, *place, ordered=ordered)
+        keys = keys_held(_FORWARD, group, local, known, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),
             local=local,

@@ -1,0 +1,354 @@
+"""`training_step`: a step of training on a batch that is spread over ranks, cut to gradients.
+
+It owns what a program could otherwise forget: the batch is cut with the labels shifted once, the
+model runs in a context of the same layout, the loss is that of the whole batch, and gradients that
+nobody else sums are summed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+from symm_cp.context_parallel import model_batch
+from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
+from symm_cp.context_parallel.context import context_parallel
+from symm_cp.context_parallel.lengths import BalancersByLength
+from symm_cp.context_parallel.model_limits import uses_transformers
+from symm_cp.memory import GroupLike
+from symm_cp.modes import ordinary_tensors
+from symm_cp.ops import equal_inputs
+from symm_cp.ops.attention.methods import MethodLike, split_by
+from symm_cp.ops.common import refuse, tells_peers
+
+_OP = "training_step"
+_BITS = 32  # parameters whose gradients one word of a record tells of
+
+#: The mean loss of outputs and of the local batch that they belong to.
+LossFunction = Callable[[Any, Mapping[str, Any]], torch.Tensor]
+
+
+@dataclass
+class TrainingStep:
+    """What a step has computed; `loss` is that of the whole batch, the same on all ranks."""
+
+    loss: torch.Tensor
+    #: What the model returned for this rank's part of the sequence.
+    output: Any
+    #: This rank's part of the batch.
+    batch: Mapping[str, Any]
+    #: How many labels of the whole batch count.
+    num_items: int
+
+
+@contextmanager
+def training_step(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    mesh: GroupLike,
+    *,
+    loss_function: LossFunction | None = None,
+    load_balancer: BalancersByLength | None = None,
+    method: MethodLike | None = None,
+    shift_labels: bool | None = None,
+    ignore_index: int = -100,
+    average_gradients: bool | None = None,
+) -> Iterator[TrainingStep]:
+    """Runs a model on a batch whose sequence is spread over ranks; sums its gradients at the end.
+
+    Same loss and gradients as in one process::
+
+        with symm_cp.training_step(model, batch, mesh) as step:
+            step.loss.backward()
+        optimizer.step()
+
+    Args:
+        model: a model of transformers, or any other with a `loss_function`; also wrapped in DDP,
+            FSDP2, or `torch.compile`.
+        batch: tensors by name of the whole sequence, the same on all ranks; see `shard_batch`. The
+            model gets this rank's part by keyword; a model with a `loss_function` without labels,
+            and without `position_ids` if it takes none.
+        mesh: the ranks that share the sequence: a 1-D DeviceMesh (`mesh["cp"]`), a ProcessGroup or
+            a group name; a 2-D DeviceMesh for two methods.
+        loss_function: takes the model's output and the local batch, and returns the mean loss over
+            `batch["labels"]`. By default the model computes its loss (`output.loss`).
+        load_balancer, method: as in `context_parallel`.
+        shift_labels, ignore_index: as in `shard_batch`; with a `loss_function` labels are shifted
+            unless there is a decoder with an encoder.
+        average_gradients: whether DDP or FSDP averages gradients over these ranks; found out by
+            default, except that FSDP2 was told to divide by another number.
+
+    Run the backward pass inside, once; gradients of earlier steps add up. At the end gradients of
+    parameters that are not FSDP2's or DDP's over these ranks are summed over the mesh; over further
+    replicas (`mesh["dp"]`) only DDP or FSDP averages them. For evaluation enter it under
+    `torch.no_grad()`. Raises as `shard_batch` and `context_parallel` do, `ValueError` for a model
+    without a loss, or of which nobody knows whether it shifts labels, and `RuntimeError` if the
+    loss had no backward pass inside.
+    """
+    group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
+    by_model = loss_function is None
+    transformers = any(uses_transformers(part) for part in model.modules())
+    whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
+    if average_gradients is None:
+        average_gradients = _averages(model, group)
+    local, reduce_loss = shard_batch(
+        mesh,
+        whole,
+        model=model if transformers and by_model else None,
+        load_balancer=load_balancer,
+        shift_labels=shift_labels,
+        ignore_index=ignore_index,
+        average_gradients=average_gradients,
+        method=method,
+    )
+    inputs = local if by_model else _inputs(model, local)
+    with (
+        _own_gradients(group, model, average_gradients) as gradients,
+        context_parallel(
+            mesh,
+            model=model if transformers else None,
+            load_balancer=reduce_loss.load_balancer,
+            method=method,
+        ),
+    ):
+        output = model(**inputs)
+        loss = _loss(model, output, local, loss_function, reduce_loss)
+        gradients.awaits(loss)
+        yield TrainingStep(loss, output, local, reduce_loss.num_items)
+
+
+@tells_peers
+def _prepared(
+    group: dist.ProcessGroup,
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    by_model: bool,
+    transformers: bool,
+    shift_labels: bool | None,
+) -> tuple[dict[str, Any], bool | None]:
+    """Returns the whole batch as the model wants it, and whether its labels are to be shifted."""
+    whole = dict(batch)
+    if by_model and not transformers and shift_labels is None:
+        raise ValueError(
+            f"{_OP}: {type(model_batch.plain(model)).__name__} is no model of transformers, and "
+            "may shift labels by itself: pass loss_function=, which computes the mean loss of the "
+            "model's output and of labels that are shifted already, or shift_labels if the model "
+            "takes such labels"
+        )
+    if not by_model and transformers:
+        model_batch.add_decoder_input(_OP, model, whole)
+        model_batch.add_positions(model, whole, sequence_of(whole, 1))
+    if not by_model and shift_labels is None:
+        shift_labels = not (model_batch.has_decoder(model) or "decoder_input_ids" in whole)
+    return whole, shift_labels
+
+
+def _inputs(model: nn.Module, local: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what a model takes of a batch whose loss is computed from its output."""
+    inputs = {n: v for n, v in local.items() if n not in ("labels", "shift_labels")}
+    names = inspect.signature(model_batch.plain(model).forward).parameters
+    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
+    if not anything and "position_ids" not in names:
+        inputs.pop("position_ids", None)
+    return inputs
+
+
+def _loss(
+    model: nn.Module,
+    output: Any,
+    local: Mapping[str, Any],
+    loss_function: LossFunction | None,
+    reduce_loss: LossReduction,
+) -> torch.Tensor:
+    """Returns the loss of the whole batch."""
+    if loss_function is not None:
+        return reduce_loss(loss_function(output, local))
+    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise ValueError(
+            f"{_OP}: {type(model_batch.plain(model)).__name__} returned no loss for a batch of "
+            f"{sorted(local)}: pass labels, or loss_function="
+        )
+    return reduce_loss(loss)
+
+
+# --- gradients ---------------------------------------------------------------------------------
+
+
+def _averages(model: nn.Module, group: dist.ProcessGroup) -> bool:
+    """Whether DDP or FSDP averages the gradients of a model over the ranks of a group."""
+    if group.size() == 1:
+        return False
+    if any(_is_averaged(module, parameter, group) for module, parameter in _parameters(model)):
+        return True
+    return any(_covers(wrapped, group) for wrapped in _groups_of_wrappers(model))
+
+
+def _parameters(model: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Yields the trained parameters of a model, once each, and the modules that own them.
+
+    Those that FSDP2 has gathered for a forward pass only are put back.
+    """
+    seen: set[int] = set()
+    for module in model.modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            sharded: Any = module
+            sharded.reshard()
+        for parameter in module.parameters(recurse=False):
+            if parameter.requires_grad and id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield module, parameter
+
+
+def _is_averaged(module: nn.Module, parameter: Any, group: dist.ProcessGroup) -> bool:
+    """Whether FSDP2 reduces the gradient of a parameter over the ranks of a group."""
+    managed = getattr(module, "_is_fsdp_managed_module", False)
+    if not managed or not hasattr(parameter, "device_mesh"):
+        return False
+    ranks = set(parameter.device_mesh.mesh.flatten().tolist())
+    return ranks.issuperset(dist.get_process_group_ranks(group))
+
+
+def _groups_of_wrappers(model: nn.Module) -> Iterator[dist.ProcessGroup]:
+    """Yields the groups over which wrappers reduce gradients of plain parameters."""
+    for module in model.modules():
+        names = {kind.__name__ for kind in type(module).__mro__}
+        if names & {"DistributedDataParallel", "FullyShardedDataParallel"}:
+            wrapped: Any = module
+            yield wrapped.process_group
+
+
+def _covers(wrapped: dist.ProcessGroup, group: dist.ProcessGroup) -> bool:
+    ranks = set(dist.get_process_group_ranks(wrapped))
+    return ranks.issuperset(dist.get_process_group_ranks(group))
+
+
+class _Gradients:
+    """Gradients of one step, apart from those that parameters had before."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.before = [parameter.grad for parameter in parameters]
+        self.expected = self.arrived = False
+
+    def awaits(self, loss: torch.Tensor) -> None:
+        """Notes whether a backward pass of the loss is due, and has it noted when it runs."""
+        self.expected = loss.requires_grad and torch.is_grad_enabled()
+        if self.expected:
+            loss.register_hook(self._note)
+
+    def _note(self, grad: torch.Tensor) -> None:
+        self.arrived = True
+
+    def put_aside(self) -> None:
+        """Takes away what earlier steps have left."""
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add_to_earlier(self) -> None:
+        """Adds the gradients of this step to those of earlier ones."""
+        for parameter, before in zip(self.parameters, self.before, strict=True):
+            if before is not None:
+                if parameter.grad is not None:
+                    before += parameter.grad
+                parameter.grad = before
+
+    def restore(self) -> None:
+        """Forgets the gradients of this step."""
+        for parameter, before in zip(self.parameters, self.before, strict=True):
+            parameter.grad = before
+
+
+@contextmanager
+def _own_gradients(
+    group: dist.ProcessGroup, model: nn.Module, averaged: bool
+) -> Iterator[_Gradients]:
+    """At its end the gradients of the body are summed that nobody else sums."""
+    gradients = _Gradients(_owned(model, group))
+    gradients.put_aside()
+    try:
+        yield gradients
+        _finish(group, gradients, averaged)
+    except BaseException as error:
+        gradients.restore()
+        with contextlib.suppress(Exception):  # the peers wait for this rank at the end
+            refuse(str(group.group_name), "sync", error)
+        raise
+    gradients.add_to_earlier()
+
+
+def _owned(model: nn.Module, group: dist.ProcessGroup) -> list[nn.Parameter]:
+    """Returns the parameters whose gradients nobody else sums over the ranks of a group."""
+    wrapped = any(_covers(each, group) for each in _groups_of_wrappers(model))
+    if wrapped or group.size() == 1 or not torch.is_grad_enabled():
+        return []
+    return [p for module, p in _parameters(model) if not _is_averaged(module, p, group)]
+
+
+@tells_peers
+def _finish(group: dist.ProcessGroup, gradients: _Gradients, averaged: bool) -> None:
+    if gradients.expected and not gradients.arrived:
+        raise RuntimeError(
+            f"{_OP}: the block ended without a backward pass of step.loss: call "
+            "step.loss.backward() inside, or enter it under torch.no_grad() for evaluation"
+        )
+    if gradients.expected and gradients.parameters:
+        _sum(group, gradients.parameters, averaged)
+
+
+@torch.no_grad()
+def _sum(group: dist.ProcessGroup, parameters: Sequence[Any], averaged: bool) -> None:
+    """Sums gradients over the ranks of a group, or averages them where the loss was scaled up.
+
+    A parameter that some rank has no gradient of (experts that no token of it went to) gets one
+    there, so that all ranks reduce the same.
+    """
+    present = _present_anywhere(group, parameters)
+    works = []
+    reduced = [p for p, is_present in zip(parameters, present, strict=True) if is_present]
+    for parameter in reduced:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        elif parameter.grad.layout != torch.strided:
+            parameter.grad = parameter.grad.to_dense()
+        if not parameter.grad.is_contiguous():
+            parameter.grad = parameter.grad.contiguous()
+        local = _local(parameter.grad)
+        if averaged:
+            local /= group.size()
+        works.append(dist.all_reduce(local, group=group, async_op=True))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _present_anywhere(group: dist.ProcessGroup, parameters: Sequence[Any]) -> list[bool]:
+    """Tells of which parameters some rank has a gradient. Collective.
+
+    On the channel of attention: a peer that failed in its backward pass is heard of, for which an
+    all-reduce would wait until its time-out.
+    """
+    words = [0] * (-(-len(parameters) // _BITS))
+    for number, parameter in enumerate(parameters):
+        words[number // _BITS] |= (parameter.grad is not None) << number % _BITS
+    with ordinary_tensors():
+        record = torch.tensor(words, device=_local(parameters[0]).device)
+        rows = equal_inputs.gather_records(str(group.group_name), _OP, record)
+    return [
+        any(row[number // _BITS] >> number % _BITS & 1 for row in rows)
+        for number in range(len(parameters))
+    ]

@@ -1,0 +1,148 @@
+"""What an import of `symm_cp` loads: everything, or for `import symm_cp.schedule` almost nothing.
+
+Schedules need no torch, no native part and no Linux. But Python imports a package before its
+modules, so `symm_cp/__init__.py` asks here for which module it is imported. What it then leaves out
+is loaded, as `import symm_cp` would, when somebody asks for it: by a name of `symm_cp`, by another
+of its modules, or by an import of torch, since whoever imports both expects the ops to be there.
+Where torch is imported already, everything is loaded at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import FrameType, ModuleType
+
+_PACKAGE = "symm_cp"
+_PURE = "symm_cp.schedule"
+
+
+def require_linux() -> None:
+    """Raises `ImportError` on systems other than Linux."""
+    if sys.platform != "linux":
+        raise ImportError(
+            f"symm_cp runs on Linux only, and this is {sys.platform}; only its schedules run here: "
+            f"import {_PURE}"
+        )
+
+
+def only_schedule() -> bool:
+    """Tells whether `symm_cp` is being imported for `symm_cp.schedule` and needs nothing else.
+
+    Raises `ImportError` if everything is wanted on systems other than Linux.
+    """
+    if _is_pure(_imported_for()) and (sys.platform != "linux" or "torch" not in sys.modules):
+        if not is_partial():
+            sys.meta_path.insert(0, _Finder())
+        return True
+    require_linux()
+    return False
+
+
+def is_partial() -> bool:
+    """Tells whether only `symm_cp.schedule` was loaded so far."""
+    return bool(_finders())
+
+
+def loads_more() -> bool:
+    """Tells whether a name that `symm_cp` lacks is a reason to load everything.
+
+    It is none to the modules of `symm_cp` that are being imported, for which everything is loaded
+    afterwards.
+    """
+    return any(finder.running == 0 for finder in _finders())
+
+
+def _finders() -> list[_Finder]:
+    return [finder for finder in sys.meta_path if isinstance(finder, _Finder)]
+
+
+def load_everything() -> None:
+    """Loads what was left out; raises `ImportError` where that cannot be, such as without torch."""
+    require_linux()
+    finders = _finders()
+    for finder in finders:
+        sys.meta_path.remove(finder)
+    try:
+        importlib.reload(sys.modules[_PACKAGE])
+    except BaseException:
+        sys.meta_path[:0] = finders
+        raise
+
+
+def _is_pure(name: str) -> bool:
+    return name == _PURE or name.startswith(f"{_PURE}.")
+
+
+def _imported_for() -> str:
+    """Returns the module for which Python is importing its package `symm_cp`, "" without one.
+
+    Both are arguments of the import system's functions that are running.
+    """
+    names: list[str] = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and len(names) < 2:
+        of_imports = frame.f_code.co_filename.startswith("<frozen importlib")
+        if of_imports and frame.f_code.co_name == "_find_and_load":
+            names.append(frame.f_locals["name"])
+        elif names and not of_imports:
+            break
+        frame = frame.f_back
+    return names[1] if names[:1] == [_PACKAGE] and len(names) == 2 else ""
+
+
+class _Finder(MetaPathFinder):
+    """Has everything loaded once torch, or the module of `symm_cp` that imports it, is there."""
+
+    def __init__(self) -> None:
+        self.running = 0
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name.startswith(f"{_PACKAGE}.") and not _is_pure(name):
+            require_linux()
+        elif name != "torch" or sys.platform != "linux":
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(name, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader, self)
+                return spec
+        return None
+
+
+class _Loader(Loader):
+    """Another loader, after which everything may be loaded."""
+
+    def __init__(self, of: Loader, finder: _Finder) -> None:
+        self._of = of
+        self._finder = finder
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._of, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._of.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._of
+        module.__loader__ = self._of
+        self._finder.running += 1
+        try:
+            self._of.exec_module(module)
+        finally:
+            self._finder.running -= 1
+        if self._finder.running == 0 and "torch" in sys.modules and is_partial():
+            _load_the_rest()
+
+
+def _load_the_rest() -> None:
+    try:
+        load_everything()
+    except Exception as error:  # it is torch, or another module, that the user imports
+        print(f"symm_cp: not loaded: {type(error).__name__}: {error}", file=sys.stderr)

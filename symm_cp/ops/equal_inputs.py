@@ -1,0 +1,300 @@
+"""Ranks compare what must be equal on all of them: batches, prompts, initial weights.
+
+Each rank makes a *record* of a fixed size, whatever its tensors are, gathers those of all ranks,
+and compares them. All ranks see the same records, so all of them raise, or none.
+
+- Integers and bools count exactly: a hash of values and places.
+- Floating-point tensors may differ by rounding, as the outputs of an encoder that every rank runs
+  by itself do: a few values of each are compared, with a tolerance.
+- Names, shapes and dtypes count exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from symm_cp import env, runtime
+from symm_cp.devices import has_streams
+from symm_cp.devices.kept import capturing, kept
+from symm_cp.hosts import hosts_of
+from symm_cp.memory import GroupLike, reported, resolve
+from symm_cp.modes import ordinary_tensors
+from symm_cp.ops.common import lib, register_kernel, tells_peers
+
+#: How errors say that the comparison can be turned off.
+OFF = "SYMM_CP_COMPARE_INPUTS=0 turns this check off"
+
+_SLOTS = 16  # words of a record for what counts exactly; further items share the last one
+_FLOATS, _VALUES = 4, 8  # floating-point tensors of a record, and how many values of each
+# Relative to the largest value. Other data differ by about 1, results in bfloat16 by about 0.01.
+TOLERANCE = 0.1
+_MOST_HASHED = 1 << 22  # of larger tensors evenly spaced elements count: a few milliseconds
+_MIX = (0x9E3779B97F4A7C15 - (1 << 64), 0x2545F4914F6CDD1D)
+
+#: What must be equal: a name, and a tensor or anything whose `repr` tells it apart.
+Item = tuple[str, Any]
+Record = Sequence[int]
+
+
+def enabled(*tensors: torch.Tensor) -> bool:
+    """Whether ranks compare inputs now: not while code is traced or a graph is captured."""
+    if not env.compare_inputs() or torch.compiler.is_compiling():
+        return False
+    return not any(
+        isinstance(t, FakeTensor)
+        or t.is_meta
+        or torch._C._functorch.is_functorch_wrapped_tensor(t)
+        or capturing(t.device)
+        for t in tensors
+    )
+
+
+def compare(group: GroupLike, op: str, items: Sequence[Item], *, subject: str, remedy: str) -> None:
+    """Raises `RuntimeError` on all ranks unless the items are equal on all ranks. Collective.
+
+    `subject` says in the error what the items are ("the batches that ranks cut"). Returns at once
+    on one rank, and where the comparison is turned off.
+    """
+    tensors = [value for _, value in items if isinstance(value, torch.Tensor)]
+    state = resolve(group)
+    if state.world_size == 1 or not enabled(*tensors):
+        return
+    with ordinary_tensors():
+        record, named = _record(items, tensors[0].device if tensors else torch.device("cpu"))
+        records = gather_records(group, op, record)
+    differing = [k for k in range(_SLOTS) if len({each[k] for each in records}) > 1]
+    named[0] = [f"the set of tensors (here {', '.join(name for name, _ in items)})"]
+    names = [", ".join(named[k]) for k in differing] or _differing_values(items, records)
+    if names:
+        counted = _SLOTS if differing else None
+        raise disagreement(op, subject, names, [tuple(r[:counted]) for r in records], remedy)
+
+
+def disagreement(
+    op: str,
+    subject: str,
+    names: Sequence[str],
+    records: Sequence[tuple[int, ...]],
+    remedy: str,
+) -> RuntimeError:
+    """Returns the error of ranks whose records differ, which all of them raise."""
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    message = f"{op}: {subject} differ between {sides(records)} in {shown}: {remedy} ({OFF})"
+    return reported(RuntimeError(message))
+
+
+def sides(records: Sequence[tuple[int, ...]]) -> str:
+    """Names the ranks that have equal records, and those that have others."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for rank, record in enumerate(records):
+        alike.setdefault(record, []).append(rank)
+    each = [f"rank {r[0]}" if len(r) == 1 else f"ranks {r}" for r in alike.values()]
+    return " and ".join(each)
+
+
+def gather_records(group: GroupLike, op: str, record: torch.Tensor) -> list[list[int]]:
+    """Returns the records of all ranks, in rank order. Collective.
+
+    `record` is 1-D, of int64, of the same length on all ranks. On the channel of attention, where
+    a peer that refuses its next call is heard of.
+    """
+    state = resolve(group)
+    by_rank = record.new_empty(state.world_size, len(record))
+
+    def consume(records: list[torch.Tensor], owner: int) -> None:
+        by_rank[owner].copy_(records[0])
+
+    name = f"comparison of inputs by {op}, {len(record)} words".encode()
+    runtime.of(record, state).all_gather_and_consume(state, [record], consume, name)
+    rows: list[list[int]] = by_rank.tolist()
+    return rows
+
+
+def _record(items: Sequence[Item], device: torch.device) -> tuple[torch.Tensor, list[list[str]]]:
+    """Returns the record of items, and the names of those that each of its slots stands for."""
+    fixed, hashes, named = [0] * _SLOTS, [], [list[str]() for _ in range(_SLOTS)]
+    fixed[0] = text_hash([name for name, _ in items])
+    for number, (name, value) in enumerate(items, 1):
+        slot = min(number, _SLOTS - 1)
+        is_tensor = isinstance(value, torch.Tensor)
+        kind = (value.dtype, tuple(value.shape)) if is_tensor else value
+        fixed[slot] = text_hash((fixed[slot], repr(kind)))
+        named[slot].append(f"{name} (here {_described(value)})")
+        if is_tensor and not _is_float(value):
+            hashes.append((slot, hashed(value).to(device)))
+    record = torch.tensor(fixed, device=device)
+    for slot, value in hashes:
+        record[slot] += value * (2 * slot + 1)
+    values = [_values(value).to(device) for _, value in _floats(items)]
+    values.append(torch.zeros((_FLOATS - len(values)) * _VALUES, dtype=torch.float64))
+    numbers = torch.cat([each.to(device) for each in values])
+    return torch.cat([record, numbers.view(torch.int64)]), named
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype)[6:]}{list(value.shape)}"
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def text_hash(value: Any) -> int:
+    """Returns a number below 2 ** 56 that follows from `repr(value)` in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest())
+
+
+@kept(maxsize=16)
+def _weights(device: torch.device, count: int) -> torch.Tensor:
+    """Odd numbers that follow no line: of three neighbours the outer do not add up to the inner."""
+    numbers = torch.arange(1, count + 1, device=device) * _MIX[0]
+    return ((numbers ^ (numbers >> 29)) * _MIX[1]) | 1
+
+
+def hashed(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a hash of integers or bools and their places, an int64 on the tensor's device."""
+    flat = tensor.detach().reshape(-1)
+    if len(flat) > _MOST_HASHED:
+        flat = flat[:: math.ceil(len(flat) / _MOST_HASHED)]
+    return (flat.to(torch.int64) * _weights(flat.device, len(flat))).sum()
+
+
+def _is_float(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _floats(items: Sequence[Item]) -> list[tuple[str, torch.Tensor]]:
+    """Returns the floating-point tensors among the items of which values are compared."""
+    tensors = ((n, t) for n, t in items if isinstance(t, torch.Tensor) and _is_float(t))
+    return list(itertools.islice(tensors, _FLOATS))
+
+
+def spread_values(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Returns evenly spaced values of a floating-point tensor in float64, zeros for missing ones.
+
+    (count,)
+    """
+    flat = tensor.detach()
+    flat = torch.view_as_real(flat.resolve_conj()) if flat.is_complex() else flat
+    if flat.numel() == 0:
+        return torch.zeros(count, dtype=torch.float64, device=tensor.device)
+    places = torch.linspace(0, flat.numel() - 1, count, dtype=torch.float64).long()
+    index = torch.unravel_index(places.to(flat.device), flat.shape) if flat.dim() else ()
+    values = flat[index].to(torch.float64) if index else flat.to(torch.float64).expand(count)
+    return values.contiguous()
+
+
+def _values(tensor: torch.Tensor) -> torch.Tensor:
+    return spread_values(tensor, _VALUES)
+
+
+def as_floats(words: Record) -> list[float]:
+    """Returns the float64 numbers whose bits are these words."""
+    numbers: list[float] = torch.tensor(words, dtype=torch.int64).view(torch.float64).tolist()
+    return numbers
+
+
+def far_apart(one: Sequence[float], other: Sequence[float], tolerance: float = TOLERANCE) -> bool:
+    """Whether values differ by more than rounding; infinities and NaN are not judged."""
+    pairs = zip(one, other, strict=True)
+    finite = [(a, b) for a, b in pairs if math.isfinite(a) and math.isfinite(b)]
+    largest = max((max(abs(a), abs(b)) for a, b in finite), default=0.0)
+    return any(abs(a - b) > tolerance * largest for a, b in finite)
+
+
+def _differing_values(items: Sequence[Item], records: Sequence[Record]) -> list[str]:
+    """Returns the names of floating-point tensors that differ by more than rounding."""
+    names = []
+    for number, (name, value) in enumerate(_floats(items)):
+        begin = _SLOTS + number * _VALUES
+        first, *others = (as_floats(record[begin : begin + _VALUES]) for record in records)
+        if any(far_apart(first, other) for other in others):
+            names.append(f"{name} (here {_described(value)})")
+    return names
+
+
+# --- inputs of a module, eager and compiled ----------------------------------------------------
+
+_SAME = "_same_on_all_ranks"
+_PIECE = 28  # bits of a hash in one addend: sums over any number of ranks do not overflow
+
+lib.define(f"{_SAME}(Tensor input, str op, str name, str remedy, str group_name) -> Tensor")
+
+
+def _compare_input(input: torch.Tensor, op: str, name: str, remedy: str, group: str) -> None:
+    """As `compare` of one tensor, in a quarter of its time where that is equal on all ranks."""
+    if not enabled(input) or _sums_agree(group, input):
+        return
+    compare(group, op, [(name, input)], subject="the inputs of ranks", remedy=remedy)
+
+
+def _sums_agree(group: str, input: torch.Tensor) -> bool:
+    """Whether inputs on CPU are surely equal on all ranks, by one native all-reduce of a hash.
+
+    Floating-point ones may be equal but for rounding all the same. The sum of hashes that are not
+    all equal is `world_size` times none of them, but by a chance of 2 ** -56: so all ranks get the
+    same answer.
+    """
+    state = resolve(group)
+    if state.world_size == 1:
+        return True
+    if input.device.type != "cpu" or has_streams(input.device):
+        return False
+    if hosts_of(state, input.device) is not None:  # the all-reduce is within one host
+        return False
+    with ordinary_tensors():
+        counted = _values(input) if _is_float(input) else input.detach()
+        flat = counted.reshape(-1)[:_MOST_HASHED].contiguous()
+        data = hashlib.blake2b(repr((input.dtype, input.shape)).encode(), digest_size=7)
+        data.update(memoryview(flat.numpy()).cast("B") if len(flat) else b"")
+        number = int.from_bytes(data.digest())
+        pieces = [number >> _PIECE, number & ((1 << _PIECE) - 1)]
+        sums = torch.ops.symm_mem.one_shot_all_reduce(torch.tensor(pieces), "sum", group).tolist()
+    return bool(sums == [piece * state.world_size for piece in pieces])
+
+
+def _same_kernel(
+    input: torch.Tensor, op: str, name: str, remedy: str, group_name: str
+) -> torch.Tensor:
+    _compare_input(input, op, name, remedy, group_name)
+    return input.clone()
+
+
+def _same_fake(
+    input: torch.Tensor, op: str, name: str, remedy: str, group_name: str
+) -> torch.Tensor:
+    return torch.empty_like(input)
+
+
+_telling: Callable[..., None] = tells_peers(_compare_input)
+
+
+def same_on_all_ranks(
+    input: torch.Tensor, op: str, name: str, remedy: str, group: str
+) -> torch.Tensor:
+    """Returns the input; raises `RuntimeError` unless it is equal on all ranks. Collective.
+
+    Graphs of torch.compile compare integers and bools, whenever they run; floating-point inputs
+    are compared by eager code only.
+    """
+    if not env.compare_inputs():
+        return input
+    if torch.compiler.is_compiling():
+        if _is_float(input):
+            return input
+        same: torch.Tensor = torch.ops.symm_mem._same_on_all_ranks(input, op, name, remedy, group)
+        return same
+    _telling(input, op, name, remedy, group)
+    return input
+
+
+def register() -> None:
+    """Adds the op that compares in graphs."""
+    register_kernel(_SAME, _same_kernel)
+    torch.library.register_fake(f"symm_mem::{_SAME}", _same_fake, lib=lib)

@@ -1,0 +1,122 @@
+"""Which tensors the kernels for CPU tensors cannot read, and what is said of them.
+
+A kernel reads the bytes of a dense tensor. Other kinds come with dispatch keys of their own
+(unsupported.py); what comes to a kernel all the same, and would make it read memory that is not
+there, is refused here. Native kernels say the same (csrc/kernels.cpp).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch._C import FunctionSchema
+from torch._subclasses.fake_tensor import FakeTensor
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_MODES = torch._C._TorchDispatchModeKey
+_TRACING = (_MODES.FAKE, _MODES.PROXY, _MODES.FUNCTIONAL)
+
+
+class _Argument(NamedTuple):
+    position: int
+    name: str
+    is_list: bool
+    required: bool
+
+
+class TensorArguments:
+    """The tensors among the arguments of an op, by the names that its schema gives them."""
+
+    def __init__(self, schema: FunctionSchema) -> None:
+        self.group_name = next(
+            (i for i, each in enumerate(schema.arguments) if each.name == "group_name"), None
+        )
+        self._arguments = []
+        for index, argument in enumerate(schema.arguments):
+            kind = str(argument.type)
+            if "Tensor" in kind:
+                required = "Optional" not in kind
+                is_list = kind.startswith("List")
+                self._arguments.append(_Argument(index, argument.name, is_list, required))
+
+    def named(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the tensors and their names, "A" or "Bs[0]"; a required one may be None."""
+        for index, name, is_list, required in self._arguments:
+            given = args[index] if index < len(args) else kwargs.get(name)
+            if not is_list:
+                if given is not None or (required and index < len(args)):
+                    yield name, given
+                continue
+            for place, each in enumerate(given or ()):
+                if each is not None or required:
+                    yield f"{name}[{place}]", each
+
+
+def unsupported(tensor: torch.Tensor) -> str:
+    """Says of which kind a tensor is that has no dense memory, and what to use instead."""
+    if tensor.is_nested:
+        return f"nested ({tensor.layout}), must be dense: use its to_padded_tensor(), or a part"
+    if tensor.layout is not torch.strided:
+        return f"{tensor.layout}, must be dense: use its to_dense()"
+    if tensor.is_quantized:
+        return f"quantised ({tensor.dtype}), which is not supported: use its dequantize()"
+    if any(name is not None for name in tensor.names):
+        return f"named {tensor.names}, which is not supported: use its rename(None)"
+    return ""
+
+
+def missing_memory(tensor: torch.Tensor) -> str:
+    """Says how a tensor's storage is too small for it, if it is."""
+    shape = tensor.shape
+    if 0 in shape:
+        return ""
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return "has no storage: it may have left torch.func.vmap, or wrap another tensor"
+    last = tensor.storage_offset()
+    for length, stride in zip(shape, tensor.stride(), strict=True):
+        last += (length - 1) * stride
+    needed = (last + 1) * tensor.element_size()
+    if size >= needed:
+        return ""
+    return (
+        f"of shape {list(shape)} needs {needed} bytes of storage, which has {size}: it was freed "
+        "or resized"
+    )
+
+
+def checking_memory(op: str, arguments: TensorArguments, kernel: Callable[P, R]) -> Callable[P, R]:
+    """Returns the kernel of an op, which first refuses tensors whose memory is not there."""
+
+    @functools.wraps(kernel)
+    def check(*args: P.args, **kwargs: P.kwargs) -> R:
+        for name, tensor in arguments.named(args, kwargs):
+            if tensor is None:
+                raise TypeError(f"{op}: {name} is None, must be a tensor")
+            if missing := missing_memory(tensor):
+                raise ValueError(f"{op}: {name} {missing}")
+        return kernel(*args, **kwargs)
+
+    return check
+
+
+def concerns_peers(given: Sequence[Any]) -> bool:
+    """Whether peers may take part in a call with these arguments, over shared memory.
+
+    Not where the call is made to learn of shapes or to record it, and not on other devices.
+    """
+    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING):
+        return False
+    tensors = [each for each in given if isinstance(each, torch.Tensor)]
+    if any(each.device.type not in ("cpu", "meta") for each in tensors):
+        return False
+    stand_ins = [isinstance(each, FakeTensor) or each.device.type == "meta" for each in tensors]
+    return not stand_ins or not all(stand_ins)

@@ -1,0 +1,57 @@
+"""Kinds of tensors that have no dense memory: every op refuses them, and the peers hear of it.
+
+Sparse, compressed, quantised, MKL-DNN and nested tensors come with dispatch keys of their own, at
+which torch would refuse a call before any kernel of ours knows of it: the peers would wait for this
+rank until their time-out. So each op that runs on CPU tensors has a kernel there, which raises.
+
+What torch refuses elsewhere (named tensors, wrappers without a rule for the op) is told by the
+kernels of autograd, through which all calls go (common.py, csrc/kernels.cpp).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from symm_cp.ops.attention import mesh_calls
+from symm_cp.ops.common import lib, public_name
+from symm_cp.ops.tensor_checks import TensorArguments, unsupported
+
+_KEYS = (
+    "SparseCPU",
+    "SparseCsrCPU",
+    "QuantizedCPU",
+    "MkldnnCPU",
+    "NestedTensorCPU",
+    "AutogradNestedTensor",  # no alias of "AutogradCPU", where some ops have their kernel
+)
+
+
+def _refusal(name: str) -> Any:
+    schema = getattr(torch.ops.symm_mem, name).default._schema
+    arguments = TensorArguments(schema)
+    op = public_name(name)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        error: Exception = NotImplementedError(f"{op}: takes dense tensors only")
+        for argument, tensor in arguments.named(args, kwargs):
+            if tensor is None:
+                error = TypeError(f"{op}: {argument} is None, must be a tensor")
+                break
+            if what := unsupported(tensor):
+                error = NotImplementedError(f"{op}: {argument} is {what}")
+                break
+        if groups := kwargs.get("method_groups"):
+            mesh_calls.give_up(tuple(groups), error)
+        raise error
+
+    return refuse
+
+
+def register() -> None:
+    """Has every op that runs on CPU tensors refuse those without dense memory."""
+    for name in sorted(lib.on_cpu):
+        refuse = _refusal(name)
+        for key in _KEYS:
+            lib.impl(name, refuse, key)

@@ -1,0 +1,84 @@
+"""What the options of all commands have in common: `--json`, `--plot`, and older spellings."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+from symm_cp.ranks import is_rank
+from symm_cp.trusted import write_output
+
+#: `--json` without a file: JSON is printed.
+STDOUT = Path("-")
+_PICTURES = (".png", ".pdf", ".svg")
+
+
+def add_json(parser: argparse.ArgumentParser, content: str) -> None:
+    """Adds `--json [FILE]`."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        type=Path,
+        const=STDOUT,
+        metavar="FILE",
+        help=f"write {content} to this file as JSON; without a file, print that instead of text",
+    )
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes the file of `--json`, or prints it."""
+    text = json.dumps(content, indent=1)
+    if path == STDOUT:
+        print(text)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_output(path, text + "\n")
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    """Adds `--plot PATH`."""
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="PATH",
+        help="write plots: to this file (its name ends with .png, .pdf or .svg; several plots add "
+        "theirs to it), or to this folder; needs matplotlib",
+    )
+
+
+def plot_file(path: Path, name: str, *, several: bool = False) -> Path:
+    """Returns the file of a plot for `--plot PATH`; makes its folder."""
+    if path.suffix.lower() in _PICTURES:
+        file = path.with_stem(f"{path.stem}-{name}") if several else path
+    else:
+        file = path / f"{name}.png"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    return file
+
+
+class Deprecated(argparse.Action):
+    """An older spelling of an option: it works, is not in the help, and says so once on stderr."""
+
+    _said: ClassVar[set[str]] = set()
+
+    def __init__(self, option_strings: list[str], dest: str, instead: str, **options: Any) -> None:
+        self._instead = instead
+        super().__init__(option_strings, dest, **{**options, "help": argparse.SUPPRESS})
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Stores the value as the option does that is to be used instead."""
+        setattr(namespace, self.dest, values)
+        spelling = f"{parser.prog}: {option_string} is deprecated: use {self._instead}"
+        if spelling not in self._said and not is_rank(os.environ):  # ranks get the same arguments
+            print(spelling, file=sys.stderr)
+        self._said.add(spelling)

@@ -1,0 +1,114 @@
+"""Calls of the backend are events of torch's profiler, from their beginning to their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tests.backend.common import all_gather_single, reduce_scatter_single, shared
+from tests.pool import Ranks
+
+Shapes = list[list[int]]
+
+
+def calls(group: dist.ProcessGroup) -> dict[str, tuple[Callable[..., dist.Work | None], Shapes]]:
+    """Calls by the names of their events, and the shapes of their inputs."""
+    size = group.size()
+    x, whole = torch.ones(3, 2), torch.ones(3 * size, 2)
+    parts = [torch.ones(3, 2) for _ in range(size)]
+    root = {"group_src": 0}
+    mine = parts if group.rank() == 0 else None
+    sparse = torch.sparse_coo_tensor([[0]], [1.0], (3,))
+    return {
+        "all_reduce": (lambda **how: dist.all_reduce(x, **how), [[3, 2]]),
+        "broadcast": (lambda **how: dist.broadcast(x, **root, **how), [[3, 2]]),
+        "reduce": (lambda **how: dist.reduce(x, group_dst=0, **how), [[3, 2]]),
+        "all_gather": (lambda **how: dist.all_gather(parts, x, **how), [[3, 2]]),
+        "all_gather_into_tensor": (lambda **how: all_gather_single(whole, x, **how), [[3, 2]]),
+        "gather": (lambda **how: dist.gather(x, mine, group_dst=0, **how), [[3, 2]]),
+        "scatter": (
+            lambda **how: dist.scatter(x, mine, **root, **how),
+            [[3, 2]] * (size if mine else 0),
+        ),
+        "reduce_scatter": (lambda **how: dist.reduce_scatter(x, parts, **how), [[3, 2]] * size),
+        "reduce_scatter_tensor": (
+            lambda **how: reduce_scatter_single(x, whole, **how),
+            [[3 * size, 2]],
+        ),
+        "all_to_all": (lambda **how: dist.all_to_all(parts, parts, **how), [[3, 2]] * size),
+        "all_to_all_single": (
+            lambda **how: dist.all_to_all_single(whole, whole.clone(), **how),
+            [[3 * size, 2]],
+        ),
+        "barrier": (lambda **how: dist.barrier(**how), []),
+        "all_reduce of sparse": (lambda **how: dist.all_reduce(sparse, **how), [[3]]),
+    }
+
+
+def events(
+    profile: torch.profiler.profile, name: str
+) -> list[torch.autograd.profiler.FunctionEvent]:
+    return [event for event in profile.events() if event.name == f"symm_cp:{name}"]
+
+
+def observed(group: dist.ProcessGroup) -> None:
+    ours, rank = shared(group), group.rank()
+    for later in (False, True):
+        for name, (call, shapes) in calls(group).items():
+            with torch.profiler.profile(record_shapes=True) as profile:
+                for _ in range(2):
+                    work = call(group=ours, async_op=later)
+                    if later:
+                        assert work is not None
+                        work.wait()
+            found = events(profile, name.split(" of ")[0])
+            assert len(found) == 2, (name, later, [event.name for event in profile.events()])
+            for event in found:
+                assert event.is_async
+                assert event.input_shapes == shapes, (name, event.input_shapes)
+                assert event.cpu_time_total >= 0
+    # A call in the background lasts until the peers come.
+    with torch.profiler.profile() as profile:
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(300_000), group=ours, async_op=True)
+            dist.barrier(group)
+        else:
+            dist.barrier(group)
+            torch.ones(2_000_000).sort()
+            work = dist.all_reduce(torch.ones(300_000), group=ours, async_op=True)
+        assert work is not None
+        work.wait()
+    (event,) = events(profile, "all_reduce")
+    (waited,) = (each for each in profile.events() if each.name == "gloo:barrier")
+    if rank == 0:
+        assert event.time_range.end > waited.time_range.end
+    # Messages.
+    with torch.profiler.profile(record_shapes=True) as profile:
+        if rank == 0:
+            dist.send(torch.ones(4), group=ours, group_dst=1)
+            dist.isend(torch.ones(4), group=ours, group_dst=1).wait()
+            dist.send(torch.ones(4), group=ours, group_dst=1)
+        elif rank == 1:
+            dist.recv(torch.ones(4), group=ours, group_src=0)
+            dist.irecv(torch.ones(4), group=ours, group_src=0).wait()
+            dist.recv(torch.ones(4), group=ours)
+    counts = {0: {"send": 3}, 1: {"recv": 2, "recvAnySource": 1}}.get(rank, {})
+    for name in ("send", "recv", "recvAnySource"):
+        found = events(profile, name)
+        assert len(found) == counts.get(name, 0), name
+        assert all(event.input_shapes == [[4]] for event in found)
+    # A call that is refused has an event that ends.
+    with torch.profiler.profile() as profile:
+        try:
+            dist.all_reduce(torch.ones(3 + rank), group=ours)
+        except dist.DistBackendError:
+            pass
+        else:
+            raise AssertionError
+    assert len(events(profile, "all_reduce")) == 1
+
+
+def test_events(ranks: Ranks) -> None:
+    ranks.run(3, observed)

@@ -1,0 +1,88 @@
+"""`symm-cp calibrate`: fits are plausible, or nothing is written."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from symm_cp.bench import calibrate, parsers
+from symm_cp.bench.calibrate import Point, falls, rising
+from tests.pool import Ranks
+
+
+def test_a_curve_never_falls() -> None:
+    assert rising([(1.0, 3.0), (2.0, 3.0), (4.0, 5.0)]).seconds == pytest.approx((3.0, 3.0, 5.0))
+    # Those that fall are replaced by their mean, in logarithms.
+    assert rising([(1.0, 4.0), (2.0, 1.0), (4.0, 8.0)]).seconds == pytest.approx((2.0, 2.0, 8.0))
+    draw = random.Random(0)
+    for _ in range(50):
+        points = [(float(size), draw.lognormvariate(-9.0, 2.0)) for size in range(1, 9)]
+        seconds = rising(points).seconds
+        assert all(before <= after * (1 + 1e-12) for before, after in itertools.pairwise(seconds))
+        assert min(seconds) >= min(s for _, s in points) * (1 - 1e-12) > 0
+
+
+def test_what_fell_under_load() -> None:
+    """As it was once written: 1.8 ms for 8 KiB beside 0.23 for 2 MiB."""
+    busy: list[Point] = [(8192.0, 1.8e-3), (32768.0, 1.1e-4), (2097152.0, 2.3e-4)]
+    assert falls(busy) == [0]
+    noise = [(4096.0, 9e-6), (16384.0, 4e-6), (65536.0, 1.1e-5)]
+    assert falls(noise) == []
+
+
+def test_points_that_fall_are_measured_again() -> None:
+    times = {1: iter([1e-3, 1e-3, 2e-5]), 2: iter([3e-5]), 4: iter([4e-5])}
+    meter = object.__new__(calibrate._Meter)  # without ranks
+    meter.progress, meter.implausible = None, []
+    curve = meter.curve("copy", lambda size: (float(size), next(times[size])), [1, 2, 4])
+    assert curve.seconds == pytest.approx((2e-5, 3e-5, 4e-5))
+    assert meter.implausible == []
+    seconds = {1: 1e-3, 2: 3e-5}
+    meter.curve("copy", lambda size: (float(size), seconds[size]), [1, 2])
+    assert meter.implausible == ["copy of 1 took 1 ms, of 2 30 us"]
+
+
+def refused(group: dist.ProcessGroup, folder: str) -> None:
+    """Under load all ranks end with exit code 1, and nothing is written."""
+    path = Path(folder, f"machine{group.rank()}.toml")
+    parser = argparse.ArgumentParser()
+    parsers.calibrate(parser)
+    args = parser.parse_args(["--seconds", "0.0001", "--out", str(path)])
+    with mock.patch.object(calibrate._Meter, "share", return_value=0.55):
+        with pytest.raises(calibrate.BusyError, match="got 55% of a core each"):
+            calibrate.measure(group, idle=True)
+        assert calibrate.run_rank(args, group) == 1
+    calls = itertools.count(10_000, -1)
+
+    def less_and_less(*_: object, **__: object) -> float:
+        return next(calls) * 1e-4
+
+    with (
+        mock.patch.object(calibrate._Meter, "share", return_value=1.0),
+        mock.patch.object(calibrate._Meter, "seconds", less_and_less),
+        mock.patch.object(calibrate, "_FALL", 0.9999),
+        mock.patch.object(calibrate, "_kernels", calibrate._one_matmul),
+        pytest.raises(calibrate.BusyError, match="more work took less time: copy of 4"),
+    ):
+        calibrate.measure(group)
+    assert not path.exists()
+
+
+def test_a_busy_machine_is_not_described(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(2, refused, str(tmp_path))
+
+
+def shared(group: dist.ProcessGroup) -> float:
+    return calibrate._Meter(group, None, 0.0).share()
+
+
+def test_ranks_agree_on_their_share_of_a_core(ranks: Ranks) -> None:
+    first, second = ranks.run(2, shared)
+    assert first == second
+    assert 0.0 < first <= 1.05

@@ -1,0 +1,340 @@
+"""Ordinary mistakes that would give plausible, wrong losses: each raises, or warns, by default."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import symm_cp
+from symm_cp.context_parallel import agreement
+from tests.context_parallel.common import mesh_of
+from tests.context_parallel.test_batch import model_of
+from tests.exhaustive import exhaustive, some
+from tests.pool import Ranks
+
+LENGTH = 16
+SAME = "must get the same batches"
+
+
+def ids_of(seed: int) -> torch.Tensor:
+    return torch.randint(2, 31, (2, LENGTH), generator=torch.Generator().manual_seed(seed))
+
+
+def other_batches(group: dist.ProcessGroup) -> None:
+    """Rank 1 has another batch, in one thing at a time."""
+    mesh, other = mesh_of(group), group.rank() == 1
+    ids, floats = ids_of(0), torch.randn(2, LENGTH, 4, generator=torch.Generator().manual_seed(1))
+    whole: dict[str, Any] = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": torch.ones_like(ids),
+        "token_type_ids": torch.zeros_like(ids, dtype=torch.bool),
+    }
+    swapped = ids[:, [1, 0, *range(2, LENGTH)]]
+    swapped[0, 0] += swapped[0, 0] == swapped[0, 1]
+    changes = {
+        "input_ids": [ids_of(1), swapped, ids.int(), ids[:1]],
+        "labels": [ids.masked_fill(ids == ids[0, 3], -100)],
+        "attention_mask": [F.pad(torch.ones_like(ids)[:, 1:], (1, 0))],
+        "token_type_ids": [ids > 3],
+    }
+    for name, values in changes.items():
+        for value in values:
+            batch = {**whole, name: value} if other else whole
+            if name == "input_ids" and len(value) == 1:
+                batch = {n: v[:1] for n, v in batch.items()} if other else batch
+            with pytest.raises(RuntimeError, match=SAME) as caught:
+                symm_cp.shard_batch(mesh, batch)
+            text = str(caught.value)
+            assert f"{name} (here" in text, text
+            alone = "[0, 2]" if group.size() == 3 else "0"
+            assert f"rank{'s' * (len(alone) > 1)} {alone} and rank 1" in text, text
+            assert "DistributedSampler" in text
+            assert "SYMM_CP_COMPARE_INPUTS=0" in text
+    local, _ = symm_cp.shard_batch(mesh, whole)  # in step after all this
+    # How it is cut counts, too, and so do embeddings, but not their rounding.
+    with pytest.raises(RuntimeError, match="the layout and options"):
+        symm_cp.shard_batch(mesh, whole, average_gradients=other)
+    kind = symm_cp.Sequential if other else symm_cp.HeadTail
+    with pytest.raises(RuntimeError, match="the layout and options"):
+        symm_cp.shard_batch(mesh, whole, load_balancer=kind(LENGTH, group.size()))
+    with pytest.raises(RuntimeError, match="inputs_embeds"):
+        symm_cp.shard_batch(mesh, {"inputs_embeds": floats.roll(1, 0) if other else floats})
+    symm_cp.shard_batch(mesh, {"inputs_embeds": floats * (1.001 if other else 1)})
+    for x in (ids_of(group.rank()), torch.randn(2, LENGTH) + 3 * group.rank()):
+        with (
+            pytest.raises(RuntimeError, match=SAME),
+            symm_cp.context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+        ):
+            pass
+        with pytest.raises(RuntimeError, match=SAME):
+            symm_cp.context_parallel_shard(mesh, [x], [1])
+    del local
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_other_batches_are_refused_on_all_ranks(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, other_batches)
+
+
+def step(model: nn.Module, group: dist.ProcessGroup, batch: dict[str, torch.Tensor]) -> float:
+    """A step by hand: cut, context, loss, backward pass."""
+    mesh = mesh_of(group)
+    local, reduce_loss = symm_cp.shard_batch(mesh, batch)
+    labels = local.pop("labels")
+    with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+        logits = model(**local).logits
+        loss = reduce_loss(F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        loss.backward()
+    return float(loss)
+
+
+def batch_of() -> dict[str, torch.Tensor]:
+    ids = ids_of(0)
+    return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def other_weights(group: dist.ProcessGroup) -> None:
+    other, batch = group.rank() == group.size() - 1, batch_of()
+    model = model_of("LlamaForCausalLM")
+    good = copy.deepcopy(model.state_dict())
+    changed = model.model.layers[0].mlp.up_proj.weight
+    if other:
+        with torch.no_grad():
+            changed[3, 5] += 1e-3
+    for _ in range(2):  # and again, until it is mended
+        with pytest.raises(RuntimeError, match="load one checkpoint on all") as caught:
+            step(model, group, batch)
+        assert "layers.0.mlp.up_proj.weight" in str(caught.value)
+        assert "LlamaForCausalLM" in str(caught.value)
+        assert f"and rank {group.size() - 1} in" in str(caught.value)
+    model.load_state_dict(good)
+    expected = step(model, group, batch)
+    # What is loaded later is compared again.
+    state = {name: value + 1e-3 * other for name, value in good.items()}
+    model.load_state_dict(state)
+    with pytest.raises(RuntimeError, match="load one checkpoint on all"):
+        step(model, group, batch)
+    model.load_state_dict(good)
+    assert step(model, group, batch) == expected
+    # By shard_batch(model=...) and context_parallel(model=...), too.
+    seeded = model_of("LlamaForCausalLM", num_hidden_layers=2)
+    if other:
+        nn.init.normal_(seeded.lm_head.weight)
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight"):
+        symm_cp.shard_batch(mesh_of(group), batch, model=seeded)
+    mesh = mesh_of(group)
+    local, _ = symm_cp.shard_batch(mesh, {"input_ids": ids_of(0)})
+    with (
+        pytest.raises(RuntimeError, match=r"lm_head\.weight"),
+        symm_cp.context_parallel(mesh, model=seeded),
+    ):
+        seeded(**local)
+    # Ranks may have weights of their own in modules that run elsewhere, and other buffers.
+    model.register_buffer("running", torch.full((3,), float(other)))
+    aside = nn.Linear(3, 3)
+    nn.init.constant_(aside.weight, group.rank())
+    aside(torch.ones(3))
+    assert step(model, group, batch) == expected
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_other_weights_are_refused_on_all_ranks(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, other_weights)
+
+
+def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
+    """Trains some steps; returns the warnings."""
+    agreement._known.clear()  # models of other tests, which wait for their first step
+    model: Any = model_of("LlamaForCausalLM")
+    batch, averaged = batch_of(), how in ("ddp", "fsdp")
+    trained = model
+    if how == "ddp":
+        trained = DistributedDataParallel(model, process_group=group)
+    if how == "fsdp":
+        mesh = mesh_of(group)
+        fully_shard(model.model.layers[0], mesh=mesh)
+        trained = fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number in range(5):
+            mesh = mesh_of(group)
+            local, _ = symm_cp.shard_batch(mesh, {"input_ids": batch["input_ids"]})
+            with torch.no_grad(), symm_cp.context_parallel(mesh):  # evaluation, before and between
+                trained(**local, attention_mask=torch.ones_like(local["input_ids"]))
+            local, reduce_loss = symm_cp.shard_batch(mesh, batch, average_gradients=averaged)
+            labels = local.pop("labels")
+            with symm_cp.context_parallel(mesh, load_balancer=reduce_loss.load_balancer):
+                logits = trained(**local).logits
+                reduce_loss(F.cross_entropy(logits.flatten(0, 1), labels.flatten())).backward()
+            if how == "accumulates" and number % 2 == 0:
+                continue
+            if how in ("sums", "accumulates"):
+                for parameter in trained.parameters():
+                    dist.all_reduce(parameter.grad, group=group)
+            torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert not agreement._awaiting  # the hook of optimizers is gone
+    return [str(w.message) for w in caught if "optimizer step" in str(w.message)]
+
+
+def sums_or_not(group: dist.ProcessGroup) -> None:
+    for how in ("sums", "accumulates", "ddp", "fsdp"):
+        assert forgets_to_sum(group, how) == [], how
+    (message,) = forgets_to_sum(group, "nobody")
+    assert "the gradients of LlamaForCausalLM differed" in message
+    assert "symm_cp.training_step" in message
+    assert "average_gradients=True" in message
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_gradients_that_nobody_sums_are_noticed(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, sums_or_not)
+
+
+def other_layouts(group: dist.ProcessGroup) -> None:
+    mesh, W = mesh_of(group), group.size()
+    straight, q = symm_cp.Sequential(LENGTH, W), torch.randn(1, 2, LENGTH // W, 8)
+    for used, meant in [(symm_cp.HeadTail(LENGTH, W), straight), (straight, None)]:
+        local, reduce_loss = symm_cp.shard_batch(mesh, {"input_ids": ids_of(0)}, load_balancer=used)
+        with (
+            pytest.raises(ValueError, match=f"cut by {type(used).__name__}"),
+            symm_cp.context_parallel(mesh, load_balancer=meant),
+        ):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        with symm_cp.context_parallel(mesh, load_balancer=used):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+        other = straight if used != straight else symm_cp.HeadTail(LENGTH, W)
+        with (
+            pytest.raises(ValueError, match="give both the same one"),
+            symm_cp.context_parallel(mesh, load_balancer=used),
+        ):
+            symm_cp.shard_batch(mesh, {"input_ids": ids_of(0)}, load_balancer=other)
+        # Shards of two layouts at once, as a program has that prepares batches ahead; another
+        # length; and shards that are gone.
+        ahead = symm_cp.shard_batch(mesh, {"input_ids": ids_of(0)}, load_balancer=straight)
+        longer = symm_cp.Sequential(2 * LENGTH, W)
+        for balancer in (used, straight, longer):
+            with symm_cp.context_parallel(mesh, load_balancer=balancer):
+                pass
+        del local, reduce_loss, ahead
+    with symm_cp.context_parallel(mesh, load_balancer=symm_cp.HeadTail(LENGTH, W)):
+        pass
+    (shard,) = symm_cp.context_parallel_shard(mesh, [ids_of(0)], [1], straight)
+    for function, fits in [
+        (lambda held: symm_cp.HeadTail(held * W, W), False),
+        (lambda held: symm_cp.Sequential(held * W, W), True),
+    ]:
+        refused = nullcontext() if fits else pytest.raises(ValueError, match="cut by Sequential")
+        with refused, symm_cp.context_parallel(mesh, load_balancer=function):
+            F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    (shard,) = symm_cp.context_parallel_shard(mesh, [ids_of(0)], [1])
+    with (
+        pytest.raises(ValueError, match="cut by HeadTail"),
+        symm_cp.context_parallel(mesh, load_balancer=straight),
+    ):
+        pass
+    del shard
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_a_context_refuses_shards_of_another_layout(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, other_layouts)
+
+
+def no_context(group: dist.ProcessGroup) -> None:
+    mesh, table = mesh_of(group), torch.randn(31, 31, requires_grad=True)
+    balancer = symm_cp.HeadTail(LENGTH, group.size())
+    q = torch.randn(1, 2, LENGTH // group.size(), 8)
+
+    def warned(where: str) -> int:
+        local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if where == "attention":
+                symm_cp.all_gather_attention(q, q, q, group=group, load_balancer=balancer)
+            loss = F.cross_entropy(
+                table[local["input_ids"]].flatten(0, 1), local["labels"].view(-1)
+            )
+            if where == "inside":
+                with symm_cp.context_parallel(mesh, load_balancer=balancer, on_unfused="ignore"):
+                    reduce_loss(loss)
+            if where == "before":
+                with symm_cp.context_parallel(mesh, load_balancer=balancer, on_unfused="ignore"):
+                    pass
+            reduce_loss(loss)
+            reduce_loss(loss)
+        return sum("no context was entered" in str(w.message) for w in caught)
+
+    assert [warned(where) for where in ("", "inside", "before", "attention")] == [1, 0, 0, 0]
+
+
+def test_a_batch_that_is_used_without_a_context_is_noticed(ranks: Ranks) -> None:
+    ranks.run(2, no_context)
+
+
+def shifted_twice(group: dist.ProcessGroup) -> None:
+    mesh, model, batch = mesh_of(group), model_of("LlamaForCausalLM"), batch_of()
+    local, reduce_loss = symm_cp.shard_batch(mesh, batch)
+    balancer = reduce_loss.load_balancer
+    with (
+        pytest.raises(NotImplementedError, match=r"pass model= to symm_cp\.shard_batch"),
+        symm_cp.context_parallel(mesh, load_balancer=balancer),
+    ):
+        model(**local)
+    # Classes that do not shift labels, a loss of the user, and labels that have been shifted.
+    local, _ = symm_cp.shard_batch(mesh, batch, shift_labels=False)
+    with symm_cp.context_parallel(mesh, load_balancer=balancer):
+        model_of("BertForMaskedLM")(**local)
+        model(**local, shift_labels=local["labels"])
+        model.loss_function = lambda logits, labels, vocab_size, **_: logits.sum()
+        model(**local)
+
+
+def test_labels_are_not_shifted_twice(ranks: Ranks) -> None:
+    ranks.run(2, shifted_twice)
+
+
+def shifted_twice_when_compiled(group: dist.ProcessGroup) -> None:
+    mesh, model = mesh_of(group), torch.compile(model_of("LlamaForCausalLM"), backend="eager")
+    local, reduce_loss = symm_cp.shard_batch(mesh, batch_of())
+    balancer = reduce_loss.load_balancer
+    with (
+        pytest.raises(NotImplementedError, match=r"pass model= to symm_cp\.shard_batch"),
+        symm_cp.context_parallel(mesh, model=model, load_balancer=balancer),
+    ):
+        model(**local)
+
+
+@exhaustive
+def test_labels_are_not_shifted_twice_when_compiled(ranks: Ranks) -> None:
+    ranks.run(2, shifted_twice_when_compiled)
+
+
+def off(group: dist.ProcessGroup) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SYMM_CP_COMPARE_INPUTS", "0")
+        model = model_of("LlamaForCausalLM")
+        nn.init.constant_(model.lm_head.weight, group.rank())
+        batch = batch_of()
+        batch["input_ids"] = ids_of(group.rank())
+        step(model, group, batch)
+        environment.setenv("SYMM_CP_COMPARE_INPUTS", "maybe")
+        with pytest.raises(ValueError, match="must be 0 or 1"):
+            symm_cp.shard_batch(mesh_of(group), batch)
+
+
+def test_comparisons_can_be_turned_off(ranks: Ranks) -> None:
+    ranks.run(2, off)

@@ -1,0 +1,275 @@
+"""`training_step`: the loss and gradients of one process, whoever sums gradients."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import symm_cp
+from tests.backend.world import world
+from tests.context_parallel.common import CLOSE, mesh_of
+from tests.context_parallel.test_batch import model_of
+from tests.context_parallel.test_other_parallelisms import (
+    OVER_DATA,
+    OVER_WEIGHTS,
+    batch_of,
+    decoder,
+    gradients,
+    in_one_process,
+    loss_of,
+)
+from tests.exhaustive import exhaustive, some
+from tests.pool import Ranks
+
+
+def loss_function(logits: torch.Tensor, local: Mapping[str, Any]) -> torch.Tensor:
+    return loss_of(logits, local["labels"])
+
+
+def named_like_the_batch(model: Any) -> None:
+    """The models of `test_other_parallelisms` call their tokens `ids`."""
+    forward = type(model).forward
+
+    def renamed(self: Any, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return forward(self, input_ids, position_ids)
+
+    model.__class__ = type("Decoder", (type(model),), {"forward": renamed})
+
+
+def as_in_one_process(
+    group: dist.ProcessGroup, kind: str, sizes: dict[str, int], backend: str, recompute: bool
+) -> None:
+    with world(group, backend):
+        mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        replica, replicas = mesh["dp"].get_local_rank() if "dp" in sizes else 0, sizes.get("dp", 1)
+        expected_loss, expected = in_one_process(replicas)
+        model = decoder(recompute)
+        named_like_the_batch(model)
+        model, averaged, _ = {**OVER_DATA, **OVER_WEIGHTS}[kind](model, mesh)
+        # That FSDP2 divides by another number cannot be found out.
+        told = {"average_gradients": averaged} if kind == "fsdp_summing" else {}
+        for number in (1, 2):  # gradients add up over steps
+            with symm_cp.training_step(
+                model, batch_of(replica), mesh["cp"], loss_function=loss_function, **told
+            ) as step:
+                step.loss.backward()
+            loss = step.loss.detach()
+            if "dp" in sizes:
+                dist.all_reduce(loss, group=mesh["dp"].get_group())
+            torch.testing.assert_close(loss / replicas, expected_loss, **CLOSE)
+            actual = dict(gradients(model))
+            assert actual.keys() == expected.keys()
+            for name, want in expected.items():
+                torch.testing.assert_close(actual[name], number * want, **CLOSE, msg=name)
+            # Evaluation between steps; it leaves the root of FSDP2 gathered.
+            with (
+                torch.no_grad(),
+                symm_cp.training_step(
+                    model, batch_of(replica), mesh["cp"], loss_function=loss_function, **told
+                ) as step,
+            ):
+                assert step.loss.isfinite()
+
+
+def cases() -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for number, kind in enumerate(OVER_DATA):
+        backend = ("gloo", "symm_cp")[number % 2]
+        found.append((2, kind, {"dp": 1, "cp": 2}, backend, False))
+        found.append((4, kind, {"dp": 2, "cp": 2}, backend, True))
+    for number, kind in enumerate(OVER_WEIGHTS):
+        backend = ("gloo", "symm_cp")[number % 2]
+        found.append((4, kind, {"cp": 2, "tp": 2}, backend, number % 2 == 0))
+    return found
+
+
+PLAIN = [
+    (2, "fsdp_over_all", {"dp": 1, "cp": 2}, "gloo", False),
+    (2, "ddp_over_all", {"dp": 1, "cp": 2}, "gloo", False),
+    (2, "ddp_over_replicas", {"dp": 1, "cp": 2}, "symm_cp", False),
+    (4, "our_tp", {"cp": 2, "tp": 2}, "symm_cp", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "kind", "sizes", "backend", "recompute"), some(*PLAIN, of=cases())
+)
+def test_gradients_are_those_of_one_process(
+    ranks: Ranks, world_size: int, kind: str, sizes: dict[str, int], backend: str, recompute: bool
+) -> None:
+    ranks.run(world_size, as_in_one_process, kind, sizes, backend, recompute)
+
+
+IGNORED = -100
+
+
+def trains_llama(group: dist.ProcessGroup, method: Any) -> None:
+    """A model that computes its loss; weights after three steps, and what it gives."""
+    model, dense = (model_of("LlamaForCausalLM", sliding_window=None) for _ in range(2))
+    ids = torch.randint(2, 31, (2, 12 * group.size()), generator=torch.Generator().manual_seed(3))
+    labels = ids.clone()
+    labels[:, : len(ids[0]) // 3] = IGNORED
+    mask = torch.ones_like(ids)
+    mask[1, -5:] = 0
+    batch = {"input_ids": ids, "labels": labels.masked_fill(mask == 0, IGNORED)}
+    batch["attention_mask"] = mask
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, dense)]
+    mesh: Any = mesh_of(group)
+    if isinstance(method, tuple):
+        mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("keys", "heads"))
+    for _ in range(3):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        expected = dense(**batch).loss
+        expected.backward()
+        with symm_cp.training_step(model, batch, mesh, method=method) as step:
+            step.loss.backward()
+        torch.testing.assert_close(step.loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
+        assert step.num_items == int((batch["labels"][:, 1:] != IGNORED).sum())
+        assert step.output.logits.shape[1] == step.batch["input_ids"].shape[1]
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, got), want in zip(model.named_parameters(), dense.parameters(), strict=True):
+        torch.testing.assert_close(
+            got, want, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("world_size", "method"),
+    some(
+        (2, None),
+        of=[(1, None), (2, None), (2, "ulysses"), (3, None), (4, ("allgather", "ulysses"))],
+    ),
+)
+def test_a_model_that_computes_its_loss(ranks: Ranks, world_size: int, method: Any) -> None:
+    ranks.run(world_size, trains_llama, method)
+
+
+class Mixed(nn.Module):
+    """Attention, a table that one rank needs only, and no positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rare = nn.Embedding(31, 16), nn.Embedding(31, 16, sparse=True)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(input_ids)
+        if (input_ids == 7).any():
+            x = x + self.rare(input_ids)
+        heads = x.unflatten(-1, (2, 8)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+        return out.transpose(1, 2).flatten(2) @ self.embed.weight.T
+
+
+def sums_what_one_rank_has(group: dist.ProcessGroup) -> None:
+    mesh = mesh_of(group)
+    torch.manual_seed(0)
+    model = Mixed().double()
+    ids = torch.randint(8, 31, (1, 11 * group.size()))
+    ids[0, 0] = 7  # on rank 0, in sequential order
+
+    def loss_of_logits(logits: torch.Tensor, local: Mapping[str, Any]) -> torch.Tensor:
+        return F.cross_entropy(logits.flatten(0, 1), local["labels"].flatten())
+
+    batch = {"input_ids": ids, "labels": ids}
+    balancer = symm_cp.Sequential(11 * group.size(), group.size())
+    options: dict[str, Any] = {"loss_function": loss_of_logits, "load_balancer": balancer}
+    with symm_cp.training_step(model, batch, mesh, **options) as step:
+        step.loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        gathered = [torch.empty_like(parameter) for _ in range(group.size())]
+        dist.all_gather(gathered, parameter.grad.to_dense(), group=group)
+        assert all(torch.equal(each, gathered[0]) for each in gathered)
+        assert parameter.grad.to_dense().any()
+    before = [p.grad.clone() for p in model.parameters()]  # type: ignore[union-attr]
+
+    def run(model: nn.Module, batch: Any, then: Callable[[Any], object], **options: Any) -> None:
+        with symm_cp.training_step(model, batch, mesh, **options) as step:
+            then(step)
+
+    # Refused: no backward pass; and what one rank raises, the others hear of at once.
+    with pytest.raises(RuntimeError, match=r"without a backward pass of step\.loss"):
+        run(model, batch, lambda step: None, **options)
+
+    def fails_on_rank_0(step: Any) -> None:
+        step.loss.backward()
+        assert 1 // group.rank() >= 0
+
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError if group.rank() else ZeroDivisionError) as caught:
+        run(model, batch, fails_on_rank_0, **options)
+    assert group.rank() == 0 or "rank 0" in str(caught.value)
+    assert time.monotonic() - begin < 5
+    for parameter, grad in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter.grad.to_dense(), grad.to_dense())  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="Mixed is no model of transformers"):
+        run(model, batch, lambda step: None)
+    llama = model_of("LlamaForCausalLM")
+    with pytest.raises(ValueError, match="LlamaForCausalLM returned no loss for a batch of"):
+        run(llama, {"input_ids": ids}, lambda step: None)
+    run(model, batch, lambda step: step.loss.backward(), **options)
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 4]))
+def test_steps_that_differ_from_rank_to_rank(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, sums_what_one_rank_has)
+
+
+def trains_others(group: dist.ProcessGroup) -> None:
+    """RoBERTa with a loss of the user, whose positions are its own; T5, with two lengths."""
+    ids = torch.randint(2, 31, (2, 8 * group.size()), generator=torch.Generator().manual_seed(3))
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    labels = ids[:, : 5 * group.size()].contiguous()
+    cases: list[tuple[str, dict[str, Any], dict[str, torch.Tensor], Any]] = [
+        ("RobertaForTokenClassification", {}, {"labels": ids}, None),
+        (
+            "RobertaForTokenClassification",
+            {},
+            {"labels": ids},
+            lambda out, local: F.cross_entropy(out.logits.flatten(0, 1), local["labels"].view(-1)),
+        ),
+        (
+            "T5ForConditionalGeneration",
+            {**sizes, "decoder_start_token_id": 3},
+            {"labels": labels},
+            None,
+        ),
+    ]
+    for name, options, more, loss_function in cases:
+        model, dense = (model_of(name, **options) for _ in range(2))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **more}
+        expected = dense(**batch).loss
+        expected.backward()
+        how = {} if loss_function is None else {"shift_labels": False}
+        with symm_cp.training_step(
+            model, batch, mesh_of(group), loss_function=loss_function, **how
+        ) as step:
+            step.loss.backward()
+        torch.testing.assert_close(step.loss.double(), expected.double(), rtol=1e-5, atol=1e-6)
+        for (parameter, got), want in zip(
+            model.named_parameters(), dense.parameters(), strict=True
+        ):
+            assert (got.grad is None) == (want.grad is None), parameter
+            if got.grad is not None:
+                torch.testing.assert_close(
+                    got.grad,
+                    want.grad,
+                    rtol=1e-4,
+                    atol=1e-5,
+                    msg=lambda m, p=parameter: f"{p}: {m}",
+                )
+
+
+@exhaustive
+def test_encoders_and_decoders(ranks: Ranks) -> None:
+    ranks.run(2, trains_others)

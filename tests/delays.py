@@ -1,0 +1,19 @@
+"""Random delays around every wait of a run of tests: `SYMM_CP_TEST_DELAYS`, in microseconds.
+
+They pause threads of the tests' process, and of the ranks that it starts, before and after waits,
+before signals and requests to stores. `symm_cp.runtime.probe` delays steps, in single tests.
+"""
+
+from __future__ import annotations
+
+import os
+
+from symm_cp import native
+
+VARIABLE = "SYMM_CP_TEST_DELAYS"
+
+
+def begin(seed: int) -> None:
+    """Draws the delays of this process from `seed` from now on, if there are to be any."""
+    if longest := int(os.environ.get(VARIABLE) or 0):
+        native.load().symm_cp_set_pauses(seed, longest)

@@ -1,0 +1,87 @@
+"""A rank that misses calls which its peers make fails as many of its own, and no more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import tuning
+from tests.exhaustive import some
+from tests.patience import patient
+from tests.pool import Ranks
+
+OPS = torch.ops.symm_mem
+CALLS = 14
+
+
+def by_steps(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    with tuning.forced("shards"):
+        gathered = symm_cp.all_gather_matmul(x.unsqueeze(0), torch.eye(len(x)), group=group)
+    return gathered.sum(0)
+
+
+def at_once(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    total: torch.Tensor = OPS.one_shot_all_reduce(x, "sum", group.group_name)
+    return total
+
+
+def misses(
+    group: dist.ProcessGroup,
+    call: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
+    missed_by: dict[int, list[int]],
+) -> list[int]:
+    """Returns which of the calls failed; those that worked are right."""
+    own = dist.new_group(list(range(group.size())))
+    failed, W = [], own.size()
+    call(torch.ones(5), own)
+    begin = time.monotonic()
+    for number in range(CALLS):
+        if number in missed_by.get(own.rank(), []):
+            continue
+        x = torch.full((10 + number,), 1.0 + own.rank() + number)
+        try:
+            total = call(x, own)
+        except RuntimeError:
+            failed.append(number)
+        else:
+            assert total.tolist() == [W * number + W * (W + 1) / 2] * (10 + number)
+    assert time.monotonic() - begin < patient(10)
+    return failed
+
+
+@pytest.mark.parametrize("call", [by_steps, at_once])
+@pytest.mark.parametrize(
+    ("world_size", "missed_by"),
+    some(
+        (2, {0: [1]}),
+        (3, {1: [1, 2]}),
+        of=[
+            (2, {0: [1]}),
+            (3, {1: [1, 2]}),
+            (2, {1: [1, 2, 3]}),
+            (2, {0: [1], 1: [3]}),
+            (3, {0: [2], 2: [2]}),
+            (4, {2: [1], 0: [7]}),
+        ],
+    ),
+)
+def test_a_missed_call_does_not_shift_all_that_follow(
+    ranks: Ranks,
+    world_size: int,
+    missed_by: dict[int, list[int]],
+    call: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor],
+) -> None:
+    missed = {number for numbers in missed_by.values() for number in numbers}
+    may_fail = {number + more for number in missed for more in range(len(missed) + 1)}
+    of_ranks = ranks.run(world_size, misses, call, missed_by)
+    for rank, failed in enumerate(of_ranks):
+        made = set(range(CALLS)) - set(missed_by.get(rank, []))
+        assert missed & made <= set(failed) <= may_fail, of_ranks
+    # A call works on all ranks that make it, or on none.
+    for number in set(range(CALLS)) - missed:
+        assert len({number in failed for failed in of_ranks}) == 1, of_ranks

@@ -1,0 +1,18 @@
+"""Refused calls leave the ranks in step, whoever refused them and whatever comes next."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.exhaustive import some
+from tests.faults import refusals
+from tests.pool import Ranks
+
+#: World sizes and numbers of random programs.
+FEW = ((2, 6), (3, 6), (4, 4))
+PROGRAMS = some(*FEW, of=[*FEW, (2, 30), (3, 50), (4, 40)])
+
+
+@pytest.mark.parametrize(("world_size", "count"), PROGRAMS)
+def test_random_refusals(ranks: Ranks, world_size: int, count: int) -> None:
+    ranks.run(world_size, refusals.run, refusals.drawn(world_size, count), timeout=300)

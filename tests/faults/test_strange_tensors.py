@@ -1,0 +1,271 @@
+"""Kinds of tensors that ops seldom see: each call is right or refused at once, and the next works.
+
+Sparse, quantised and nested tensors, freed storage, wrappers and more (strange.py), in each place
+of each op, on all ranks and on one, which has to tell the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from tests.backend.common import shared
+from tests.exhaustive import exhaustive
+from tests.faults import strange
+from tests.faults.calls_as_data import wide
+from tests.pool import Ranks
+
+AT_ONCE = 3.0  # seconds, on a busy machine; of the time-out below
+TIMEOUT_MS = 10_000
+WORLD_SIZE = 2
+KINDS = list(strange.MAKE)
+NO_VALUES = (*strange.WITHOUT_STORAGE, *strange.STAND_INS, "enormous", "overflowing")
+OPS = sorted((*strange.RAW, *strange.ENTRY_POINTS))
+
+
+class Given(NamedTuple):
+    """A call: the strange tensor is the argument `position`, on all ranks or on rank 0 alone."""
+
+    op: str
+    kind: str
+    position: int
+    alone: bool
+
+
+class Outcome(NamedTuple):
+    """What comes of a call on a rank: "right", "wrong" or the type of an error."""
+
+    what: str
+    text: str = ""
+    seconds: float = 0.0
+    after: str = ""  # what is wrong with the good call after it
+
+
+def _values(result: Any) -> list[torch.Tensor]:
+    return [x.detach() for x in tree_leaves(result) if isinstance(x, torch.Tensor)]
+
+
+def _difference(found: Any, expected: list[torch.Tensor]) -> str:
+    values = _values(found)
+    if [x.shape for x in values] != [x.shape for x in expected]:
+        return f"shapes {[x.shape for x in values]}, not {[x.shape for x in expected]}"
+    for one, other in zip(values, expected, strict=True):
+        one, other = strange.dense(one), strange.dense(other)
+        if strange.is_shell(one):
+            continue
+        one, other = wide(one), wide(other)
+        if one.dtype != other.dtype or not torch.allclose(one, other, 1e-4, 1e-5, equal_nan=True):
+            return f"{one}, not {other}"
+    return ""
+
+
+def _called(op: strange.Op, tensors: strange.Tensors, group: dist.ProcessGroup) -> Any:
+    """The results of a call, or the error."""
+    try:
+        return _values(op.call(tensors, group))
+    except Exception as error:
+        return error
+
+
+def _attempt(
+    case: Given, plain: strange.Tensors, good: strange.Tensors, group: dist.ProcessGroup
+) -> Outcome | None:
+    """What comes of a call, whose result with ordinary tensors is `good`; None without such one."""
+    op, mine = strange.ALL[case.op], group.rank() == 0 or not case.alone
+    tensors, same = [x.clone() for x in plain], [x.clone() for x in plain]
+    expected: Any = None
+    try:
+        made = strange.MAKE[case.kind](tensors[case.position].clone())
+    except Exception:
+        return None
+    ordinary = None
+    if case.kind not in NO_VALUES:
+        with contextlib.suppress(Exception):
+            ordinary = strange.dense(made)
+    if ordinary is not None:
+        if mine:
+            same[case.position] = ordinary
+        expected = _called(op, same, group)
+    if mine:
+        tensors[case.position] = made
+    begin = time.monotonic()
+    found = _called(op, tensors, group)
+    seconds = time.monotonic() - begin
+    if isinstance(found, Exception):
+        return Outcome(type(found).__name__, str(found), seconds)
+    if case.kind in strange.STAND_INS or any(x.is_meta for x in found):
+        return Outcome("right", seconds=seconds)
+    if not mine and not isinstance(expected, list):
+        expected = good  # what rank 0 gave came before it failed
+    if not isinstance(expected, list):
+        return Outcome("wrong", f"was not refused, as {expected!r}", seconds)
+    wrong = _difference(found, expected)
+    return Outcome("wrong" if wrong else "right", wrong, seconds)
+
+
+def _group_for(op: str, group: dist.ProcessGroup) -> dist.ProcessGroup:
+    os.environ["SYMM_CP_TIMEOUT_MS"] = str(TIMEOUT_MS)
+    try:
+        if op in strange.COLLECTIVES:
+            return shared(group)
+        own = dist.new_group(list(range(group.size())))
+        torch.ops.symm_mem.one_shot_all_reduce(torch.ones(1), "sum", own.group_name)
+        return own
+    finally:
+        del os.environ["SYMM_CP_TIMEOUT_MS"]
+
+
+def attempts(
+    group: dist.ProcessGroup, op: str, kinds: list[str], several: int
+) -> list[tuple[Given, Outcome]]:
+    """The calls of an op, each followed by a good one; ends with the first that does not work.
+
+    `several`: in how many places of the op each kind is put, another one first for each kind.
+    """
+    own, outcomes = _group_for(op, group), []
+    plain = strange.ALL[op].tensors(group.size())
+    good = _values(strange.ALL[op].call([x.clone() for x in plain], own))
+    good = [x.clone() for x in good]
+    for number, kind in enumerate(kinds):
+        for place in range(min(several, len(plain))):
+            for alone in (False, True):
+                case = Given(op, kind, (number + place) % len(plain), alone)
+                # One rank alone gives, or takes, what these have in their lists.
+                if (alone or op in ("gather", "scatter")) and not _is_told(case):
+                    continue
+                if kind in NOT_STRANGE and _is_accepted(case):
+                    continue
+                outcome = _attempt(case, plain, good, own)
+                if outcome is None:
+                    continue
+                again = _called(strange.ALL[op], [x.clone() for x in plain], own)
+                wrong = repr(again) if isinstance(again, Exception) else _difference(again, good)
+                outcomes.append((case, outcome._replace(after=wrong)))
+                if wrong:
+                    return outcomes
+    return outcomes
+
+
+#: Kinds that some arguments take: several weights, no bias; elements that are written twice; sparse
+#: tensors to be summed (tests/backend/test_sparse.py).
+NOT_STRANGE = ("none", "list", "overlapping", "enormous", "sparse", "sparse_hybrid")
+
+
+def _is_accepted(case: Given) -> bool:
+    """Whether a kind is an ordinary argument there, or gives what torch leaves undefined."""
+    if case.kind == "overlapping":
+        return case.op in strange.COLLECTIVES or strange.ALL[case.op].writes is not None
+    if case.kind.startswith("sparse"):
+        return case.op in ("all_reduce", "all_reduce in the background")
+    if case.kind == "enormous":
+        return case.op == "_fused_all_gather_weight_grad"  # an empty result of no rows
+    if case.kind == "list" and case.op in ("sequence_to_heads", "heads_to_sequence"):
+        return True
+    return case.position > 0 and ("matmul" in case.op or "projection" in case.op)
+
+
+def _is_told(case: Given) -> bool:
+    """Whether peers can hear of a refusal: torch refuses some calls before anybody is asked."""
+    if case.kind in strange.STAND_INS:
+        return False  # nothing is refused
+    if case.op in strange.COLLECTIVES:
+        return case.kind in BY_THE_BACKEND
+    if case.op not in strange.RAW and case.op != "ulysses_output_projection":
+        return True
+    if case.kind in ("none", "list", "uninitialised"):  # the schema, __torch_function__
+        return False
+    # Ops for the compiler alone have no kernel for autograd.
+    without_autograd = case.op in ("_all_reduce", "_one_shot_all_reduce", "_reduce_scatter")
+    # A tensor that has left torch.func.vmap is refused by torch where an op has no rule for that.
+    return case.kind != "leaked_batch" and not (
+        without_autograd and case.kind in ("refusing", "named")
+    )
+
+
+#: What torch's front end of collectives hands on as it is. A tensor that is conjugated or negated
+#: by a bit it replaces by a copy, to which the result is written: with any backend.
+BY_THE_BACKEND = (
+    "deleted", "shrunk", "lazy_clone", "inference", "expanded", "overlapping", "spread",
+)  # fmt: skip
+
+
+BITS = ("conj", "negative")
+
+
+def fault(case: Given, outcomes: list[Outcome]) -> str:
+    """What is wrong with what came of a call on all ranks."""
+    first = outcomes[0]
+    if any(outcome.after for outcome in outcomes):
+        return "the next call does not work"
+    if any(outcome.what == "wrong" for outcome in outcomes):
+        return "a wrong result"
+    right = {outcome.what == "right" for outcome in outcomes}
+    if len(right) > 1 and not (case.alone and first.what != "right"):
+        return "refused on some ranks only"
+    if max(outcome.seconds for outcome in outcomes) > AT_ONCE:
+        return "not at once"
+    if first.what == "right":
+        kinds = strange.WITHOUT_DENSE_MEMORY + strange.WITHOUT_STORAGE
+        return "was not refused" if case.kind in kinds else ""
+    if case.op in (*strange.COLLECTIVES, "_all_reduce", "_one_shot_all_reduce", "_reduce_scatter"):
+        return ""
+    # Before or after the op; and wrappers of functorch that have left their function.
+    by_torch = "no rule for aten" in first.text or "INTERNAL ASSERT" in first.text
+    by_torch = by_torch or "Tensor subclass Careless" in first.text
+    # It adds its bias after the op.
+    by_torch = by_torch or case.op == "ulysses_output_projection"
+    if not by_torch and not any(name in first.text for name in ("symm_mem", *OPS)):
+        return "the error does not name the op"
+    named = re.search(r": \w+(\[\d\])? (of shape .* bytes of storage|is |has )", first.text)
+    if case.kind in strange.WITHOUT_STORAGE and case.op in strange.RAW and named is None:
+        return "the error does not name the argument"
+    return ""
+
+
+def _faults(ranks: Ranks, ops: list[str], kinds: list[str], several: int) -> list[str]:
+    faults = []
+    for op in ops:
+        of_ranks = ranks.run(WORLD_SIZE, attempts, op, kinds, several, timeout=300)
+        for cases in zip(*of_ranks, strict=False):
+            case, outcomes = cases[0][0], [outcome for _, outcome in cases]
+            if wrong := fault(case, outcomes):
+                faults.append(f"{wrong}: {case}: {outcomes}")
+    return faults
+
+
+#: For plain runs: those that brought down ranks or left them out of step, and some that are right.
+FEW_KINDS = [
+    "nested", "sparse", "csr", "mkldnn", "quantised", "deleted", "shrunk", "named", "refusing",
+    "unwrapping", "fake", "conj", "negative", "expanded", "enormous", "view_of_leaf",
+]  # fmt: skip
+
+
+def test_each_kind_is_refused_or_right(ranks: Ranks) -> None:
+    assert not (faults := _faults(ranks, OPS, FEW_KINDS, 1)), "\n".join(faults[:20])
+
+
+@exhaustive
+@pytest.mark.parametrize("op", OPS)
+def test_each_kind_in_each_place(ranks: Ranks, op: str) -> None:
+    assert not (faults := _faults(ranks, [op], KINDS, 9)), "\n".join(faults[:20])
+
+
+def test_collectives(ranks: Ranks) -> None:
+    ops = list(strange.COLLECTIVES)
+    kinds = [kind for kind in FEW_KINDS if kind not in BITS]
+    assert not (faults := _faults(ranks, ops, kinds, 1)), "\n".join(faults[:20])
+
+
+@exhaustive
+@pytest.mark.parametrize("op", list(strange.COLLECTIVES))
+def test_collectives_in_each_place(ranks: Ranks, op: str) -> None:
+    kinds = [kind for kind in KINDS if kind not in BITS]
+    assert not (faults := _faults(ranks, [op], kinds, 9)), "\n".join(faults[:20])

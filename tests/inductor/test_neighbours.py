@@ -1,0 +1,34 @@
+"""Which calls count as collectives, and what lies between them and a matmul."""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch.library import _scoped_library
+
+from symm_cp.inductor.decisions import recording
+from symm_cp.inductor.neighbours import record_others
+
+c10d = torch.ops._c10d_functional
+
+
+def test_waits_of_several_tensors_are_no_collectives() -> None:
+    """torch 2.15 waits for coalesced collectives by `wait_tensors`, which older ones lack."""
+    with _scoped_library("_c10d_functional", "FRAGMENT") as library:
+        if not hasattr(c10d, "wait_tensors"):
+            library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
+        graph = torch.fx.Graph()
+        x, w = graph.placeholder("x"), graph.placeholder("w")
+        gathered = graph.call_function(
+            c10d.all_gather_into_tensor_coalesced.default, ([x], 2, "group")
+        )
+        items = [graph.call_function(operator.getitem, (gathered, 0))]
+        waited = graph.call_function(c10d.wait_tensors.default, (items,))
+        first = graph.call_function(operator.getitem, (waited, 0))
+        graph.output(graph.call_function(torch.ops.aten.mm.default, (first, w)))
+        with recording() as report:
+            record_others(graph)
+    (decision,) = report.decisions
+    assert decision.collective == gathered.name
+    assert decision.reason == "mm_default is next to it, and it takes several tensors at once"

@@ -1,0 +1,200 @@
+"""Models of transformers that train with their dropouts, and leave out layers, as on one rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.exhaustive import exhaustive, pairs
+from tests.integrations.common import (
+    BALANCERS,
+    Batch,
+    Client,
+    Result,
+    assert_same,
+    in_one_process,
+    under_context_parallel,
+)
+from tests.integrations.decoders import CLIENTS, STRANGERS
+from tests.integrations.encoders import (
+    BART,
+    ENCODERS,
+    SEQ2SEQ,
+    masked_batch,
+    on_shards,
+    pair_batch,
+    seen_batch,
+)
+from tests.integrations.test_compiled_encoders import compiled
+from tests.integrations.test_decoders import LENGTH, batch_of, recomputing
+from tests.pool import Ranks
+
+RATE, SEED = 0.1, 7
+# From their configurations: what the families call their probabilities.
+FROM_CONFIG = {
+    "seed-oss": {"attention_dropout": RATE, "residual_dropout": RATE},
+    "gpt2": {"attn_pdrop": RATE, "resid_pdrop": RATE, "embd_pdrop": RATE},
+    "phimoe": {"attention_dropout": RATE, "hidden_dropout": RATE, "router_jitter_noise": RATE},
+    "mixtral": {"attention_dropout": RATE, "router_jitter_noise": RATE},
+}
+DROPOUTS = dict.fromkeys(("dropout", "attention_dropout", "activation_dropout"), RATE)
+LAYERS_LEFT_OUT = {"encoder_layerdrop": 0.4, "decoder_layerdrop": 0.4}
+ENCODER = {"hidden_dropout_prob": RATE, "attention_probs_dropout_prob": RATE}
+OF_ENCODERS = {
+    "bart": BART | DROPOUTS | LAYERS_LEFT_OUT,
+    "mbart": BART | DROPOUTS | LAYERS_LEFT_OUT,
+    "t5": {"dropout_rate": RATE},
+    "bert": ENCODER,
+    "electra": ENCODER,
+    "modernbert": {f"{name}_dropout": RATE for name in ("attention", "embedding", "mlp")},
+}
+
+
+def switched_on(model: nn.Module, rate: float = RATE) -> None:
+    """Sets every probability of a model, whatever its configuration calls it."""
+    for part in model.modules():
+        if isinstance(part, nn.modules.dropout._DropoutNd):
+            part.p = rate
+        for name, value in list(vars(part).items()):
+            if ("drop" in name or "jitter" in name) and isinstance(value, float):
+                setattr(part, name, rate)
+
+
+def training(*prepare: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
+    """Returns what prepares a model for training, last by a seed."""
+
+    def prepared(model: nn.Module) -> None:
+        for each in prepare:
+            each(model)
+        model.train()
+        torch.manual_seed(SEED)
+
+    return prepared
+
+
+def decodes(
+    group: dist.ProcessGroup,
+    client: Client,
+    kind: str,
+    layout: str,
+    *prepare: Callable[[nn.Module], None],
+) -> Result:
+    torch.manual_seed(SEED)
+    batch = batch_of(kind)
+    balancer = BALANCERS[layout](LENGTH, group.size())
+    before = training(*prepare)
+    return under_context_parallel(group, client, batch, balancer=balancer, prepare=before)
+
+
+def encoder_batch(name: str, *, padding: bool = True) -> Batch:
+    # Unequal parts: ranks draw for different numbers of positions.
+    torch.manual_seed(SEED)
+    if name in SEQ2SEQ:
+        return pair_batch(27, 15, padding=padding)
+    return masked_batch(27, padding=padding)
+
+
+def encodes(
+    group: dist.ProcessGroup,
+    name: str,
+    client: Client,
+    layout: str,
+    *prepare: Callable[[nn.Module], None],
+) -> Result:
+    return on_shards(group, client, encoder_batch(name), layout, prepare=training(*prepare))
+
+
+def same_batch(kind: str) -> Batch:
+    torch.manual_seed(SEED)
+    return batch_of(kind)
+
+
+def check_decoder(
+    ranks: Ranks,
+    client: Client,
+    kind: str,
+    places: tuple[tuple[int, str], ...],
+    *prepare: Callable[[nn.Module], None],
+) -> None:
+    (alone,) = ranks.run(1, decodes, client, kind, "HeadTail", *prepare)
+    batch = same_batch(kind)
+    off = (in_one_process(client, batch).logits - alone.logits).abs().max()
+    assert off > 0.02, "nothing was dropped"
+    for world_size, layout in places:
+        for spread in ranks.run(world_size, decodes, client, kind, layout, *prepare):
+            assert_same(spread, alone, batch, client.tolerance)
+
+
+def check_encoder(
+    ranks: Ranks, name: str, client: Client, places: tuple[tuple[int, str], ...], *prepare
+) -> None:
+    (alone,) = ranks.run(1, encodes, name, client, "HeadTail", *prepare)
+    batch = encoder_batch(name)
+    off = (in_one_process(client, batch, shift=False).logits - alone.logits).abs().max()
+    assert off > 0.02, "nothing was dropped"
+    for world_size, layout in places:
+        for spread in ranks.run(world_size, encodes, name, client, layout, *prepare):
+            assert_same(spread, alone, seen_batch(batch), client.tolerance)
+
+
+def configured(name: str) -> Client:
+    return (CLIENTS | STRANGERS)[name].having(**FROM_CONFIG[name])
+
+
+def test_seed_oss_and_bart(ranks: Ranks) -> None:
+    check_decoder(ranks, configured("seed-oss"), "packed", ((2, "HeadTail"),))
+    bart = SEQ2SEQ["bart"].having(**OF_ENCODERS["bart"])
+    check_encoder(ranks, "bart", bart, ((2, "HeadTail"),))
+
+
+@exhaustive
+@pytest.mark.parametrize(
+    ("name", "kind"), pairs(FROM_CONFIG, ["no mask", "packed", "padded left", "padded right"])
+)
+def test_decoders_from_config(ranks: Ranks, name: str, kind: str) -> None:
+    places = tuple((size, layout) for size in (2, 4) for layout in BALANCERS)
+    check_decoder(ranks, configured(name), kind, places)
+
+
+@exhaustive
+@pytest.mark.parametrize(("name", "kind"), pairs(CLIENTS, ["packed", "padded left"]))
+def test_all_probabilities_of_decoders(ranks: Ranks, name: str, kind: str) -> None:
+    client = CLIENTS[name]
+    check_decoder(ranks, client, kind, ((2, "Sequential"), (4, "HeadTail")), switched_on)
+
+
+@exhaustive
+@pytest.mark.parametrize("name", OF_ENCODERS)
+def test_encoders_from_config(ranks: Ranks, name: str) -> None:
+    client = (ENCODERS | SEQ2SEQ)[name].having(**OF_ENCODERS[name])
+    check_encoder(ranks, name, client, tuple((n, key) for n in (2, 4) for key in BALANCERS))
+
+
+@exhaustive
+@pytest.mark.parametrize("name", [*ENCODERS, *SEQ2SEQ])
+def test_all_probabilities_of_encoders(ranks: Ranks, name: str) -> None:
+    client = (ENCODERS | SEQ2SEQ)[name]
+    check_encoder(ranks, name, client, ((2, "Sequential"), (4, "HeadTail")), switched_on)
+
+
+def compiles(layer: str, model: nn.Module) -> None:
+    torch._dynamo.reset()
+    compiled(layer)(model)
+
+
+@exhaustive
+@pytest.mark.parametrize("name", ["seed-oss", "gpt2"])
+def test_recomputed_and_compiled(ranks: Ranks, name: str) -> None:
+    layer = {"seed-oss": "SeedOssDecoderLayer", "gpt2": "GPT2Block"}[name]
+    (alone,) = ranks.run(1, decodes, configured(name), "padded left", "HeadTail")
+    batch = same_batch("padded left")
+    for prepare in (recomputing, functools.partial(compiles, layer)):
+        for spread in ranks.run(
+            2, decodes, configured(name), "padded left", "HeadTail", prepare, timeout=600
+        ):
+            assert_same(spread, alone, batch, 1e-9)

@@ -1,0 +1,466 @@
+"""Decisions that ranks make alike: correct programs never hear "ranks disagree"."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+import torch.nn.functional as F
+
+import symm_cp
+from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.ops import (
+    exchange_heads,
+    halo,
+    matmul_all_reduce,
+    matmul_grad,
+    scaled_gather,
+    scaled_scatter,
+    scan,
+)
+from symm_cp.ops.attention import gather_kv
+from symm_cp.ops.attention import op as attention
+from symm_cp.ops.matmul_gather import all_gather_matmul_kernel
+from symm_cp.ops.matmul_scatter import matmul_reduce_scatter_kernel, matmuls_reduce_scatter_kernel
+from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.shards import Split
+from tests.exhaustive import exhaustive, some
+from tests.ops.worlds import Rank, World, check_alike
+from tests.pool import Ranks
+
+#: Numbers of queries and keys of each rank; on some ranks only they are equally many.
+LENGTHS: dict[int, list[tuple[list[int], list[int]]]] = {
+    2: [([3, 1], [3, 3]), ([4, 4], [4, 2]), ([0, 5], [5, 5]), ([2, 3], [2, 3])],
+    3: [([2, 4, 3], [3, 3, 3]), ([3, 3, 3], [3, 5, 1]), ([1, 0, 2], [4, 0, 2])],
+    4: [([3, 3, 2, 3], [3, 3, 3, 3]), ([2, 2, 2, 2], [5, 2, 0, 2])],
+}
+METHODS = ("allgather", "auto", "ulysses")
+
+
+def shards(lengths: list[int], heads: int, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    whole = torch.randn(2, heads, sum(lengths), 8, generator=generator, dtype=torch.float64)
+    return list(whole.split(lengths, 2))
+
+
+def attend(group: dist.ProcessGroup) -> None:
+    rank, size = group.rank(), group.size()
+    for number, (of_queries, of_keys) in enumerate(LENGTHS[size]):
+        queries, keys, values = (
+            shards(lengths, size, seed)
+            for seed, lengths in enumerate((of_queries, of_keys, of_keys))
+        )
+        expected = F.scaled_dot_product_attention(
+            queries[rank], *(torch.cat(t, 2) for t in (keys, values))
+        )
+        for method in METHODS:
+            own = [t[rank].clone().requires_grad_() for t in (queries, keys, values)]
+            out, _ = torch.ops.symm_mem.fused_all_gather_attention(
+                *own, group.group_name, chunk_lengths=of_keys, method=method
+            )
+            torch.testing.assert_close(out, expected, msg=f"{number} {method}")
+            out.sum().backward()
+
+
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+def test_queries_of_another_sequence(ranks: Ranks, world_size: int) -> None:
+    """How many each rank holds, the ranks tell each other where nothing else says it."""
+    ranks.run(world_size, attend)
+
+
+def attend_in_context(group: dist.ProcessGroup) -> None:
+    """Cross-attention with queries that are spread unequally, of which no mask tells keys apart."""
+    rank, size = group.rank(), group.size()
+    of_queries = [5, *(3,) * (size - 1)]
+    balancer = LoadBalancer(SequenceLayout(size, tuple(range(size)), tuple(of_queries)))
+    for of_keys in ([5] * size, [3] * size, of_queries):
+        queries, keys, values = (
+            shards(lengths, 2, seed) for seed, lengths in enumerate((of_queries, of_keys, of_keys))
+        )
+        expected = F.scaled_dot_product_attention(
+            queries[rank], *(torch.cat(t, 2) for t in (keys, values))
+        )
+        with symm_cp.context_parallel(group, load_balancer=balancer):
+            out = F.scaled_dot_product_attention(queries[rank], keys[rank], values[rank])
+        torch.testing.assert_close(out, expected, msg=f"{of_keys}")
+
+
+@pytest.mark.parametrize("world_size", some(2, of=[2, 3]))
+def test_cross_attention_in_a_context(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, attend_in_context)
+
+
+# --- every op's decisions, for all ranks of a world in one process ------------------------------
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float64)
+Op = Callable[[Rank], object]
+
+
+def sizes_of(rng: random.Random, ranks: int) -> list[int]:
+    """Equal parts, or parts of any lengths, of which some may be empty and some have one row."""
+    if rng.random() < 0.3:
+        return [rng.choice([1, 3, 40])] * ranks
+    return [rng.choice([0, 1, 1, 2, 5, 40]) for _ in range(ranks)]
+
+
+def placed(rank: Rank, rng: random.Random, shape: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that lies as only this rank knows: strided, cut out, or in symmetric memory."""
+    own = random.Random(rng.random() + rank.rank)
+    kind = own.choice(["plain", "transposed", "gaps", "rows", "channels last"])
+    if kind == "transposed" and len(shape) > 1:
+        x = torch.zeros(shape[::-1], dtype=dtype).permute(*reversed(range(len(shape))))
+    elif kind == "gaps":
+        x = torch.zeros(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., ::2]
+    elif kind == "rows":
+        x = torch.zeros(*shape[:-1], shape[-1] + 3, dtype=dtype)[..., : shape[-1]]
+    elif kind == "channels last" and len(shape) == 4:
+        x = torch.zeros(shape, dtype=dtype).to(memory_format=torch.channels_last)
+    else:
+        x = torch.zeros(shape, dtype=dtype)
+    if own.random() < 0.6:
+        rank.symmetric.append(x)
+    torch.set_grad_enabled(own.random() < 0.5)
+    return x
+
+
+def matmuls(rng: random.Random, ranks: int) -> Op:
+    dtype, dims = rng.choice(FLOATING), rng.choice([2, 3])
+    dim, rows, inner = rng.randrange(dims), rng.choice([1, 2, 7]), rng.choice([1, 4, 16])
+    sizes, seed, kind = sizes_of(rng, ranks), rng.random(), rng.randrange(5)
+    shape = [rows] * (dims - 1) + [inner]
+    split, of_all = Split(tuple(sizes), dim), random.Random(seed)
+    columns = [rng.choice([1, 8, 300]) for _ in range(ranks)]
+    reduce_op, some_need = rng.choice(["sum", "avg"]), [rng.choice([1, 2, 3]) for _ in range(ranks)]
+
+    def run(rank: Rank) -> object:
+        rng = random.Random(seed)
+        own, N = split.shape_of(rank.rank, shape), columns[rank.rank]
+        last = ("world", sizes, rank.rank)
+        whole = split.whole_shape(shape)
+        if kind == 0:
+            weights = [torch.zeros(whole[-1], N, dtype=dtype)] * rng.choice([1, 2])
+            return all_gather_matmul_kernel(
+                placed(rank, rng, own, dtype), weights, dim, *last, return_A=rank.rank % 2 == 0
+            )
+        if kind == 1:
+            grads = [torch.zeros(*whole[:-1], N, dtype=dtype)]
+            return matmul_grad._weight_grad_kernel(placed(rank, rng, own, dtype), grads, dim, *last)
+        # K and what is needed differ between ranks.
+        a = placed(rank, rng, [*whole[:-1], N], dtype)
+        weight = torch.zeros(N, whole[-1], dtype=dtype)
+        if kind == 2:
+            return matmul_reduce_scatter_kernel(a, weight, reduce_op, dim, *last)
+        if kind == 3:
+            count = some_need[rank.rank]
+            return matmuls_reduce_scatter_kernel(
+                [a] * count, [weight] * count, None, reduce_op, dim, *last
+            )
+        need = some_need[rank.rank]
+        grad = placed(rank, rng, own, dtype)
+        return matmul_grad._backward_kernel(
+            grad, a, weight, reduce_op, dim, "world", need & 1 > 0, need & 2 > 0, sizes, rank.rank
+        )
+
+    del of_all
+    return run
+
+
+def all_reduces(rng: random.Random, ranks: int) -> Op:
+    dtype, rows, columns = rng.choice(FLOATING), rng.choice([1, 5, 300]), rng.choice([4, 700])
+    inner, seed = [rng.choice([0, 1, 64]) for _ in range(ranks)], rng.random()
+    bias, reduce_op = rng.random() < 0.5, rng.choice(["sum", "avg"])
+
+    def run(rank: Rank) -> object:
+        a = placed(rank, random.Random(seed), [rows, inner[rank.rank]], dtype)
+        weight = torch.zeros(inner[rank.rank], columns, dtype=dtype)
+        added = torch.zeros(columns, dtype=dtype) if bias else None
+        return matmul_all_reduce._matmul_all_reduce_kernel(a, weight, added, reduce_op, "world")
+
+    return run
+
+
+def sequences(rng: random.Random, ranks: int) -> Op:
+    dtype, sizes, seed = rng.choice(FLOATING), sizes_of(rng, ranks), rng.random()
+    kind, left, right = rng.randrange(5), rng.choice([0, 1, 6]), rng.choice([0, 2])
+    features = rng.choice([1, 8])
+
+    def run(rank: Rank) -> object:
+        rng, own = random.Random(seed), sizes[rank.rank]
+        last = ("world", sizes, rank.rank)
+        if kind < 2:
+            length = own if kind == 0 else sum(sizes)
+            key, value = (placed(rank, rng, [2, 3, length, E], dtype) for E in (features, 4))
+            kernel = gather_kv._gather_kernel if kind == 0 else gather_kv._scatter_kernel
+            return kernel(key, value, 2, *last)
+        if kind < 4:
+            length = own if kind == 2 else own + left + right
+            x = placed(rank, rng, [2, length, features], dtype)
+            kernel = halo._exchange_kernel if kind == 2 else halo._add_kernel
+            return kernel(x, left, right, 1, *last)
+        state = placed(rank, rng, [2, 3, features, 40], dtype)
+        decay = placed(rank, rng, [2, 3, 1, 1], dtype)
+        return scan._kernel(state, decay, False, False, "world")
+
+    return run
+
+
+def heads(rng: random.Random, ranks: int) -> Op:
+    sizes, seed, to_heads = sizes_of(rng, ranks), rng.random(), rng.random() < 0.5
+    features = rng.choice([1, 8])
+    each = [rng.choice([0, 1, 2]) for _ in range(ranks - 1)] + [1]
+    ends = [sum(each[: rank + 1]) for rank in range(ranks)]
+    ranges = [edge for end, count in zip(ends, each, strict=True) for edge in (end - count, end)]
+
+    def run(rank: Rank) -> object:
+        shape = [2, ends[-1] if to_heads else each[rank.rank], 0, features]
+        shape[2] = sizes[rank.rank] if to_heads else sum(sizes)
+        x = placed(rank, random.Random(seed), shape, torch.float32)
+        order = list(range(ranks))
+        return exchange_heads._kernel([x], to_heads, "world", ranges, order, sizes, rank.rank)
+
+    return run
+
+
+def scaled(rng: random.Random, ranks: int) -> Op:
+    sizes, seed, gather = sizes_of(rng, ranks), rng.random(), rng.random() < 0.5
+    by_row, rows = rng.random() < 0.5, rng.choice([1, 3])
+    split = Split(tuple(sizes), 1)
+    FLOAT8 = torch.float8_e4m3fn
+
+    def run(rank: Rank) -> object:
+        shape = split.shape_of(rank.rank, [rows, 0, 16]) if gather else [rows, sum(sizes), 16]
+        x = placed(rank, random.Random(seed), shape, torch.float32).to(FLOAT8)
+        scale = torch.ones(*shape[:-1], 1) if by_row else torch.ones(())
+        weight = torch.zeros(16, 16).to(FLOAT8).t()
+        one = torch.ones(())
+        if gather:
+            return scaled_gather.all_gather_scaled_matmul_kernel(
+                x, [weight], scale, [one], 1, "world", [None], [None], [torch.float32], [False],
+                sizes, rank.rank,
+            )  # fmt: skip
+        return scaled_scatter.scaled_matmul_reduce_scatter_kernel(
+            x, weight, scale, one, "sum", 1, 1, "world", [rows, sum(sizes), 16], None, None,
+            torch.float32, False, sizes, rank.rank,
+        )  # fmt: skip
+
+    return run
+
+
+def attentions(rng: random.Random, ranks: int) -> Op:
+    sizes, seed, method = sizes_of(rng, ranks), rng.random(), rng.choice(METHODS)
+    order, masked, backward = list(range(ranks)), rng.randrange(4), rng.random() < 0.4
+    rng.shuffle(order)
+    lengths = [sizes[order.index(chunk)] for chunk in range(ranks)]
+    of_queries, dtype = sizes, rng.choice(FLOATING)
+    options = {"chunk_order": order, "chunk_lengths": lengths, "method": method}
+    if masked == 1:
+        options["is_causal"] = True
+    elif masked == 2:
+        options |= {"window_left": 2, "window_right": 0, "dropout_p": 0.5}
+        options["dropout_seed"] = torch.tensor([3])
+    elif rng.random() < 0.7:
+        # Of another sequence, or of this one as only some ranks can believe.
+        of_queries = [rng.choice([size, size, 2, 0]) for size in sizes]
+    if masked == 3:
+        options["key_mask"] = torch.arange(sum(sizes))[None] % 7 > 2
+
+    def run(rank: Rank) -> object:
+        rng, S = random.Random(seed), of_queries[rank.rank]
+        query = placed(rank, rng, [2, 2 * ranks, S, 8], dtype)
+        key, value = (placed(rank, rng, [2, ranks, sizes[rank.rank], 8], dtype) for _ in "kv")
+        torch.set_grad_enabled(False)
+        arguments = {"enable_gqa": True, **options}
+        if not backward:
+            return attention._attention_kernel(query, key, value, "world", **arguments)
+        lse = torch.zeros(query.shape[:3], dtype=torch.promote_types(dtype, torch.float32))
+        grad = placed(rank, rng, list(query.shape), dtype)
+        torch.set_grad_enabled(False)
+        return attention._attention_backward_kernel(
+            grad, query, key, value, torch.zeros_like(query), lse, "world", **arguments
+        )
+
+    return run
+
+
+FAMILIES = (matmuls, all_reduces, sequences, heads, scaled, attentions)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_ranks_decide_the_same(family: Callable[[random.Random, int], Op]) -> None:
+    decided = 0
+    for seed in range(60):
+        rng = random.Random(f"{torch.initial_seed()} {seed}")
+        size = rng.choice([2, 3, 4])
+        op = family(rng, size)
+        ranks = World(size).run(op)
+        check_alike(ranks, f"{family.__name__}, case {seed}, {size} ranks")
+        decided += bool(ranks[0].notes)
+    assert decided > 40  # a halo of no rows needs nobody
+
+
+# --- random programs on real ranks -------------------------------------------------------------
+
+
+class Memory:
+    """Blocks of symmetric memory, of which each rank takes what it likes, or none."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.blocks = [symm_mem.empty(60_000, dtype=torch.float32, device="cpu") for _ in range(4)]
+        for block in self.blocks:
+            symm_mem.rendezvous(block, group)
+        self.turn = 0
+
+    def place(self, x: torch.Tensor) -> torch.Tensor:
+        """The same values, lying as this rank's own generator of numbers says."""
+        kind = random.choice(["plain", "transposed", "gaps", "symmetric", "symmetric", "cut"])
+        if kind == "transposed" and x.dim() > 1:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        if kind == "gaps":
+            return torch.stack([x, x], -1)[..., 0]
+        if kind not in ("symmetric", "cut") or 2 * x.numel() > 50_000:
+            return x.clone()
+        self.turn += 1
+        wide = [*x.shape[:-1], x.shape[-1] + (3 if kind == "cut" else 0)]
+        count = torch.Size(wide).numel()
+        begin = random.randrange(100)
+        part = self.blocks[self.turn % 4][begin : begin + count].view(wide)[..., : x.shape[-1]]
+        return part.copy_(x)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def step(group: dist.ProcessGroup, memory: Memory, alike: random.Random, seed: int) -> None:
+    """One op; `alike` draws the same on all ranks, `random` does not."""
+    W, rank, name = group.size(), group.rank(), group.group_name
+    numbers = torch.Generator().manual_seed(seed)
+
+    def tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=numbers)
+
+    sizes = sizes_of(alike, W)
+    kind = alike.randrange(8)
+    dim = alike.randrange(3)
+    split = Split(tuple(sizes), dim)
+    whole = tensor(*split.whole_shape([alike.choice([1, 3]), alike.choice([1, 20]), 8]))
+    own = memory.place(split.of(rank, whole))
+    if kind == 0:
+        own.requires_grad_()
+        weight = tensor(whole.shape[-1], 5)
+        mine = weight * (rank + 1)  # each rank's own
+        mine.requires_grad_()
+        out = symm_cp.all_gather_matmul(own, mine, gather_dim=dim, group=group, sizes=sizes)
+        close(out, whole @ mine)
+        out.sum().backward()
+        close(mine.grad, whole.flatten(0, -2).sum(0)[:, None].expand_as(weight))
+        total = weight.sum(1) * (W * (W + 1) / 2)
+        close(own.grad, split.of(rank, total.expand(whole.shape)))
+    elif kind == 1:
+        inner = [alike.choice([1, 4, 9]) for _ in range(W)]
+        last = dim == 2
+        rows = [2, 20, 0] if last else [*whole.shape[:-1], 0]
+        a = [tensor(*rows[:-1], count) for count in inner]
+        b = [tensor(count, whole.shape[-1]) for count in inner]
+        out = symm_cp.matmul_reduce_scatter(
+            memory.place(a[rank]), b[rank], scatter_dim=dim, group=group, sizes=sizes
+        )
+        close(out, split.of(rank, sum(x @ y for x, y in zip(a, b, strict=True))))
+    elif kind == 2:
+        value = tensor(*split.whole_shape([2, 3, 4]))
+        key = tensor(*split.whole_shape([2, 3, 4]))
+        found = symm_cp.all_gather_kv(
+            *(memory.place(split.of(rank, t)) for t in (key, value)),
+            seq_dim=dim,
+            group=group,
+            sizes=sizes,
+        )
+        close(found[0], key)
+        close(found[1], value)
+    elif kind == 3:
+        out = symm_cp.exchange_halo(own, 2, 1, dim, group=group, sizes=sizes)
+        zeros = torch.zeros(split._replaced(whole.shape, 2))
+        padded = torch.cat([zeros, whole, zeros], dim)
+        close(out, padded.narrow(dim, split.start(rank), sizes[rank] + 3))
+    elif kind == 4:
+        inner = [alike.choice([1, 4, 9]) for _ in range(W)]
+        rows, columns = alike.choice([1, 7]), alike.choice([3, 400])
+        a, b = (
+            [tensor(*shape) for shape in shapes]
+            for shapes in zip(*[((rows, K), (K, columns)) for K in inner], strict=True)
+        )
+        out = symm_cp.matmul_all_reduce(memory.place(a[rank]), b[rank], group=group)
+        close(out, sum(x @ y for x, y in zip(a, b, strict=True)))
+    elif kind == 5:
+        of_all = [tensor(3, 17) for _ in range(W)]
+        # Of symmetric memory on all ranks or on none: in the background nobody is asked.
+        out = symm_cp.low_contention_all_gather(of_all[rank].clone(), group=group)
+        own = memory.place(tensor(2, 3))
+        symm_cp.all_gather_matmul(own, tensor(3, 2), group=group)
+        close(out, torch.cat(of_all))
+    else:
+        of_keys = sizes
+        of_queries = [alike.choice([size, size, 2, 0]) for size in sizes]
+        q, k, v = (
+            shards(lengths, W, seed + n) for n, lengths in enumerate((of_queries, of_keys, of_keys))
+        )
+        method, causal = alike.choice(METHODS), kind == 7
+        if causal:
+            q = shards(of_keys, W, seed)
+        out, _ = torch.ops.symm_mem.fused_all_gather_attention(
+            *(memory.place(t[rank].float()) for t in (q, k, v)),
+            name,
+            is_causal=causal,
+            chunk_lengths=of_keys,
+            method=method,
+        )
+        if sum(of_keys) == 0:
+            assert not out.any()
+            return
+        q, k, v = (torch.cat(t, 2).float() for t in (q, k, v))
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        close(out, expected.split(of_keys if causal else of_queries, 2)[rank])
+
+
+def programs(group: dist.ProcessGroup, seed: int, steps: int) -> None:
+    memory = Memory(group)
+    alike = random.Random(seed)
+    random.seed(seed * 10 + group.rank())
+    for number in range(steps):
+        try:
+            step(group, memory, alike, seed + number)
+        except Exception as error:
+            raise AssertionError(f"step {number} of program {seed}: {error}") from error
+
+
+@pytest.mark.parametrize("world_size", some(2, 3, of=[2, 3, 4]))
+def test_random_programs(ranks: Ranks, world_size: int) -> None:
+    """Tensors lie on each rank as it likes; parts are uneven, and queries of any sequence."""
+    ranks.run(world_size, programs, torch.initial_seed() % 100_000, 80)
+
+
+def gather_cut_out(group: dist.ProcessGroup) -> None:
+    """Columns of symmetric memory in the background: of one row they are contiguous."""
+    W, rank, columns = group.size(), group.rank(), 20_000
+    block = symm_mem.empty(3 * (columns + 5), dtype=torch.float32, device="cpu")
+    symm_mem.rendezvous(block, group)
+    sizes = [1, *(3,) * (W - 1)]
+    part = block.view(3, columns + 5)[: sizes[rank], :columns]
+    part.fill_(rank)
+    found = symm_cp.low_contention_all_gather(part, group=group, sizes=sizes)
+    of_rows = torch.arange(W).repeat_interleave(torch.tensor(sizes))
+    assert torch.equal(found, of_rows[:, None].expand(-1, columns).float())
+
+
+def test_parts_that_are_contiguous_on_one_rank(ranks: Ranks) -> None:
+    ranks.run(2, gather_cut_out)
+
+
+@exhaustive
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_many_random_programs(ranks: Ranks, world_size: int) -> None:
+    ranks.run(world_size, programs, torch.initial_seed() % 100_000, 1500)

@@ -1,0 +1,200 @@
+"""All ranks of a world as threads of one process: what each op decides there, without memory.
+
+Every rank runs an op's kernel with its own arguments, on a runtime that carries nothing out: it
+notes the bytes of the slot, the name of the call and the signals and waits of each program. What
+ranks tell each other (`numbers_of_all`) they really do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+
+from symm_cp import tuning, wire
+from symm_cp.memory import tensor_at
+from symm_cp.ops import common
+from symm_cp.runtime import cpu, program
+
+#: What a rank decided: what kind, and what all ranks must share of it.
+Note = tuple[Any, ...]
+
+
+class Rank:
+    """Stands for the `Group` of a rank."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self.name, self.rank, self.world_size, self.world = "world", rank, world.size, world
+        self.notes: list[Note] = []
+        self.pairs: list[tuple[str, int, int, int]] = []
+        self.states: dict[Any, Any] = {}
+        #: The tensors that lie in symmetric memory.
+        self.symmetric: list[torch.Tensor] = []
+
+    def state(self, key: Any, make: Callable[[], Any]) -> Any:
+        return self.states.setdefault(key.name, make())
+
+    def find(self, key: Any) -> Any:
+        return self.states.get(key.name)
+
+    def own_lock(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Rank, int]]:
+        self.notes.append(("call", slot_bytes, call_name))
+        yield self, len(self.notes)
+
+    def slot(self) -> int:
+        return ctypes.addressof(self.world.memory)
+
+    def shard(self, peer: int) -> int:
+        return self.slot()
+
+    def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return tensor_at(address, shape, dtype)
+
+    def tell(self, name: str | bytes, numbers: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        self.notes.append(("numbers", name, len(numbers)))
+        return self.world.exchange(self.rank, tuple(numbers))
+
+
+class World:
+    """Ranks that run an op each."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=20)
+        self.told: list[Any] = [None] * size
+        self.memory = (ctypes.c_char * (1 << 20))()
+        self.here = threading.local()
+
+    def exchange(self, rank: int, value: Any) -> tuple[Any, ...]:
+        self.told[rank] = value
+        self.barrier.wait()
+        values = tuple(self.told)
+        self.barrier.wait()
+        return values
+
+    def run(self, op: Callable[[Rank], object]) -> list[Rank]:
+        """Returns the ranks, after each has run the op."""
+        ranks = [Rank(self, rank) for rank in range(self.size)]
+        errors: list[BaseException] = []
+
+        def work(rank: Rank) -> None:
+            self.here.rank = rank
+            try:
+                op(rank)
+            except BaseException as error:
+                errors.append(error)
+                self.barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
+        with self._in_place_of_groups():
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        first = [e for e in errors if not isinstance(e, threading.BrokenBarrierError)] or errors
+        if first:
+            raise first[0]
+        return ranks
+
+    @contextlib.contextmanager
+    def _in_place_of_groups(self) -> Iterator[None]:
+        here, facts = self.here, tuning.Facts(0, "", "")
+        patches = [
+            mock.patch.object(common, "resolve", side_effect=lambda name: here.rank),
+            mock.patch("symm_cp.runtime.of", return_value=_Runtime()),
+            mock.patch.object(tuning, "facts_of", return_value=facts),
+            mock.patch.object(tuning, "hosts_of", return_value=None),
+            mock.patch(
+                "symm_cp.ops.attention.spread.numbers_of_all",
+                lambda group, name, numbers: group.tell(name, numbers),
+            ),
+            mock.patch.object(
+                cpu, "numbers_on_host", lambda group, name, numbers: group.tell(name, numbers)
+            ),
+            mock.patch.object(cpu, "has_symmetric", return_value=True),
+            mock.patch.object(cpu, "is_symmetric", _is_symmetric),
+            mock.patch.object(program.Program, "run", _note_program),
+        ]
+        with contextlib.ExitStack() as stack:
+            for patch in patches:
+                stack.enter_context(patch)
+            yield
+
+
+def _is_symmetric(tensor: torch.Tensor, group: Rank) -> bool:
+    storage = tensor.untyped_storage().data_ptr()
+    return any(each.untyped_storage().data_ptr() == storage for each in group.symmetric)
+
+
+def _note_program(
+    self: program.Program,
+    workspace: Rank,
+    epoch: int,
+    operands: Sequence[int],
+    call_name: bytes,
+    kernels: Any = None,
+) -> None:
+    """Notes which flags the rank signals to and awaits from whom; runs none of it."""
+    flags, in_place = set(), False
+    for item, _ in self.items:
+        if isinstance(item, str):
+            continue
+        for command in item:  # type: ignore[attr-defined]
+            if command.kind == wire.Kind.PUBLISH:
+                in_place = command.mean != 0
+            if command.kind in (wire.Kind.SIGNAL, wire.Kind.WAIT):
+                kind = "signal" if command.kind == wire.Kind.SIGNAL else "wait"
+                flags.add((kind, wire.FLAGS[command.flag], command.lag))
+                if command.lag == 0:
+                    workspace.pairs.append((kind, command.flag, command.peer, command.piece))
+    if not call_name.startswith(b"scan"):  # a chain has ends
+        workspace.notes.append(("program", in_place, frozenset(flags)))
+
+
+class _Runtime(cpu.CpuRuntime):
+    def exchange(  # type: ignore[override]
+        self, group: Rank, parcels: Any, tensors: Any, outputs: Any, call_name: bytes
+    ) -> None:
+        """Notes what each rank gives to each, and in how many pieces."""
+        strides = tuple([t.stride() for t in (*tensors, *outputs)])
+        given, taken = parcels.boxes(strides, 4096)
+        group.notes.append(("exchange", parcels.sizes, call_name, parcels.joins))
+        for output in outputs:
+            output.zero_()
+        pieces = [
+            [(box.peer, box.piece, box.in_slot, box.planes * box.rows * box.row) for box in boxes]
+            for boxes in (given, taken)
+        ]
+        of_all = group.world.exchange(group.rank, pieces)
+        for peer, (theirs, _) in enumerate(of_all):
+            mine = [box[1:] for box in pieces[1] if box[0] == peer]
+            assert mine == [box[1:] for box in theirs if box[0] == group.rank], call_name
+
+
+def check_alike(ranks: list[Rank], case: str) -> None:
+    """All ranks noted the same, and each signal has its wait."""
+    for rank in ranks[1:]:
+        assert rank.notes == ranks[0].notes, (
+            f"{case}: rank {rank.rank} decides {rank.notes}, rank 0 {ranks[0].notes}"
+        )
+    signals, waits = (
+        sorted(
+            (*((rank.rank, to) if kind == "signal" else (to, rank.rank)), flag, piece)
+            for rank in ranks
+            for noted, flag, to, piece in rank.pairs
+            if noted == kind
+        )
+        for kind in ("signal", "wait")
+    )
+    # A relay signals "done" for nobody; what is awaited must be signalled.
+    missing = [wait for wait in set(waits) if wait not in set(signals)]
+    assert not missing, f"{case}: nobody signals {missing}"

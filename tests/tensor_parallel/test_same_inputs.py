@@ -1,0 +1,115 @@
+"""Ranks of a model that `apply` has split compare its inputs: other prompts raise on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from symm_cp.tensor_parallel import apply
+from tests.exhaustive import some
+from tests.pool import Ranks
+from tests.tensor_parallel.common import mesh_of
+from tests.tensor_parallel.models import VOCABULARY, model_of, tokens_of
+
+SAME = "must get the same inputs"
+
+
+def other_prompts(group: dist.ProcessGroup, sequence_parallel: bool) -> None:
+    other = group.rank() == group.size() - 1
+    dense = model_of("llama")
+    model = apply(copy.deepcopy(dense), mesh_of(group), sequence_parallel=sequence_parallel)
+    ids = tokens_of(dense)
+    expected = model(ids, use_cache=False).logits
+    embeds = dense.get_input_embeddings()(ids).detach()
+    changed = ids.clone()
+    changed[1, 3] = (changed[1, 3] + 1) % VOCABULARY
+    calls: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+        ({"input_ids": ids}, {"input_ids": changed}, "input_ids"),
+        ({"input_ids": ids}, {"input_ids": ids[:1]}, "input_ids"),
+        ({"input_ids": ids}, {"input_ids": ids.int()}, "input_ids"),
+        ({"inputs_embeds": embeds}, {"inputs_embeds": embeds.flip(1)}, "inputs_embeds"),
+        ({"input_ids": ids}, {"inputs_embeds": embeds}, "the set of tensors (here in"),
+    ]
+    for usual, of_other, name in calls:
+        with pytest.raises(RuntimeError, match=SAME) as caught:
+            model(**(of_other if other else usual), use_cache=False)
+        text = str(caught.value)
+        assert f"and rank {group.size() - 1} in {name}" in text, text
+        assert "SYMM_CP_COMPARE_INPUTS=0" in text
+    with pytest.raises(RuntimeError, match=SAME):
+        model(changed if other else ids, use_cache=False)
+    # Every rank computes embeddings by itself: rounding is no other input.
+    model(inputs_embeds=embeds * (1 + 1e-6 * other), use_cache=False)
+    assert torch.equal(model(ids, use_cache=False).logits, expected)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("SYMM_CP_COMPARE_INPUTS", "0")
+        model(changed if other else ids, use_cache=False)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sequence_parallel"),
+    some((2, False), (3, True), of=[(2, False), (3, True), (4, False)]),
+)
+def test_other_prompts_are_refused_on_all_ranks(
+    ranks: Ranks, world_size: int, sequence_parallel: bool
+) -> None:
+    ranks.run(world_size, other_prompts, sequence_parallel)
+
+
+def samples(group: dist.ProcessGroup) -> None:
+    """Ranks that are not seeded alike draw other tokens."""
+    dense = model_of("llama")
+    model: Any = apply(copy.deepcopy(dense), mesh_of(group))
+    ids = tokens_of(dense)
+    how = {"max_new_tokens": 8, "do_sample": True, "temperature": 5.0}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        made = model.generate(ids, **how)
+        torch.manual_seed(group.rank())
+        with pytest.raises(RuntimeError, match=r"seed all ranks identically"):
+            model.generate(ids, **how)
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(ids, **how), made)
+
+
+def test_other_samples_are_refused_on_all_ranks(ranks: Ranks) -> None:
+    ranks.run(2, samples)
+
+
+class Head(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.up = nn.Embedding(12, 8), nn.Linear(8, 16)
+        self.down = nn.Linear(16, 12)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.embed(ids)).relu())
+
+
+def compiled(group: dist.ProcessGroup, backend: str) -> None:
+    """The comparison is in the graph, and runs whenever the graph does."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    dense = Head()
+    model = apply(copy.deepcopy(dense), mesh_of(group), {"up": "colwise", "down": "rowwise"})
+    call = torch.compile(model, backend=backend, fullgraph=True)
+    ids = torch.arange(12).view(2, 6)
+    for _ in range(2):
+        torch.testing.assert_close(call(ids), dense(ids))
+        with pytest.raises(RuntimeError, match=SAME):
+            call(ids.flip(group.rank()) if group.rank() else ids)
+    copied = copy.deepcopy(model)
+    with pytest.raises(RuntimeError, match=SAME):
+        copied(ids + group.rank())
+    assert pickle.loads(pickle.dumps(next(iter(model._forward_pre_hooks.values()))))
+
+
+@pytest.mark.parametrize("backend", some("aot_eager", of=["aot_eager", "inductor"]))
+def test_graphs_compare_inputs(ranks: Ranks, backend: str) -> None:
+    ranks.run(2, compiled, backend)

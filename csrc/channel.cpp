@@ -60,7 +60,8 @@ bool Channel::begin(Call& call, bool movable) {
     reach_ = -1;
   } else {
     wait_for_failed_call(call);
-    next = agree_on_call(call, movable);
+    // Later calls of the background may have their numbers already.
+    if (index_ == kSync) next = agree_on_call(call, movable);
   }
   begun_epoch_ = call.epoch;
   digest_ = next ? call.digest : 0;

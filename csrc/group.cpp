@@ -76,8 +76,7 @@ Call Workspace::begin(int64_t number, int64_t slot_bytes, const std::string& cal
 
 // Takes the next number as long as peers are behind: they fail calls that have failed here before.
 void Workspace::agree_with_peers(Call& call) {
-  // Not in the background: there, later calls may have their numbers already.
-  const bool movable = index_ == kSync && group_.made(index_) == call.number;
+  const bool movable = group_.made(index_) == call.number;
   while (!channel_->begin(call, movable)) {
     channel_->fail(call.epoch, "rank " + text(group_.rank()) + " has gone on to " + call.call_name);
     ++call.number;

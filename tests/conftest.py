@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,24 @@ from tests import delays
 from tests.pool import SEED_VARIABLE, Ranks
 
 # Fresh inputs in every session; the seed of a failure is in its message and in the summary.
-SESSION_SEED = int(os.environ.get(SEED_VARIABLE) or int.from_bytes(os.urandom(4), "little"))
+_DRAWN = int.from_bytes(os.urandom(4), "little")
+
+
+def session_seed(config: pytest.Config) -> int:
+    """Returns the seed of all tests; workers of pytest-xdist have that of the main process."""
+    sent = getattr(config, "workerinput", {}).get(SEED_VARIABLE)
+    return int(sent or os.environ.get(SEED_VARIABLE) or _DRAWN)
+
+
+def pytest_configure() -> None:
+    # A shell that starts pytest in the background has it, and all that it starts, ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Hands the seed to a worker of pytest-xdist."""
+    node.workerinput[SEED_VARIABLE] = session_seed(node.config)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,9 +82,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
+def ranks(pytestconfig: pytest.Config) -> Iterator[Ranks]:
     """Rank processes for multi-rank tests: ``ranks.run(world_size, function, *args)``."""
-    pool = Ranks(SESSION_SEED)
+    pool = Ranks(session_seed(pytestconfig))
     yield pool
     pool.close()
 
@@ -83,17 +102,26 @@ def device_name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def _seed(request: pytest.FixtureRequest) -> None:
-    seed = zlib.crc32(f"{SESSION_SEED} {request.node.nodeid}".encode())
+    seed = zlib.crc32(f"{session_seed(request.config)} {request.node.nodeid}".encode())
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     delays.begin(seed)
 
 
-def pytest_report_header() -> str:
-    return f"seed: {SEED_VARIABLE}={SESSION_SEED}"
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Gives workers tests that stand together: they share modules and compiled functions."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"seed: {SEED_VARIABLE}={session_seed(config)}"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
-        terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={SESSION_SEED}")
+        seed = session_seed(terminalreporter.config)
+        terminalreporter.write_line(f"repeat these inputs with {SEED_VARIABLE}={seed}")

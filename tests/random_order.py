@@ -66,6 +66,7 @@ class _Record:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if path := config.getoption("--record"):
+    path = config.getoption("--record")
+    if path and not hasattr(config, "workerinput"):  # the workers of pytest-xdist report to it
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # nothing outlives tests.repeat
         config.pluginmanager.register(_Record(path))

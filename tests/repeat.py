@@ -115,6 +115,23 @@ def read(record: Path, run: Run) -> None:
         run.failed = [f"(no test: pytest ended with {run.code})"]
 
 
+@contextlib.contextmanager
+def signals_later() -> Iterator[None]:
+    """Handles Ctrl-C and SIGTERM at the end: raised within Popen, they would lose its process."""
+    came: list[int] = []
+    usual = {
+        number: signal.signal(number, lambda number, _frame: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
+    for number in came:
+        signal.raise_signal(number)
+
+
 def run_once(tests: Sequence[str], conditions: Conditions, limit: float) -> Run:
     """Runs pytest; `limit` is in seconds, after which it is killed with all that it has started."""
     environment = {**os.environ, delays.VARIABLE: str(conditions.delays)}
@@ -126,25 +143,28 @@ def run_once(tests: Sequence[str], conditions: Conditions, limit: float) -> Run:
         record, output = Path(folder, "record"), Path(folder, "output")
         with output.open("wb") as written, busy_loops(conditions.busy):
             begin = time.monotonic()
-            process = subprocess.Popen(
-                [*command, f"--record={record}", *tests],
-                cwd=_ROOT,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=written,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-            if conditions.cores:  # before it has threads or processes of its own
-                os.sched_setaffinity(process.pid, cores[: conditions.cores])
+            process, in_time = None, False
             try:
-                in_time = process.wait(limit) is not None
-            except subprocess.TimeoutExpired:
-                in_time = False
+                with signals_later():
+                    process = subprocess.Popen(
+                        [*command, f"--record={record}", *tests],
+                        cwd=_ROOT,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=written,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+                if conditions.cores:  # before it has threads or processes of its own
+                    os.sched_setaffinity(process.pid, cores[: conditions.cores])
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    in_time = process.wait(limit) is not None
             finally:  # Ctrl-C, too
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                code = process.wait()
+                if process is not None:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            code = process.returncode
             seconds = time.monotonic() - begin
         text = output.read_text(errors="replace")
         run = Run(conditions, code, seconds, text, in_time=in_time)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.exhaustive import exhaustive
+from tests.patience import patient
 from tests.pool import SIZE, Place, RankError, Ranks, RankTimeout
 from tests.rank_process import say
 
@@ -99,10 +100,10 @@ def hang(group: dist.ProcessGroup, hanging: int) -> None:
 
 
 def test_a_hang_is_killed_and_located(few: Ranks) -> None:
-    few.start()
-    before = few.pids()
-    with pytest.raises(RankTimeout, match=r"ranks \[1\] did not end within 0.5 s") as caught:
-        few.run(2, hang, 1, timeout=0.5)
+    before = few.run(2, own_pid)
+    seconds = round(patient(1), 1)
+    with pytest.raises(RankTimeout, match=rf"ranks \[1\] did not end within {seconds} s") as caught:
+        few.run(2, hang, 1, timeout=seconds)
     assert "in hang" in caught.value.reports[1]
     for pid in before:
         with pytest.raises(ProcessLookupError):

@@ -193,7 +193,7 @@ def test_the_walk_names_what_exists() -> None:
 
 
 def test_ci_runs_the_documented_command() -> None:
-    command = "pip install torch==2.13.0 -e '.[test]' && pytest"
+    command = "pip install torch==2.13.0 -e '.[test]' && pytest -n 2"
     assert f"\n{command}\n" in "\n".join(blocks("sh"))
     assert f"\n{command}" in (ROOT / ".ci" / "run").read_text()
 

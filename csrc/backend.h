@@ -132,9 +132,11 @@ class Backend : public c10d::Backend {
 
  private:
   template <class Options>
-  static Manner manner(const char* op, c10d::OpType type, const Options& opts) {
+  static Manner manner(const char* op, c10d::OpType type, const Options& opts,
+                       size_t exchanges = 1) {
     Manner made{op, type, opts.asyncOp, of_call(opts.timeout)};
     if constexpr (requires { opts.rootRank; }) made.root = opts.rootRank;
+    made.exchanges = static_cast<int>(exchanges);
     return made;
   }
 

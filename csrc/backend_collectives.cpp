@@ -183,9 +183,7 @@ WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts)
 // Its exchanges are gathers; so on several hosts, which is what the type is for.
 WorkPtr Backend::sparse_allreduce(const Tensors& tensors, const c10d::AllreduceOptions& opts) {
   constexpr const char* kOp = "all_reduce";
-  Manner sparse = manner(kOp, OpType::_ALLREDUCE_SPARSE, opts);
-  sparse.exchanges = 2;
-  return call(sparse, [&](Collective& collective) {
+  return call(manner(kOp, OpType::_ALLREDUCE_SPARSE, opts, 2), [&](Collective& collective) {
     collective.begin_event(tensors);
     add_sparse_sum(collective, kOp, tensors.front(), opts.reduceOp, size_);
   });
@@ -193,7 +191,8 @@ WorkPtr Backend::sparse_allreduce(const Tensors& tensors, const c10d::AllreduceO
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                      const c10d::AllreduceCoalescedOptions& opts) {
-  return call(manner("all_reduce", OpType::ALLREDUCE_COALESCED, opts), [&](Collective& collective) {
+  const Manner each = manner("all_reduce", OpType::ALLREDUCE_COALESCED, opts, tensors.size());
+  return call(each, [&](Collective& collective) {
     collective.begin_event(tensors);
     const char* operation = name_of(reduce_op_of("all_reduce", opts.reduceOp));
     for (const at::Tensor& tensor : tensors) check_dense("all_reduce", "tensors", tensor);
@@ -282,7 +281,8 @@ WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& output_lists, Tensors& inputs,
                                      const c10d::AllgatherOptions& opts) {
   constexpr const char* kOp = "all_gather_coalesced";
-  return call(manner(kOp, OpType::ALLGATHER_COALESCED, opts), [&](Collective& collective) {
+  const Manner each = manner(kOp, OpType::ALLGATHER_COALESCED, opts, inputs.size());
+  return call(each, [&](Collective& collective) {
     collective.begin_event(inputs);
     check_count(kOp, "output_tensor_lists", output_lists.size());
     for (const Tensors& list : output_lists)
@@ -301,7 +301,8 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& output_lists, Tensors
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& opts) {
   constexpr const char* kOp = "all_gather_into_tensor";
-  return call(manner(kOp, OpType::ALLGATHER_COALESCED, opts), [&](Collective& collective) {
+  const Manner each = manner(kOp, OpType::ALLGATHER_COALESCED, opts, inputs.size());
+  return call(each, [&](Collective& collective) {
     collective.begin_event(inputs);
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
                       inputs.size(), " inputs");
@@ -445,7 +446,8 @@ WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
   constexpr const char* kOp = "reduce_scatter_tensor";
-  return call(manner(kOp, kCoalescedScatter, opts), [&](Collective& collective) {
+  const Manner each = manner(kOp, kCoalescedScatter, opts, inputs.size());
+  return call(each, [&](Collective& collective) {
     collective.begin_event(inputs);
     TORCH_CHECK_VALUE(outputs.size() == inputs.size(), kOp, ": ", outputs.size(), " outputs and ",
                       inputs.size(), " inputs");

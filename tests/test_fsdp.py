@@ -477,6 +477,7 @@ def many_steps(group: dist.ProcessGroup, steps: int) -> None:
     assert after[2] - before[2] < steps * largest // 8
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("world_size", "steps"), some((2, 20), of=[(2, 20), (3, 60)]))
 def test_memory_does_not_grow(ranks: Ranks, world_size: int, steps: int) -> None:
     ranks.run(world_size, many_steps, steps)
@@ -585,6 +586,7 @@ def until_one_dies(group: dist.ProcessGroup, calls: int) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("calls", some(6, of=(1, 2, 4, 6, 9, 12)))
 def test_a_rank_that_dies_is_named(ranks: Ranks, calls: int) -> None:
     with ranks.own(3, until_one_dies, calls) as running:

@@ -58,6 +58,7 @@ def test_failure_rates(flaky: str, tmp_path: Path, capsys: pytest.CaptureFixture
     assert "divisible by three" in (log / written[1]).read_text()
 
 
+@pytest.mark.exhaustive
 def test_a_run_again_until_the_first_failure(flaky: str, tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     only = [flaky, "-k", "flaky and not slow and not sound and not delays"]
@@ -72,6 +73,7 @@ def test_a_run_again_until_the_first_failure(flaky: str, tmp_path: Path) -> None
     assert lines[-1].startswith("2 of 3 runs green"), lines
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_does_not_end(flaky: str, tmp_path: Path) -> None:
     run = repeat.run_once([flaky], repeat.Conditions(44_000, False, 0, 0), limit=3)
     assert not run.green

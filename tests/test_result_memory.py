@@ -404,8 +404,10 @@ except RuntimeError as error:
 
 @pytest.mark.parametrize(
     ("code", "said"),
-    [(_AT_EXIT, f"{3.0 * MIB}\n"), (_LITTLE_MEMORY, "True\n")],
-    ids=["exit", "oom"],
+    [
+        pytest.param(_AT_EXIT, f"{3.0 * MIB}\n", id="exit"),
+        pytest.param(_LITTLE_MEMORY, "True\n", id="oom", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_in_a_process_of_its_own(code: str, said: str) -> None:
     done = subprocess.run(

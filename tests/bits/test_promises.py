@@ -183,6 +183,7 @@ def repeated(group: dist.ProcessGroup, unit: int) -> list[str]:
     return differ
 
 
+@pytest.mark.exhaustive
 @WORLD_SIZES
 def test_a_call_repeats_its_bits(ranks: Ranks, world_size: int) -> None:
     assert ranks.run(world_size, repeated, alignment.ALIGN) == [[]] * world_size

@@ -190,6 +190,7 @@ def heads_and_dtypes(group: dist.ProcessGroup) -> None:
             problem.check(out, aux.lse, tolerance=tolerance)
 
 
+@pytest.mark.exhaustive
 def test_heads_that_share_keys_and_bfloat16(ranks: Ranks) -> None:
     ranks.run(2, heads_and_dtypes)
 
@@ -297,6 +298,7 @@ def other_lengths(group: dist.ProcessGroup, dynamic: bool | None) -> None:
     assert graphs() == before
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("dynamic", some(None, of=[True, None]))
 def test_other_lengths(ranks: Ranks, dynamic: bool | None) -> None:
     ranks.run(2, other_lengths, dynamic)
@@ -333,6 +335,7 @@ def entered_inside(group: dist.ProcessGroup) -> None:
     problem.check(torch.compile(attend, backend="aot_eager")(*problem.arguments()))
 
 
+@pytest.mark.exhaustive
 def test_context_entered_in_compiled_code(ranks: Ranks) -> None:
     ranks.run(2, entered_inside)
 

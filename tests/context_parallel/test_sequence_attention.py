@@ -152,6 +152,7 @@ def by_torch(group: dist.ProcessGroup, seed: int) -> None:
                 attend_sequence(region, *parts, mask, enable_gqa=True, dropout_p=0.5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_functions_of_positions_by_torchs_kernels(ranks: Ranks) -> None:
     """As on CUDA: over gathered keys."""

@@ -187,6 +187,7 @@ def flex_trains(
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("world_size", some(2, of=[1, 2, 4]))
 def test_llama_with_flex_attention(ranks: Ranks, world_size: int) -> None:
     ranks.run(world_size, flex_trains, compiled=False)

@@ -151,6 +151,7 @@ def compiled(group: dist.ProcessGroup) -> None:
                         in_context(group, call)
 
 
+@pytest.mark.exhaustive
 def test_compiled_modules_count(ranks: Ranks) -> None:
     ranks.run(2, compiled, timeout=300)
 

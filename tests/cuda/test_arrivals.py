@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.exhaustive import some
 from tests.pool import Ranks
 
 # What the kernel does not compute.
@@ -70,7 +71,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
         assert made.machine.polling_kernels == 2
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", some(3, of=[2, 3]))
 def test_attention_while_keys_arrive(
     ranks: Ranks, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

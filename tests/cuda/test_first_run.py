@@ -190,6 +190,7 @@ def test_each_op_is_checked_on_the_cpu(ranks: Ranks) -> None:
         assert any(op in name for name in names), op
 
 
+@pytest.mark.exhaustive
 def test_the_command_on_the_cpu(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     line = [sys.executable, "-m", "symm_cp", "selftest", "--device", "cpu", "--json", str(report)]

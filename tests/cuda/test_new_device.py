@@ -135,6 +135,7 @@ for function in (accelerators.index_of, accelerators.uuid_of):
     }
 
 
+@pytest.mark.exhaustive
 def test_what_a_group_chose_for_cuda_does_not_serve_it(package: Path) -> None:
     served = run(package, """
 from symm_cp import devices, memory

@@ -10,6 +10,7 @@ import pytest
 
 from tests.cuda import waits
 from tests.device import devices
+from tests.exhaustive import some
 from tests.pool import Outcome, Ranks
 
 pytestmark = devices("simulated", "cuda")
@@ -36,11 +37,14 @@ def check(outcomes: Sequence[Outcome], op: str, why: str) -> None:
 
 @pytest.mark.parametrize(
     ("world_size", "run", "op"),
-    [
+    some(
         (3, waits.attention, "fused_all_gather_attention"),
-        (2, waits.background, "_low_contention_all_gather"),
-        (2, waits.matmul_scatter, "fused_matmul_reduce_scatter"),
-    ],
+        of=[
+            (3, waits.attention, "fused_all_gather_attention"),
+            (2, waits.background, "_low_contention_all_gather"),
+            (2, waits.matmul_scatter, "fused_matmul_reduce_scatter"),
+        ],
+    ),
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_a_rank_dies(ranks: Ranks, world_size: int, run: waits.Op, op: str) -> None:

@@ -40,12 +40,13 @@ NAMES = {
 LIMIT = 2.0
 #: Of the steps of an op on more than two ranks.
 SAMPLE = 8
-PLAIN = ((2, "matmul_scatter"), (2, "attention_ring"))
+PLAIN = ((2, "attention_ring"),)
 #: With --all every op on 3 ranks, where those that go on are several, and one of each kind on 4.
 OPS = some(
     *PLAIN,
     of=[
         *PLAIN,
+        (2, "matmul_scatter"),
         (2, "gather_in_place"),
         (2, "low_contention"),
         *itertools.product([3], sorted(ALL.keys() - {"ulysses_on_a_mesh"})),

@@ -302,6 +302,7 @@ def gives_up_for_one_on_its_host(group: dist.ProcessGroup) -> None:
         say(str(error))
 
 
+@pytest.mark.exhaustive
 def test_why_a_rank_gave_up_is_known_on_other_hosts(ranks: Ranks) -> None:
     places = [Place(environment={"SYMM_CP_HOST": f"host {rank // 2}"}) for rank in range(4)]
     with ranks.own(4, gives_up_for_one_on_its_host, places=places) as running:

@@ -282,5 +282,6 @@ def compiles(group: dist.ProcessGroup) -> None:
         assert "fused into project_from_heads: with the projections next to it" in str(report)
 
 
+@pytest.mark.exhaustive
 def test_inductor_and_explain(ranks: Ranks) -> None:
     ranks.run(2, compiles, timeout=300)

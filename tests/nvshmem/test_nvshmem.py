@@ -19,6 +19,7 @@ import symm_cp
 from symm_cp import devices, memory
 from symm_cp.devices import nvshmem
 from tests.cuda.simulated import SimulatedDevice, simulation
+from tests.exhaustive import some
 from tests.nvshmem.double import Double
 from tests.ops import test_attention, test_random
 from tests.pool import Ranks
@@ -99,7 +100,7 @@ def pipelines(group: dist.ProcessGroup, mapped: str, seed: int) -> list[tuple[An
         return [call for call in double.calls if call[0] in ("get", "signal", "wait")]
 
 
-@pytest.mark.parametrize("mapped", MAPPED)
+@pytest.mark.parametrize("mapped", some("pairs", of=MAPPED))
 def test_all_pipelines(ranks: Ranks, mapped: str) -> None:
     for calls in ranks.run(4, pipelines, mapped, random.randrange(1 << 30)):
         # Where all memory is mapped, everything goes as on CUDA.

@@ -172,6 +172,7 @@ def saves_on_one_rank(group: dist.ProcessGroup, folder: str) -> None:
             model(models.tokens_of(model))
 
 
+@pytest.mark.exhaustive
 def test_save_pretrained_on_one_rank_is_noticed(ranks: Ranks, tmp_path: Path) -> None:
     # In processes of their own: in the pool's, after other tests, rank 0 was told at its time-out.
     with ranks.own(2, saves_on_one_rank, str(tmp_path)) as running:

@@ -43,7 +43,9 @@ def main() -> int:
         # Every setting finds the buffers elsewhere, too.
         environment = {**os.environ, **settings, "SYMM_CP_DEBUG_OFFSETS": str(seed)}
         # The exhaustive cases, which are other world sizes and devices, once.
-        command = [sys.executable, "-m", "pytest", *(["--all"] if seed == 1 else []), *TESTS]
+        command = [sys.executable, "-m", "pytest", "-n", "2", *TESTS]
+        if seed == 1:
+            command.append("--all")
         code = subprocess.run(command, env=environment, check=False).returncode
         result = "failed" if code else "passed"
         print(f"{described}: {result}, {time.monotonic() - start:.0f} s", flush=True)

@@ -10,10 +10,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+#: How many cases are searched at once; each may take 8 GB.
+SEARCHES = 2
 
 
 @dataclass(frozen=True)
@@ -80,9 +83,13 @@ MORE = [
 ]
 
 
-def search(case: Case, folder: str) -> tuple[int, int]:
+def search(case: Case) -> tuple[int, int]:
     """Returns how many errors spin found, and how many states it has seen."""
+    with tempfile.TemporaryDirectory() as folder:
+        return _search(case, folder)
 
+
+def _search(case: Case, folder: str) -> tuple[int, int]:
     def run(*command: str) -> str:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
@@ -106,14 +113,14 @@ def main() -> None:
     if shutil.which("spin") is None:
         sys.exit("spin is not installed: see https://spinroot.com")
     wrong = 0
-    for case in CASES + (MORE if "more" in sys.argv[1:] else []):
-        with tempfile.TemporaryDirectory() as folder:
-            errors, states = search(case, folder)
+    cases = CASES + (MORE if "more" in sys.argv[1:] else [])
+    found = ThreadPoolExecutor(SEARCHES).map(search, cases)
+    for case, (errors, states) in zip(cases, found, strict=True):
         as_it_should = (errors == 0) == case.right
         wrong += not as_it_should
-        found = "right" if errors == 0 else "an error found"
+        result = "right" if errors == 0 else "an error found"
         note = "" if as_it_should else "  <-- must be otherwise"
-        print(f"{case.model:9} {case.options:32} {states:>11,} states  {found}{note}", flush=True)
+        print(f"{case.model:9} {case.options:32} {states:>11,} states  {result}{note}", flush=True)
     sys.exit(wrong)
 
 

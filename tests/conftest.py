@@ -97,6 +97,7 @@ def device_name(request: pytest.FixtureRequest) -> str:
         pool = request.getfixturevalue("ranks")
         if isinstance(pool, Ranks):  # it may be a number of ranks, too
             pool.device = name
+            pool.renew()
     return name
 
 

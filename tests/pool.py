@@ -33,7 +33,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, Pipe, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -47,6 +47,9 @@ from tests.cuda import simulated
 
 SIZE = 4
 SEED_VARIABLE = "SYMM_CP_TEST_SEED"
+#: After as many, new processes serve the next test: threads and objects of torch pile up, and
+#: compilers take ten times as long in old processes.
+RUNS_OF_A_POOL = 50
 START_LIMIT = 600.0  # the first start may build the native part
 GRACE = 3.0  # after one rank failed, how long the others may take to end or fail by themselves
 DUMP_LIMIT = 2.0
@@ -54,6 +57,7 @@ GROUP_TIMEOUT = datetime.timedelta(seconds=60)  # shorter than a run's: its erro
 
 _ROOT = Path(__file__).resolve().parent.parent
 _FORKED = multiprocessing.get_context("forkserver")
+_SPAWNED = multiprocessing.get_context("spawn")
 _FORKED.set_forkserver_preload(["tests.rank_template", "pytest", "hypothesis"])
 
 
@@ -93,7 +97,7 @@ class Outcome:
 
 @dataclass
 class _Process:
-    handle: ForkServerProcess
+    handle: BaseProcess
     pipe: Connection
     log: Path
     read: int = 0  # bytes of the log that belong to earlier runs
@@ -133,6 +137,7 @@ class Team:
         places: Sequence[Place] = (),
         timeout: datetime.timedelta = GROUP_TIMEOUT,
         pooled: bool = False,
+        forked: bool = True,
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="symm-cp-ranks-")
         # As torchrun's, but hosted here and not by rank 0, so that it listens before the first rank
@@ -164,7 +169,7 @@ class Team:
                 namespace=place.namespace,
                 subgroups=pooled,
             )
-            self._processes.append(_fork(member, log))
+            self._processes.append(_begin(member, log, _FORKED if forked else _SPAWNED))
 
     def alive(self) -> bool:
         """Tells whether no process has ended."""
@@ -330,6 +335,7 @@ class Ranks:
         self.device = "cpu"  # where the ops of the next calls run: see tests/device.py
         self._pool: Team | None = None
         self._runs = 0
+        self._started_at = 0  # of the runs
         self._test = ""
         self._calls = 0
 
@@ -366,13 +372,15 @@ class Ranks:
         *args: Any,
         places: Sequence[Place] = (),
         group_timeout: datetime.timedelta = GROUP_TIMEOUT,
+        forked: bool = True,
     ) -> Iterator[Running]:
         """Inside, ``function(group, *args)`` runs in new processes; those left are killed.
 
-        `places` says where each rank runs; without it all are on this host.
+        `places` says where each rank runs; without it all are on this host. Unless `forked`, the
+        processes have imported nothing that `tests.rank_process` does not.
         """
         call = self._call(world_size, None, function, args, {})
-        team = Team(world_size, places=places, timeout=group_timeout)
+        team = Team(world_size, places=places, timeout=group_timeout, forked=forked)
         try:
             self._await(team, world_size)
             team.begin(call, last=True)
@@ -380,11 +388,17 @@ class Ranks:
         finally:
             team.close()
 
+    def renew(self) -> None:
+        """Ends the pool's processes if they have run much: groups, threads and garbage pile up."""
+        if self._runs - self._started_at >= RUNS_OF_A_POOL:
+            self.close()
+
     def start(self) -> None:
         """Starts the pool's processes unless they run."""
         if self._pool is not None and self._pool.alive():
             return
         self.close()
+        self._started_at = self._runs
         self._pool = Team(self.size, pooled=True)
         try:
             self._await(self._pool, self.size)
@@ -443,9 +457,9 @@ def _start_template() -> None:
         forkserver.ensure_running()
 
 
-def _fork(member: rank_process.Member, log: Path) -> _Process:
+def _begin(member: rank_process.Member, log: Path, context: Any) -> _Process:
     ours, theirs = Pipe()
     with theirs:
-        handle = _FORKED.Process(target=rank_process.main, args=(theirs, member), daemon=True)
+        handle = context.Process(target=rank_process.main, args=(theirs, member), daemon=True)
         handle.start()
     return _Process(handle, ours, log)

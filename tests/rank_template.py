@@ -1,15 +1,17 @@
 """The process that rank processes are forked from: it has imported what each of them needs.
 
-Python's fork server (`multiprocessing`) imports this module, once, before it forks anything. Triton
-must not be among the imports: ranks may choose its interpreter, which has to happen before.
+Python's fork server (`multiprocessing`) imports this module, once, before it forks anything.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 
-import torch.distributed.tensor  # noqa: F401 - what gradients import at first use
+# What many tests import at first use.
+import transformers.modeling_utils
+import transformers.models.llama.modeling_llama  # noqa: F401
 
 from symm_cp import native
 from tests.rank_process import die_with
@@ -18,3 +20,6 @@ die_with(os.getppid())
 with contextlib.suppress(native.BuildError):  # each rank says why
     native.load()
     native.build_glue()
+# Neither searched for garbage by ranks nor, for that, copied to them.
+gc.collect()
+gc.freeze()

@@ -76,5 +76,5 @@ def test_attention_while_keys_arrive(
     ranks: Ranks, world_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with ranks.own(world_size, attends, random.randrange(1 << 30)) as running:
+    with ranks.own(world_size, attends, random.randrange(1 << 30), forked=False) as running:
         assert [outcome.failure for outcome in running.outcomes(60)] == [""] * world_size

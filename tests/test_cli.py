@@ -122,8 +122,9 @@ def interrupted(arguments: Sequence[str], begun: str) -> tuple[int, str]:
     return process.returncode, before + error
 
 
-def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line() -> None:
-    code, error = interrupted(["calibrate", "--force", "--seconds", "2"], "calls")
+def test_an_interrupt_ends_a_command_and_its_ranks_in_a_line(tmp_path: Path) -> None:
+    out = str(tmp_path / "machine.toml")
+    code, error = interrupted(["calibrate", "--force", "--seconds", "2", "--out", out], "calls")
     assert code == 130, error
     assert [line for line in error.splitlines() if line and "/12" not in line] == [
         "symm-cp: interrupted"

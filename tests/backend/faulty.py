@@ -223,9 +223,9 @@ def refusals(group: dist.ProcessGroup) -> dict[str, str]:
         "avg": lambda: dist.all_reduce(integers, dist.ReduceOp.AVG, group=ours),
         "splits": lambda: dist.all_to_all_single(whole, whole.clone(), split, split, group=ours),
         "own part": lambda: dist.all_gather(lists, wrong, group=ours),
-        "one of several": lambda: dist.all_reduce_coalesced([x, float8, x], group=ours),
+        "one of several": lambda: dist.all_reduce_coalesced([x, expanded, x], group=ours),
         "one of several, started": lambda: dist.all_reduce_coalesced(
-            [x.clone(), float8, x.clone()], group=ours, async_op=True
+            [x.clone(), expanded, x.clone()], group=ours, async_op=True
         ).wait(),
     }
     messages = {}

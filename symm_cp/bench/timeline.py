@@ -19,6 +19,7 @@ from symm_cp.bench.measure import FUSED, Case, duration
 from symm_cp.bench.parsers import OPS
 from symm_cp.parsing import plot_file
 from symm_cp.ranks import exit_as_rank, is_rank, quick_barrier, run_ranks
+from symm_cp.runtime.numbers import QUESTION
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine
@@ -93,13 +94,19 @@ def _record(
     with trace() as recording:
         for _ in range(args.calls):
             run()
-    measured = recording.all_ranks(group)
+    measured = without_questions(recording.all_ranks(group))
     simulated = predicted(job, machine, group, args.calls)
     if group.rank() == 0:
         _show(args, job.case.name, measured, simulated, untraced.median(FUSED))
         for choice in choices.values():
             print(f"the op chooses by itself: {choice}")
     return 0
+
+
+def without_questions(timeline: Timeline) -> Timeline:
+    """Leaves out the calls in which ranks tell each other where their inputs lie."""
+    question = QUESTION.decode()
+    return Timeline(tuple(e for e in timeline.events if not e.op.startswith(question)))
 
 
 def per_call(timeline: Timeline) -> float:

@@ -31,7 +31,7 @@ from symm_cp.runtime.api import (
     Sizes,
 )
 from symm_cp.runtime.binding import Binding
-from symm_cp.runtime.numbers import numbers_on_host
+from symm_cp.runtime.numbers import QUESTION, numbers_on_host
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
@@ -40,9 +40,6 @@ from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
 _NATIVE_COPIES: frozenset[str] = frozenset()
 #: Copies of inputs that are strided, or several tensors to be laid out in a slot.
 _PYTHON_COPIES = frozenset({"input"})
-
-#: Ends the name of the exchange before a call in which the ranks tell where their shards lie.
-_ASKED = b" (in place?)"
 
 
 @lru_cache(maxsize=512)
@@ -431,6 +428,6 @@ def _readable(shards: Shards, group: Group, call_name: bytes) -> bool:
     own = shards.contiguous and is_symmetric(shards.own[0], group)
     if ranks == 1:
         return own
-    name = call_name[: wire.MAX_CALL_NAME - len(_ASKED)] + _ASKED
+    name = (QUESTION + call_name)[: wire.MAX_CALL_NAME]
     of_all = numbers_on_host(group, name, [own])
     return all(readable for (readable,) in of_all)

@@ -17,6 +17,8 @@ Numbers: TypeAlias = tuple[int, ...]
 
 
 _CPU = torch.device("cpu")
+#: Begins the names of calls in which ranks tell each other where the inputs of an op lie.
+QUESTION = b"inputs of "
 
 
 def numbers_of_all(group: Group, name: str, numbers: Sequence[int]) -> tuple[Numbers, ...]:

@@ -18,7 +18,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -171,16 +170,7 @@ def quick_barrier(group: dist.ProcessGroup) -> Callable[[], None]:
     import torch.distributed._symmetric_memory as symm_mem
 
     word = symm_mem.empty(1, dtype=torch.int32, device="cpu")
-    return symm_mem.rendezvous(word, _twin(group)).barrier
-
-
-@cache
-def _twin(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks: in one with symmetric memory, ops ask where their inputs lie."""
-    import torch.distributed as dist
-
-    members = dist.get_process_group_ranks(group)
-    return dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return symm_mem.rendezvous(word, group).barrier
 
 
 def run_ranks(command: str, world_size: int, arguments: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ import os
 
 # What many tests import at first use.
 import numpy.random  # noqa: F401
-import torch._dynamo  # noqa: F401
+import torch._dynamo
 import torch.distributed.tensor  # noqa: F401
 import transformers.modeling_utils
 import transformers.models.llama.modeling_llama  # noqa: F401

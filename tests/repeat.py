@@ -29,6 +29,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tests import delays
 
@@ -132,6 +133,21 @@ def signals_later() -> Iterator[None]:
         signal.raise_signal(number)
 
 
+@contextlib.contextmanager
+def started(command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """Inside, a process runs; at the end, Ctrl-C too, it is killed with all that it has started."""
+    process = None
+    try:
+        with signals_later():
+            process = subprocess.Popen(command, start_new_session=True, **options)
+        yield process
+    finally:
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
 def run_once(tests: Sequence[str], conditions: Conditions, limit: float) -> Run:
     """Runs pytest; `limit` is in seconds, after which it is killed with all that it has started."""
     environment = {**os.environ, delays.VARIABLE: str(conditions.delays)}
@@ -141,31 +157,19 @@ def run_once(tests: Sequence[str], conditions: Conditions, limit: float) -> Run:
     cores = sorted(os.sched_getaffinity(0))
     with tempfile.TemporaryDirectory(prefix="symm-cp-repeat-") as folder:
         record, output = Path(folder, "record"), Path(folder, "output")
+        streams = {"stdin": subprocess.DEVNULL, "stderr": subprocess.STDOUT}
         with output.open("wb") as written, busy_loops(conditions.busy):
             begin = time.monotonic()
-            process, in_time = None, False
-            try:
-                with signals_later():
-                    process = subprocess.Popen(
-                        [*command, f"--record={record}", *tests],
-                        cwd=_ROOT,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=written,
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
+            in_time = False
+            with started(
+                [*command, f"--record={record}", *tests],
+                cwd=_ROOT, env=environment, stdout=written, **streams,
+            ) as process:  # fmt: skip
                 if conditions.cores:  # before it has threads or processes of its own
                     os.sched_setaffinity(process.pid, cores[: conditions.cores])
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     in_time = process.wait(limit) is not None
-            finally:  # Ctrl-C, too
-                if process is not None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-                    process.wait()
-            code = process.returncode
-            seconds = time.monotonic() - begin
+            code, seconds = process.returncode, time.monotonic() - begin
         text = output.read_text(errors="replace")
         run = Run(conditions, code, seconds, text, in_time=in_time)
         read(record, run)

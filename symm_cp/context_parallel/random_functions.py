@@ -168,34 +168,28 @@ def _alpha(draw: Draw, x: torch.Tensor, p: float, train: bool, dims: int, inplac
     return x * mask * a + shift
 
 
-def _alpha_dropout(
-    draw: Draw, input: torch.Tensor, p: float = 0.5, train: bool = False, inplace: bool = False
-) -> Any:
-    return _alpha(draw, input, p, train, 0, inplace)
+def _f_alpha(dims: int) -> Callable[..., Any]:
+    """`F.alpha_dropout`, and with 2 dimensions `F.feature_alpha_dropout`."""
+
+    def dropout(
+        draw: Draw,
+        input: torch.Tensor,
+        p: float = 0.5,
+        training: bool = False,
+        inplace: bool = False,
+    ) -> Any:
+        return _alpha(draw, input, p, training, dims, inplace)
+
+    return dropout
 
 
-def _f_alpha_dropout(
-    draw: Draw, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Any:
-    return _alpha(draw, input, p, training, 0, inplace)
+def _torch_alpha(dims: int, inplace: bool) -> Callable[..., Any]:
+    """torch's functions that those of `F` call."""
 
+    def dropout(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
+        return _alpha(draw, input, p, train, dims, inplace)
 
-def _alpha_dropout_(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    return _alpha(draw, input, p, train, 0, True)
-
-
-def _feature_alpha_dropout(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    return _alpha(draw, input, p, train, 2, False)
-
-
-def _f_feature_alpha_dropout(
-    draw: Draw, input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False
-) -> Any:
-    return _alpha(draw, input, p, training, 2, inplace)
-
-
-def _feature_alpha_dropout_(draw: Draw, input: torch.Tensor, p: float, train: bool) -> Any:
-    return _alpha(draw, input, p, train, 2, True)
+    return dropout
 
 
 # --- noise -------------------------------------------------------------------------------------
@@ -378,12 +372,12 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
     F.dropout3d: _of_features(4),
     torch.feature_dropout: _feature_dropout,
     torch.feature_dropout_: _feature_dropout_,
-    F.alpha_dropout: _f_alpha_dropout,
-    torch.alpha_dropout: _alpha_dropout,
-    torch.alpha_dropout_: _alpha_dropout_,
-    F.feature_alpha_dropout: _f_feature_alpha_dropout,
-    torch.feature_alpha_dropout: _feature_alpha_dropout,
-    torch.feature_alpha_dropout_: _feature_alpha_dropout_,
+    F.alpha_dropout: _f_alpha(0),
+    torch.alpha_dropout: _torch_alpha(0, False),
+    torch.alpha_dropout_: _torch_alpha(0, True),
+    F.feature_alpha_dropout: _f_alpha(2),
+    torch.feature_alpha_dropout: _torch_alpha(2, False),
+    torch.feature_alpha_dropout_: _torch_alpha(2, True),
     torch.rand: _factory("uniform_", 0.0, 1.0),
     torch.randn: _factory("normal_", 0.0, 1.0),
     torch.randint: _randint,

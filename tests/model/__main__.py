@@ -85,20 +85,17 @@ MORE = [
 
 def search(case: Case) -> tuple[int, int]:
     """Returns how many errors spin found, and how many states it has seen."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _search(case, folder)
 
-
-def _search(case: Case, folder: str) -> tuple[int, int]:
     def run(*command: str) -> str:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             sys.exit(f"{' '.join(command)}:\n{done.stdout}{done.stderr}")
         return done.stdout
 
-    run("spin", *case.options.split(), "-a", str(HERE / f"{case.model}.pml"))
-    run("cc", "-w", "-O2", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=8000", "pan.c", "-o", "pan")
-    said = run("./pan", "-m1000000")
+    with tempfile.TemporaryDirectory() as folder:
+        run("spin", *case.options.split(), "-a", str(HERE / f"{case.model}.pml"))
+        run("cc", "-w", "-O2", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=8000", "pan.c", "-o", "pan")
+        said = run("./pan", "-m1000000")
     if "Search not completed" in said and "errors: 0" in said:
         sys.exit(f"{case}: not all was searched:\n{said}")
     errors = re.search(r"errors: (\d+)", said)

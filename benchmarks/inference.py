@@ -27,7 +27,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
 from benchmarks.rivals import Rival, groups_over
-from symm_cp.demo.decoding.llama import static_cache
+from symm_cp.demo.decoding.llama import cache_argument, static_cache
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 DIM, HEADS, HIDDEN, LAYERS = 1024, 16, 2816, 4
@@ -205,9 +205,9 @@ def _decode_step(model: nn.Module, tokens: torch.Tensor) -> Step:
         return model(
             input_ids=ids,
             position_ids=positions,
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{cache_argument(model): cache},
         ).logits[:, -1]
 
     # Without gradients as in `generate`: transformers has a shorter way for this.

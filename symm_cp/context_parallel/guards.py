@@ -228,12 +228,13 @@ def _check_cache(module: nn.Module, args: Any, kwargs: Any) -> None:
     generates = getattr(module, "can_generate", None)
     if generates is None or not generates():
         return
-    if _argument(module, "past_key_values", args, kwargs) is not None:
-        raise NotImplementedError(
-            f"context_parallel: {type(module).__name__} was called with past_key_values, as "
-            "generate does: a cache holds the keys of this rank's part only. Generate outside of "
-            "the context"
-        )
+    for argument in ("cache", "past_key_values"):  # the second is the name before 5.24
+        if _argument(module, argument, args, kwargs) is not None:
+            raise NotImplementedError(
+                f"context_parallel: {type(module).__name__} was called with {argument}, as "
+                "generate does: a cache holds the keys of this rank's part only. Generate outside "
+                "of the context"
+            )
 
 
 def _check_positions(watch: Watch, module: nn.Module, args: Any, kwargs: Any) -> None:

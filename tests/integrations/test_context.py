@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import symm_cp
 import symm_cp.integrations.transformers
+from symm_cp.integrations.transformers.kinds import CACHE
 from tests.context_parallel.common import mesh_of
 from tests.exhaustive import some
 from tests.integrations.common import (
@@ -247,11 +248,11 @@ def refuses_calls(group: dist.ProcessGroup) -> None:
             lambda: model(input_ids=ids, position_ids=positions, output_attentions=True),
         ),
         (
-            "past_key_values, as generate does.*outside",
+            "(cache|past_key_values), as generate does.*outside",
             lambda: model(
                 input_ids=ids,
                 position_ids=positions,
-                past_key_values=transformers.DynamicCache(),
+                **{CACHE: transformers.DynamicCache()},
             ),
         ),
     ]

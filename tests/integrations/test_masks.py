@@ -93,7 +93,7 @@ def made(factory: str, settings: LlamaConfig, batch: Tensors, length: int, **mor
     """A mask as models make it."""
     options = {"attention_mask": None, **batch, **more}
     if factory in CAUSAL:
-        options = {"past_key_values": None, "position_ids": None, **options}
+        options = {kinds.CACHE: None, "position_ids": None, **options}
         options["allow_is_causal_skip"] = False
     else:
         options.pop("position_ids", None)
@@ -223,7 +223,7 @@ def composed(group: dist.ProcessGroup, layout: str, length: int) -> None:
             around = Around({}, lambda whole: {"and_mask_function": every_other})
             check(group, factory, batch, balancer, around)
         # With a cache, as in training with use_cache=True, transformers looks for no documents.
-        around = Around({}, lambda whole: {"past_key_values": DynamicCache()})
+        around = Around({}, lambda whole: {kinds.CACHE: DynamicCache()})
         check(group, factory, every["packed"], balancer, around)
     around = Around(
         images(length),
@@ -284,7 +284,7 @@ def refuses(group: dist.ProcessGroup) -> None:
         symm_cp.context_parallel(mesh_of(group)),
         pytest.raises(NotImplementedError, match=r"a cache holds keys of earlier calls.*Generate"),
     ):
-        made("causal", config("symm_cp", 3, 3), {}, size, past_key_values=cache)
+        made("causal", config("symm_cp", 3, 3), {}, size, **{kinds.CACHE: cache})
 
 
 def test_masks_that_are_refused(ranks: Ranks) -> None:

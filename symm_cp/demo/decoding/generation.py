@@ -40,9 +40,9 @@ class Generator:
         out = run(
             input_ids=ids,
             position_ids=positions,
-            past_key_values=self._cache,
             use_cache=True,
             logits_to_keep=1,
+            **{llama.cache_argument(self.variant.model): self._cache},
         )
         logits = out.logits[0, -1]
         self.tokens.append(int(logits.argmax()))

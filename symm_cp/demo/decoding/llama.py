@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -108,6 +109,12 @@ def make(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = _transformers().AutoModelForCausalLM.from_config(config)
     return model.to(dtype).eval()
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Returns the name of the argument for a cache: transformers 5.24 gave it another one."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def static_cache(model: nn.Module, length: int) -> Any:

@@ -25,7 +25,6 @@ _NEEDED = (
     "chunked_overlay",
     "padding_mask_function",
     "packed_sequence_mask_function",
-    "packed_sequence_compatibility_function",
     "remap_positions_for_packed_sequence",
     "blockwise_overlay",
 )
@@ -62,6 +61,11 @@ PACKED = _code(made.packed_sequence_mask_function(_IDS))
 REMAPPED = _code(made.remap_positions_for_packed_sequence(made.causal_mask_function, _IDS))
 BLOCKS = _code(made.blockwise_overlay(_IDS))
 
+# Since 5.24 blocks that attend in both directions end with their document; before, they do not.
+BLOCKS_END_WITH_DOCUMENTS = not hasattr(made, "packed_sequence_compatibility_function")
+# Since 5.24 the functions that compose masks call their cache so.
+CACHE = "cache" if BLOCKS_END_WITH_DOCUMENTS else "past_key_values"
+
 
 def check_meanings() -> None:
     """Raises `ImportError` if a mask function shows other keys than its kind is taken for."""
@@ -82,8 +86,11 @@ def check_meanings() -> None:
         made.and_masks(made.sliding_window_overlay(3), made.causal_mask_function): SequenceMask(
             is_causal=True, window_left=2
         ),
-        made.packed_sequence_compatibility_function(
-            made.causal_mask_function, positions[None] % 2, ids
+        made.and_masks(
+            made.packed_sequence_mask_function(ids),
+            made.remap_positions_for_packed_sequence(
+                made.causal_mask_function, positions[None] % 2
+            ),
         ): SequenceMask(is_causal=True, document_ids=ids),
     }
     zero = torch.zeros(1, 1, dtype=torch.int64, device="cpu")

@@ -132,18 +132,24 @@ class _Parts:
         if right is not None:
             self.right = right if self.right is None else min(self.right, right)
 
-    def add(self, whole: _Whole, function: Any, *, remapped: bool = False) -> None:
-        """Adds a function of indices; with `remapped` these are positions within documents."""
-        code = getattr(function, "__code__", None)
+    def add(
+        self, whole: _Whole, function: Any, *, packed: bool = False, remapped: bool = False
+    ) -> None:
+        """Adds a function of indices.
+
+        With `packed` it is one of several that packing composes; with `remapped` its indices are
+        positions within documents, where these count like indices.
+        """
+        code = _kind(function)
         if code is kinds.AND:
-            parts = captured(function)["mask_functions"]
-            inner = _packing(parts)
-            if inner is not None:  # within a document positions count like indices
-                self.packed = True
-                self.add(whole, inner, remapped=True)
-                return
-            for part in parts:
-                self.add(whole, part, remapped=remapped)
+            packs = _packs(function)
+            for part in captured(function)["mask_functions"]:
+                if packs and _kind(part) is kinds.PACKED:
+                    self.packed = True
+                else:
+                    self.add(whole, part, packed=packs or packed, remapped=remapped)
+        elif code is kinds.REMAPPED and packed:
+            self.add(whole, captured(function)["mask_function"], packed=packed, remapped=True)
         elif code is kinds.CAUSAL:
             self.causal = True
         elif code is kinds.WINDOW:
@@ -154,8 +160,8 @@ class _Parts:
         elif code is kinds.CHUNKS:
             self.chunks.append((captured(function)["chunk_size"], remapped))
         elif code is not kinds.BIDIRECTIONAL:
-            rest = rebuilt(whole, function)
-            self.rest.append(_repacked(whole, rest) if remapped else rest)
+            rest = rebuilt(whole, function, packed=packed)
+            self.rest.append(_remapped(whole, rest) if remapped else rest)
 
     def mask(self, whole: _Whole) -> SequenceMask:
         """Returns the mask of the whole sequence."""
@@ -181,36 +187,49 @@ def _with_holes(key_mask: torch.Tensor | None) -> torch.Tensor | None:
     return None
 
 
-def _packing(parts: Any) -> Any:
-    """Returns the mask within documents if the parts of a composition are those of packing."""
-    if len(parts) != 2 or getattr(parts[1], "__code__", None) is not kinds.REMAPPED:
-        return None
-    return captured(parts[1])["mask_function"]
+def _kind(function: Any) -> Any:
+    """Returns the code of a mask function, which tells its kind; None if it has none."""
+    return getattr(function, "__code__", None)
 
 
-def _repacked(whole: _Whole, function: Any) -> Any:
+def _packs(function: Any) -> bool:
+    """Returns whether a conjunction of mask functions keeps packed documents apart."""
+    if positions_in(function) is None:
+        return False
+    parts = captured(function)["mask_functions"]
+    return any(_kind(part) is kinds.PACKED for part in parts)
+
+
+def _remapped(whole: _Whole, function: Any) -> Any:
     """Returns a mask function for positions within documents as one for the whole sequence."""
     if whole.documents is None:
         return function
-    return made.packed_sequence_compatibility_function(
-        function, whole.position_ids, whole.documents
-    )
+    return made.remap_positions_for_packed_sequence(function, whole.position_ids)
 
 
-def rebuilt(whole: _Whole, function: Any) -> Callable[..., Any]:
+def rebuilt(whole: _Whole, function: Any, *, packed: bool = False) -> Callable[..., Any]:
     """Returns a mask function over positions in the whole sequence.
 
-    Raises `NotImplementedError` for a function that captures tensors and that is none of
-    transformers' own: which positions these belong to is unknown.
+    With `packed` it is one of several that packing composes. Raises `NotImplementedError` for a
+    function that captures tensors and that is none of transformers' own: which positions these
+    belong to is unknown.
     """
-    code = getattr(function, "__code__", None)
-    if code is kinds.AND or code is kinds.OR:
-        composed = captured(function)["mask_functions"]
-        inner = _packing(composed) if code is kinds.AND else None
-        if inner is not None:
-            return _repacked(whole, rebuilt(whole, inner))
-        parts = [rebuilt(whole, part) for part in composed]
-        return made.and_masks(*parts) if code is kinds.AND else made.or_masks(*parts)
+    code = _kind(function)
+    if code is kinds.AND:
+        packs = _packs(function)
+        parts = [
+            _documents(whole)
+            if packs and _kind(part) is kinds.PACKED
+            else rebuilt(whole, part, packed=packs or packed)
+            for part in captured(function)["mask_functions"]
+        ]
+        return made.and_masks(*parts)
+    if code is kinds.OR:
+        parts = captured(function)["mask_functions"]
+        return made.or_masks(*(rebuilt(whole, part, packed=packed) for part in parts))
+    if code is kinds.REMAPPED and packed:
+        inner = captured(function)["mask_function"]
+        return _remapped(whole, rebuilt(whole, inner, packed=packed))
     if code is kinds.CHUNKS:
         batch = len(captured(function)["left_padding"])
         left = whole.left_padding().expand(batch)
@@ -233,6 +252,13 @@ def rebuilt(whole: _Whole, function: Any) -> Callable[..., Any]:
             '"flex_attention" and pass a BlockMask of the whole sequence as attention_mask'
         )
     return function  # type: ignore[no-any-return]
+
+
+def _documents(whole: _Whole) -> Callable[..., Any]:
+    """Returns the mask function that keeps the documents of the whole sequence apart."""
+    if whole.documents is None:
+        return made.bidirectional_mask_function
+    return made.packed_sequence_mask_function(whole.documents)
 
 
 def _holds_tensors(function: Any) -> bool:
@@ -260,7 +286,7 @@ def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
     factory, names = caller.f_code.co_name, caller.f_locals
     if factory in _UNPOSITIONED:
         return function
-    needed = ("position_ids", "attention_mask", "past_key_values", "block_sequence_ids")
+    needed = ("position_ids", "attention_mask", kinds.CACHE, "block_sequence_ids")
     if any(name not in names for name in needed):
         raise NotImplementedError(
             f"{OP}: whether {factory} of transformers {transformers.__version__} looked for packed "
@@ -271,20 +297,21 @@ def with_packing(function: Any, caller: types.FrameType, batch: int) -> Any:
     if positions is None or mask is not None or cache is not None:
         return function
 
-    def packed(inner: Any) -> Any:
-        # Which positions belong to which document is made anew from the whole.
-        ids = positions.expand(batch, -1)
-        return made.packed_sequence_compatibility_function(inner, ids, ids)
-
+    # Which positions belong to which document is made anew from the whole.
+    ids = positions.expand(batch, -1)
+    documents = made.packed_sequence_mask_function(ids)
     if blocks is None:
-        return packed(function)
+        return made.and_masks(documents, made.remap_positions_for_packed_sequence(function, ids))
     inner, overlay = captured(function)["mask_functions"]
-    return made.or_masks(packed(inner), overlay)
+    remapped = made.remap_positions_for_packed_sequence(inner, ids)
+    if kinds.BLOCKS_END_WITH_DOCUMENTS:
+        return made.and_masks(documents, made.or_masks(remapped, overlay))
+    return made.or_masks(made.and_masks(documents, remapped), overlay)
 
 
 def positions_in(function: Any) -> torch.Tensor | None:
     """Returns the `position_ids` of packed documents that a mask function captures."""
-    code = getattr(function, "__code__", None)
+    code = _kind(function)
     if code is kinds.REMAPPED:
         positions: torch.Tensor = captured(function)["position_ids"]
         return positions

@@ -306,7 +306,7 @@ def attentions(group: dist.ProcessGroup) -> Iterator[Case]:
         layout = sequential(local * W, W)
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         full = [t.clone().requires_grad_() for t in (q, key, value)]
-        state = symm_cp.memory.resolve(name)
+        state = symm_cp.group.memory.resolve(name)
 
         def arrival(
             q: Any = q, k: Any = k, v: Any = v, layout: Any = layout, s: Any = state

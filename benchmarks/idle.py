@@ -32,9 +32,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.testing._internal.distributed import fake_pg
 
-from symm_cp import devices, kernels, liveness, memory, native, tuning
+from symm_cp import devices, kernels, native, tuning
 from symm_cp.devices.cuda import CudaDevice
-from symm_cp.hosts import SPREADS
+from symm_cp.group import liveness, memory
+from symm_cp.group.hosts import SPREADS
 from symm_cp.ops.attention import kernels as attention_kernels
 
 assert fake_pg is not None  # its import registers the backend "fake"

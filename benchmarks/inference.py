@@ -27,7 +27,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
 from benchmarks.rivals import Rival, groups_over
-from symm_cp.demo.decoding.llama import cache_argument, static_cache
+from symm_cp.commands.demo.decoding.llama import cache_argument, static_cache
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 DIM, HEADS, HIDDEN, LAYERS = 1024, 16, 2816, 4

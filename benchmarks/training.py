@@ -29,7 +29,7 @@ import symm_cp.fsdp
 from benchmarks.harness import Case, main
 from benchmarks.llama import ONE_PROCESS, has_result, in_one_process, llama, variants
 from benchmarks.rivals import groups_over
-from symm_cp.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
+from symm_cp.commands.demo.model import VOCABULARY, ModelConfig, Transformer, rotation
 
 CONFIG = ModelConfig(dim=512, layers=3, heads=8, kv_heads=4, hidden=1536)
 SEQUENCE, BATCH = 128, 2  # on each rank

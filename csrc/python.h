@@ -44,7 +44,7 @@ bool in_test_mode();
 bool was_interrupted();
 
 // Returns the text of the exception of Python that is on its way through C++; empty if there is
-// none, or if it is marked as already reported to the peers (symm_cp/memory.py).
+// none, or if it is marked as already reported to the peers (symm_cp/group/memory.py).
 std::string unreported_error();
 
 // Counts how often this process was forked from one that had loaded this library.

@@ -42,7 +42,7 @@ if _everything:
         ulysses_projection,
     )
     from symm_cp.devices import read_in_place, reserve
-    from symm_cp.memory import get_workspace
+    from symm_cp.group.memory import get_workspace
     from symm_cp.ops.attention import set_rotate_method
     from symm_cp.ops.attention.gather_kv import all_gather_kv
     from symm_cp.ops.delta_rule import gated_delta_rule
@@ -54,9 +54,9 @@ if _everything:
     from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
     from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
     from symm_cp.ops.scan import scan_states
-    from symm_cp.results import empty_cache
     from symm_cp.runtime import known_groups as _known_groups
     from symm_cp.runtime.recorder import Recording, trace
+    from symm_cp.tensors.results import empty_cache
 
 __all__ = [
     "ContextParallel",

@@ -30,9 +30,9 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from symm_cp import native
-from symm_cp.hosts import Place, local_group, spread
-from symm_cp.liveness import host_identity
-from symm_cp.stores import StoreLostError, TimedStore
+from symm_cp.group.hosts import Place, local_group, spread
+from symm_cp.group.liveness import host_identity
+from symm_cp.group.stores import StoreLostError, TimedStore
 
 NAME = "symm_cp"
 

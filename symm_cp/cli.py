@@ -13,8 +13,9 @@ from importlib import import_module
 from pathlib import Path
 from types import TracebackType
 
-from symm_cp import __version__, bench, plan, run
-from symm_cp.demo import arguments as demo_arguments
+from symm_cp import __version__
+from symm_cp.commands import bench, plan, run
+from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.parsing import add_json
 from symm_cp.ranks import add_rendezvous, is_rank, positive, started_elsewhere
 
@@ -159,5 +160,5 @@ def _main(arguments: Sequence[str]) -> int:
         print(f"symm-cp {args.command}: {note}", file=sys.stderr)
     # Their rooms need torch.
     modules = {"doctor": "doctor", "selftest": "first_run", "plan": "plan", "demo": "demo.start"}
-    code: int = import_module(f"symm_cp.{modules.get(args.command, 'bench')}").main(args)
+    code: int = import_module(f"symm_cp.commands.{modules.get(args.command, 'bench')}").main(args)
     return code

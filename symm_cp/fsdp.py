@@ -55,8 +55,8 @@ from torch.distributed.tensor import DTensor
 
 from symm_cp import native
 from symm_cp.devices import has_streams, read_in_place, spans_hosts
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import resolve
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import resolve
 from symm_cp.modes import ordinary_tensors
 
 _ops = torch.ops.symm_mem

@@ -28,7 +28,7 @@ from types import ModuleType
 
 import torch
 
-from . import env, trusted, wire
+from symm_cp import env, trusted, wire
 
 # The sources that include torch's headers, which cost ten times what the sources do: one unit for
 # the ops and one for the backend, which compile beside each other. (A precompiled header takes 500

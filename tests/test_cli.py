@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from symm_cp import cli, native, ranks, tuning
-from symm_cp import doctor as doctor_module
-from symm_cp.doctor import accelerated
+from symm_cp.commands import doctor as doctor_module
+from symm_cp.commands.doctor import accelerated
 
 
 def test_build_prints_the_libraries(capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,9 @@ def test_a_wrappers_rank_is_ignored(
         "bench.calibrate",
         "bench.tune",
     ):
-        monkeypatch.setattr(f"symm_cp.{module}.run_ranks", lambda *args: started.append(args) or 1)
+        monkeypatch.setattr(
+            f"symm_cp.commands.{module}.run_ranks", lambda *args: started.append(args) or 1
+        )
     op = ["attention"] if command == "trace" else []
     assert cli.main([command, *op]) == 1
     assert [(args[0], args[1]) for args in started] == [(command, 2)]  # type: ignore[index]

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from symm_cp.cli import main
-from symm_cp.demo import arguments as demo_arguments
-from symm_cp.demo.comparison import Result, show
-from symm_cp.demo.data import batches
-from symm_cp.demo.decoding import options as decoding_options
-from symm_cp.demo.decoding.report import compare
-from symm_cp.demo.decoding.run import DecodeRun
-from symm_cp.demo.names import COMPUTE, DENSE, FUSED, dense_with, is_dense, unfused_over
-from symm_cp.demo.paired import ratio
+from symm_cp.commands.demo import arguments as demo_arguments
+from symm_cp.commands.demo.comparison import Result, show
+from symm_cp.commands.demo.data import batches
+from symm_cp.commands.demo.decoding import options as decoding_options
+from symm_cp.commands.demo.decoding.report import compare
+from symm_cp.commands.demo.decoding.run import DecodeRun
+from symm_cp.commands.demo.names import COMPUTE, DENSE, FUSED, dense_with, is_dense, unfused_over
+from symm_cp.commands.demo.paired import ratio
 from symm_cp.ranks import threads_of
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks

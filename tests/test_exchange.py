@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import native
-from symm_cp.memory import resolve
+from symm_cp.group.memory import resolve
 from symm_cp.wire import DType, ExchangeKind, ReduceOp
 from tests.exhaustive import exhaustive, some
 from tests.pool import Ranks

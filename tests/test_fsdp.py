@@ -30,8 +30,8 @@ from torch.distributed.tensor.parallel import (
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp.fsdp
-from symm_cp.results import result_memory
 from symm_cp.schedule.steps import Copy
+from symm_cp.tensors.results import result_memory
 from tests.backend.world import world
 from tests.device import chosen, devices
 from tests.exhaustive import exhaustive, pairs, some

@@ -24,8 +24,9 @@ import torch.multiprocessing  # teaches ForkingPickler tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 import symm_cp
-from symm_cp import doctor, env, native
-from symm_cp.results import contiguous, new_result, result_memory
+from symm_cp import env, native
+from symm_cp.commands import doctor
+from symm_cp.tensors.results import contiguous, new_result, result_memory
 from tests.exhaustive import some
 from tests.pool import Ranks
 
@@ -372,7 +373,7 @@ def test_forked_processes() -> None:
 _AT_EXIT = """
 import atexit, sys
 import torch, symm_cp
-from symm_cp.results import new_result, result_memory
+from symm_cp.tensors.results import new_result, result_memory
 like = torch.empty(0)
 held = [new_result(like, (1 << 20,)) for _ in range(3)]
 cycle = [held]
@@ -386,7 +387,7 @@ atexit.register(symm_cp.empty_cache)
 _LITTLE_MEMORY = """
 import resource
 import torch, symm_cp
-from symm_cp.results import new_result, result_memory
+from symm_cp.tensors.results import new_result, result_memory
 like = torch.empty(0)
 size = 64 << 20
 new_result(like, (size,), torch.uint8)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import cli
-from symm_cp.run.redirect import replaced
+from symm_cp.commands.run.redirect import replaced
 from tests.exhaustive import exhaustive
 
 SAID = "symm-cp run: process groups of"

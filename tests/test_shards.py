@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from symm_cp.shards import Extent, Run, Shards, Split, joint_rows, viewing
+from symm_cp.tensors.shards import Extent, Run, Shards, Split, joint_rows, viewing
 
 
 @pytest.mark.parametrize(("length", "ranks"), [(5, 3), (32_001, 4), (2, 4), (0, 3), (12, 4)])

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import memory, tuning
+from symm_cp import tuning
+from symm_cp.group import memory
 from symm_cp.runtime import cpu
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Curve, to_toml
 from symm_cp.tuning import Question

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import Method, MethodLike, split_by
 from symm_cp.ops.common import entry_point
 

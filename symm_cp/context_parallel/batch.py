@@ -16,7 +16,7 @@ from symm_cp.context_parallel.layouts import Cut, check_cut, cut, note_cut, reme
 from symm_cp.context_parallel.lengths import BalancersByLength, balancer_for, known_balancers
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.region import active
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.layouts import encoded
 from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import attention_runs, tells_peers

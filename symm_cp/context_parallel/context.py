@@ -22,7 +22,7 @@ from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.model_masks import flex_masks
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion, active, region_over
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
 from symm_cp.ops.common import tells_peers, unfused_all_gather
 

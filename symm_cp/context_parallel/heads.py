@@ -9,12 +9,12 @@ import torch
 
 from symm_cp.context_parallel.load_balancers import LoadBalancer
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import entry_point, rank_in
 from symm_cp.ops.exchange_heads import OP
 from symm_cp.ops.head_projection import COLLECT, PROJECT
 from symm_cp.ops.tensor_checks import missing_memory
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 #: The heads of each rank: consecutive, of these sizes, or any ranges (first, one behind the last).
 Heads: TypeAlias = Split | Sequence[tuple[int, int]]
@@ -58,9 +58,9 @@ def sequence_to_heads(
             one length, dtype and device (queries, keys and values, say), which travel together.
         group: a ProcessGroup, a 1-D DeviceMesh or a group name.
         load_balancer: how the sequence is spread; by default rank r holds the r-th of W parts.
-        heads: a `symm_cp.shards.Split` of the heads, or for each rank its first head and the one
-            behind its last; ranges may overlap and may be empty. By default each rank has H / W
-            heads. For several tensors one of these for each.
+        heads: a `symm_cp.tensors.shards.Split` of the heads, or for each rank its first head and
+            the one behind its last; ranges may overlap and may be empty. By default each rank has
+            H / W heads. For several tensors one of these for each.
 
     Any dtype and strides. Returns contiguous tensors of shape (B, h, S, E), in sequence order.
     Differentiable, any number of times: the gradient is `heads_to_sequence`. Raises `ValueError` or

@@ -24,7 +24,7 @@ from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_bat
 from symm_cp.context_parallel.context import context_parallel
 from symm_cp.context_parallel.lengths import BalancersByLength
 from symm_cp.context_parallel.model_limits import uses_transformers
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 from symm_cp.ops.attention.methods import MethodLike, split_by

@@ -14,7 +14,7 @@ from symm_cp.context_parallel.noise import saw_queries
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_attention import attend_sequence
-from symm_cp.memory import resolve
+from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 
 SDPA = "scaled_dot_product_attention"

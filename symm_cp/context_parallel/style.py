@@ -21,7 +21,7 @@ from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import region_over
 from symm_cp.context_parallel.sdpa import SDPA
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike
 
 

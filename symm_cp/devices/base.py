@@ -32,10 +32,10 @@ from typing import ClassVar, Protocol, TypeAlias, TypeVar
 import torch
 
 from symm_cp import kernels, native, wire
-from symm_cp.alignment import debug_offset
-from symm_cp.liveness import share, wait_limit, watched_processes
-from symm_cp.memory import Calls, Group, pages
+from symm_cp.group.liveness import share, wait_limit, watched_processes
+from symm_cp.group.memory import Calls, Group, pages
 from symm_cp.modes import ordinary_tensors
+from symm_cp.tensors.alignment import debug_offset
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import torch
 from symm_cp.devices import selftest
 from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Signals, Verdict
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 
 # What the polling kernel uses: tensor cores for bfloat16, asynchronous copies to shared memory.
 _POLLING_CAPABILITY = (8, 0)

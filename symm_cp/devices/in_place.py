@@ -26,9 +26,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from symm_cp.devices.base import Device
 from symm_cp.devices.registry import device_for, has_streams, spans_hosts
 from symm_cp.devices.rendezvous import map_peers
-from symm_cp.hosts import hosts_of
-from symm_cp.liveness import share
-from symm_cp.memory import Group, GroupLike, StateKey, resolve
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.liveness import share
+from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
 
 
 @dataclass(frozen=True)

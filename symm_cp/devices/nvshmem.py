@@ -27,8 +27,8 @@ from symm_cp.devices.base import Device, DeviceWorkspace, Verdict
 from symm_cp.devices.cuda import CudaDevice
 from symm_cp.devices.registry import choose
 from symm_cp.devices.workspaces import workspaces_of
-from symm_cp.liveness import share_made
-from symm_cp.memory import Group, GroupLike, pages, resolve
+from symm_cp.group.liveness import share_made
+from symm_cp.group.memory import Group, GroupLike, pages, resolve
 
 
 def library() -> tuple[Any, Any]:

@@ -10,8 +10,8 @@ import torch
 from symm_cp import accelerators, native
 from symm_cp.devices.base import Device
 from symm_cp.devices.cuda import CudaDevice
-from symm_cp.hosts import checks
-from symm_cp.memory import Group, StateKey
+from symm_cp.group.hosts import checks
+from symm_cp.group.memory import Group, StateKey
 
 # By the type of torch devices. A new kind of device adds itself here.
 _kinds: dict[str, type[Device]] = {kind.torch_type: kind for kind in (CudaDevice,)}

@@ -27,9 +27,9 @@ from torch._C._distributed_c10d import (
     _unregister_process_group,
 )
 
-from symm_cp.liveness import generation, share_made, wait_for_keys, wait_limit
-from symm_cp.memory import Group, StateKey
-from symm_cp.stores import TimedStore
+from symm_cp.group.liveness import generation, share_made, wait_for_keys, wait_limit
+from symm_cp.group.memory import Group, StateKey
+from symm_cp.group.stores import TimedStore
 
 # torch's keys: "CUDASymmetricMemory/<number>/<rank>", "CUDASymmetricMemory/<number>" of a barrier.
 _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")

@@ -23,8 +23,8 @@ import torch
 from symm_cp import env
 from symm_cp.devices.base import Device, Signals, Verdict
 from symm_cp.devices.trial import ROUNDS, Trial
-from symm_cp.liveness import share
-from symm_cp.memory import Group, StateKey
+from symm_cp.group.liveness import share
+from symm_cp.group.memory import Group, StateKey
 
 #: What takes less than a millisecond, if it works, may take so many seconds.
 LIMIT = 5.0

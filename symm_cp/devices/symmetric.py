@@ -12,7 +12,7 @@ from torch._C._distributed_c10d import _SymmetricMemory
 from symm_cp import wire
 from symm_cp.devices.base import DeviceWorkspace, Signals
 from symm_cp.devices.rendezvous import map_peers
-from symm_cp.memory import Group, StateKey
+from symm_cp.group.memory import Group, StateKey
 
 # The flags that ranks raise at each other.
 _PADS = (*wire.FLAGS, "ready in place")

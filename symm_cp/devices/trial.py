@@ -14,7 +14,7 @@ import torch
 
 from symm_cp import wire
 from symm_cp.devices.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.schedule.patterns import peers
 
 #: What each rank puts into its slot: bytes, in this many copies.

@@ -29,7 +29,7 @@ from symm_cp.context_parallel import (
 from symm_cp.context_parallel.layouts import last_cut
 from symm_cp.context_parallel.lengths import Balancers
 from symm_cp.context_parallel.region import ParallelRegion, region_over
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
 
 __all__ = [

@@ -13,8 +13,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 from torch._subclasses.functional_tensor import CppFunctionalizeAPI
 
 from symm_cp.devices import has_streams
-from symm_cp.hosts import hosts_of, no_common_memory
-from symm_cp.memory import resolve
+from symm_cp.group.hosts import hosts_of, no_common_memory
+from symm_cp.group.memory import resolve
 from symm_cp.ops.common import (
     Op,
     check_dense,
@@ -29,7 +29,7 @@ from symm_cp.ops.compiled import no_fake_remote_tensors
 from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
 from symm_cp.ops.override import fake_kernel
 from symm_cp.ops.transforms import register_no_gradient
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"
 _ALL_REDUCE_COPY = "one_shot_all_reduce_copy"

@@ -18,13 +18,21 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
 from symm_cp import devices, native, wire
-from symm_cp.hosts import on_this_host
-from symm_cp.memory import Group, GroupLike, StateKey, is_reported, reported, resolve, unknown_group
+from symm_cp.group.hosts import on_this_host
+from symm_cp.group.memory import (
+    Group,
+    GroupLike,
+    StateKey,
+    is_reported,
+    reported,
+    resolve,
+    unknown_group,
+)
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import REDUCIBLE, Collective
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.
 END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError", ())

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from symm_cp import runtime, wire
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
@@ -27,8 +27,8 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
-from symm_cp.results import contiguous
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.tensors.results import contiguous
 
 OP = "exchange_heads"
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     SIZES,
     check_dim,
@@ -27,9 +27,9 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.transforms import register_gradient
-from symm_cp.results import copied, new_result
 from symm_cp.runtime.sums import wide
-from symm_cp.shards import Split
+from symm_cp.tensors.results import copied, new_result
+from symm_cp.tensors.shards import Split
 
 _EXCHANGE = "exchange_halo"
 _ADD = "_add_halo"

@@ -16,12 +16,12 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from symm_cp.alignment import padded, part_offsets
-from symm_cp.results import new_result
 from symm_cp.runtime.api import PlacedBox
 from symm_cp.runtime.sums import wide
 from symm_cp.schedule.layout import SequenceLayout, Span
-from symm_cp.shards import Shape, viewing
+from symm_cp.tensors.alignment import padded, part_offsets
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Shape, viewing
 
 #: The heads that each rank has, from the first to the one behind the last.
 HeadRanges: TypeAlias = tuple[tuple[int, int], ...]

@@ -24,8 +24,8 @@ from symm_cp.ops.head_exchange import HeadExchange
 from symm_cp.ops.operands import check_matrices, check_multiplied
 from symm_cp.ops.products import Sum
 from symm_cp.ops.transforms import register_gradient
-from symm_cp.results import new_result
-from symm_cp.shards import viewing
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import viewing
 
 PROJECT = "project_to_heads"
 COLLECT = "project_from_heads"

@@ -14,7 +14,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.common import (
     PLANS,
     SIZES,
@@ -41,7 +41,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.transforms import register_gradient
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.distributed._functional_collectives as funcol
 
-from symm_cp import memory, runtime
+from symm_cp import runtime
 from symm_cp.devices import has_streams
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import Group, GroupLike
+from symm_cp.group import memory
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     Op,
@@ -32,8 +33,8 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.operands import check_matrices
 from symm_cp.ops.products import Terms
-from symm_cp.results import new_result
-from symm_cp.shards import Split
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"

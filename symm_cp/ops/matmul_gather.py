@@ -13,8 +13,7 @@ from functools import lru_cache
 import torch
 
 from symm_cp import runtime
-from symm_cp.alignment import aligned
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     check_dim,
     gather_split,
@@ -26,8 +25,9 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.operands import check_matrices
 from symm_cp.ops.products import Sum, at_last, moved
-from symm_cp.results import new_result
-from symm_cp.shards import Split
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
 
 GATHER = "fused_all_gather_matmul"

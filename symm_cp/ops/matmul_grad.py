@@ -8,8 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from symm_cp import runtime
-from symm_cp.alignment import aligned
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     SIZES,
     Op,
@@ -22,8 +21,9 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.products import Sum, as_rows, at_last
-from symm_cp.results import contiguous, new_result
-from symm_cp.shards import Split
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.results import contiguous, new_result
+from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
 
 _WEIGHT_GRAD = "_fused_all_gather_weight_grad"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from symm_cp import runtime
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     check_dim,
     check_reduce_op,
@@ -22,9 +22,9 @@ from symm_cp.ops.common import (
 )
 from symm_cp.ops.operands import check_matrices
 from symm_cp.ops.products import Terms
-from symm_cp.results import contiguous, new_result
 from symm_cp.runtime.sums import real
-from symm_cp.shards import Split
+from symm_cp.tensors.results import contiguous, new_result
+from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
 
 SCATTER = "fused_matmul_reduce_scatter"

@@ -12,8 +12,8 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import devices, native
 from symm_cp.devices.selftest import known_verdict
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import Group, StateKey, resolve
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
 from symm_cp.ops.common import Op, device_behind, device_kernels
 

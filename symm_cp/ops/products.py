@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from symm_cp.memory import Group
-from symm_cp.results import new_result
-from symm_cp.shards import Split
+from symm_cp.group.memory import Group
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 
 
 def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tensor], int], None]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from symm_cp import memory
-from symm_cp.memory import GroupLike
+from symm_cp.group import memory
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     check_reduce_op,
@@ -32,8 +32,8 @@ from symm_cp.ops.scaled_operands import (
     partial_dtype_of,
 )
 from symm_cp.ops.transforms import register_no_gradient
-from symm_cp.results import contiguous, new_result
-from symm_cp.shards import Split
+from symm_cp.tensors.results import contiguous, new_result
+from symm_cp.tensors.shards import Split
 
 SCALED = "fused_scaled_matmul_all_reduce"
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
-from symm_cp.alignment import aligned
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     check_dim,
     gather_split,
@@ -34,8 +33,9 @@ from symm_cp.ops.scaled_operands import (
     check_weight_scale,
     dtype_of,
 )
-from symm_cp.results import new_result
-from symm_cp.shards import Split
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Split
 
 GATHER = "fused_all_gather_scaled_matmul"
 

@@ -6,8 +6,8 @@ import functools
 
 import torch
 
-from symm_cp.alignment import aligned
-from symm_cp.results import new_result
+from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.results import new_result
 
 # What cuBLAS's kernels require of float8 matrices, of their product and of scales for each row.
 # Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.

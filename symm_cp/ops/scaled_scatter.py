@@ -33,8 +33,8 @@ from symm_cp.ops.scaled_operands import (
     dtype_of,
     partial_dtype_of,
 )
-from symm_cp.results import contiguous, new_result
-from symm_cp.shards import Split
+from symm_cp.tensors.results import contiguous, new_result
+from symm_cp.tensors.shards import Split
 
 SCATTER = "fused_scaled_matmul_reduce_scatter"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from symm_cp.devices import has_streams, spans_hosts
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import Group
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import Group
 from symm_cp.runtime.api import BackgroundRuntime, Runtime
 from symm_cp.runtime.cpu import CpuRuntime, boxes_of
 from symm_cp.runtime.hosts import HostsRuntime

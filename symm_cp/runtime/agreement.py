@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 
 from symm_cp import env
-from symm_cp.liveness import generation, wait_limit
-from symm_cp.memory import Group, StateKey, reported
+from symm_cp.group.liveness import generation, wait_limit
+from symm_cp.group.memory import Group, StateKey, reported
 
 # The numbers of the calls that a group's ranks have compared.
 _NUMBERS: StateKey[itertools.count[int]] = StateKey("compared calls")

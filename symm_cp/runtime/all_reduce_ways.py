@@ -8,8 +8,8 @@ from enum import Enum
 
 import torch
 
-from symm_cp.alignment import ALIGN, part_offsets
-from symm_cp.shards import Split
+from symm_cp.tensors.alignment import ALIGN, part_offsets
+from symm_cp.tensors.shards import Split
 
 # As in csrc/exchange.h: from this many bytes on, that a rank reads, two shots are faster.
 _TWO_SHOTS_FROM = 192 << 10

@@ -6,7 +6,7 @@ notice that they make different calls.
 
 Slots, their parts, staging memory and partial sums begin at multiples of 64 bytes. Where a shard is
 read in place, or in the caller's gathered tensor, it may begin anywhere and have other strides:
-kernels whose bits depend on that take it through `symm_cp.alignment.aligned`.
+kernels whose bits depend on that take it through `symm_cp.tensors.alignment.aligned`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 
 from symm_cp import wire
-from symm_cp.memory import Group
-from symm_cp.shards import Shape, Shapes, Split
+from symm_cp.group.memory import Group
+from symm_cp.tensors.shards import Shape, Shapes, Split
 
 #: Takes the tensors of a rank's shard, and the rank.
 Consume: TypeAlias = Callable[[list[torch.Tensor], int], None]

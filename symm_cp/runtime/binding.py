@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from symm_cp.schedule.steps import Compute, Copy, Region, Step
-from symm_cp.shards import Extent, Run
+from symm_cp.tensors.shards import Extent, Run
 
 #: The parts of a buffer: a shard may be several tensors that travel together.
 Parts: TypeAlias = tuple[Extent, ...]

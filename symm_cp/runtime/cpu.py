@@ -12,9 +12,7 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import native, wire
-from symm_cp.alignment import part_offsets
-from symm_cp.memory import Group, Workspace, has_symmetric, is_symmetric, reported
-from symm_cp.results import contiguous
+from symm_cp.group.memory import Group, Workspace, has_symmetric, is_symmetric, reported
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (
@@ -35,7 +33,9 @@ from symm_cp.runtime.numbers import QUESTION, numbers_on_host
 from symm_cp.runtime.program import Kernel, Program, Reduction, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
+from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.results import contiguous
+from symm_cp.tensors.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
 
 _NATIVE_COPIES: frozenset[str] = frozenset()
 #: Copies of inputs that are strided, or several tensors to be laid out in a slot.

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from symm_cp.alignment import padded
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.runtime.api import Parcels, Runtime
+from symm_cp.tensors.alignment import padded
 
 Tensors = Sequence[torch.Tensor]
 

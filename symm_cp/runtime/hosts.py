@@ -22,11 +22,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.alignment import part_offsets, scratch
 from symm_cp.devices import give_up
-from symm_cp.hosts import Hosts, hosts_of
-from symm_cp.memory import Group
-from symm_cp.results import copied, new_result
+from symm_cp.group.hosts import Hosts, hosts_of
+from symm_cp.group.memory import Group
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import (
     Collective,
@@ -45,7 +43,9 @@ from symm_cp.runtime.api import (
 from symm_cp.runtime.parcels import exchange_parcels
 from symm_cp.runtime.sums import wide
 from symm_cp.runtime.turns import relay_in_turns
-from symm_cp.shards import Shape, Shapes, Shards, Split, viewing
+from symm_cp.tensors.alignment import part_offsets, scratch
+from symm_cp.tensors.results import copied, new_result
+from symm_cp.tensors.shards import Shape, Shapes, Shards, Split, viewing
 
 _SHARD, _SUM = 1, 2  # tags of messages
 #: Memory, and where the message of each peer begins there; last, where the last one ends.

@@ -8,8 +8,8 @@ import threading
 import torch
 
 from symm_cp import native
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import resolve
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import resolve
 
 _CPU = torch.device("cpu")
 

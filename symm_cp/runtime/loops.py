@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 from symm_cp import native, wire
-from symm_cp.memory import Group, on_creation
+from symm_cp.group.memory import Group, on_creation
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import Pattern, Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait, accesses

@@ -9,9 +9,9 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import native, wire
-from symm_cp.hosts import hosts_of
-from symm_cp.liveness import share
-from symm_cp.memory import Group, reported
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.liveness import share
+from symm_cp.group.memory import Group, reported
 
 Numbers: TypeAlias = tuple[int, ...]
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.runtime.api import Parcels, Runtime
 
 

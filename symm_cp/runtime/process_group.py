@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 _ops = torch.ops._c10d_functional
 

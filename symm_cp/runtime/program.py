@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from symm_cp import native, wire
-from symm_cp.memory import Workspace
+from symm_cp.group.memory import Workspace
 from symm_cp.runtime import probe, recorder
 from symm_cp.runtime.binding import Binding, buffers_of
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.shards import Run, joint_rows
+from symm_cp.tensors.shards import Run, joint_rows
 
 #: A Python kernel takes the index of its step.
 Kernel: TypeAlias = Callable[[int], None]

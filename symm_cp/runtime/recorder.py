@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from symm_cp import native, wire
 from symm_cp.devices import Device, Mark
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait

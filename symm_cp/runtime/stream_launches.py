@@ -8,16 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from symm_cp.alignment import part_offsets
 from symm_cp.devices import Device, Signals
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.runtime.all_reduce_ways import AllReduceWay
 from symm_cp.runtime.api import Sizes
 from symm_cp.runtime.binding import Binding, Parts
 from symm_cp.runtime.stream_program import Launch, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Extent, Shape, ShardSizes, Split
+from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
 
 
 @dataclass(frozen=True)

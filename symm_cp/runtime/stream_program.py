@@ -20,7 +20,7 @@ from symm_cp.runtime import recorder
 from symm_cp.runtime.binding import Binding
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.shards import Run, joint_rows
+from symm_cp.tensors.shards import Run, joint_rows
 
 # Events of every call: where the caller's stream begins it, where a lane has ended it, and where
 # the caller's stream has ended it.

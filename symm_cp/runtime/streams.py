@@ -22,7 +22,6 @@ import torch
 from torch._C._distributed_c10d import Work, _register_work
 
 from symm_cp import wire
-from symm_cp.alignment import part_offsets, scratch, scratch_rows
 from symm_cp.devices import (
     Device,
     DeviceWorkspace,
@@ -32,7 +31,7 @@ from symm_cp.devices import (
     hold,
     workspace,
 )
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (
@@ -66,7 +65,8 @@ from symm_cp.runtime.sums import add_rows, real
 from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
-from symm_cp.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
+from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
+from symm_cp.tensors.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
 
 # From this many ranks on, shards that nobody keeps are pulled into two places in turn.
 _BOUNDED_FROM = 4

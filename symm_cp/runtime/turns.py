@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 import torch
 
-from symm_cp.memory import Group
-from symm_cp.results import new_result
+from symm_cp.group.memory import Group
 from symm_cp.runtime.api import RelayStep, Runtime
-from symm_cp.shards import Shape
+from symm_cp.tensors.results import new_result
+from symm_cp.tensors.shards import Shape
 
 
 def relay_in_turns(

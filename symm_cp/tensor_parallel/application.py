@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from symm_cp.memory import GroupLike, resolve
+from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.tensor_parallel import wrappers
 from symm_cp.tensor_parallel.blocks import Blocks, blocks_of
 from symm_cp.tensor_parallel.checkpoint import SavesWholeModel, load

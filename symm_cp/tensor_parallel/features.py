@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from symm_cp.ops.matmul import all_gather_matmul
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 
 def chunks(length: int, ranks: int) -> Split:

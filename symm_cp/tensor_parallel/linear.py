@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from symm_cp.alignment import contiguous_strides
 from symm_cp.ops import autocast
 from symm_cp.ops.common import tells_peers
 from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
@@ -24,6 +23,7 @@ from symm_cp.tensor_parallel import replicated
 from symm_cp.tensor_parallel.features import Features
 from symm_cp.tensor_parallel.shared_gather import SharedGather
 from symm_cp.tensor_parallel.whole import Seat, gather
+from symm_cp.tensors.alignment import contiguous_strides
 
 
 def _sequence_dim(style: str, dim: int, x: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from symm_cp.memory import group_name
+from symm_cp.group.memory import group_name
 from symm_cp.tensor_parallel.embedding import VocabParallelEmbedding, check_embedding
 from symm_cp.tensor_parallel.features import Features, check_units
 from symm_cp.tensor_parallel.linear import (

@@ -15,7 +15,7 @@ import torch
 from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.memory import group_name
+from symm_cp.group.memory import group_name
 from symm_cp.ops.low_contention import low_contention_all_gather
 
 

@@ -65,7 +65,7 @@ def redirect(distributed_test: Any) -> None:
     """Has groups of gloo made as `symm-cp run` does, and their events found by gloo's name."""
     from torch.distributed import distributed_c10d
 
-    from symm_cp.run.redirect import make_group
+    from symm_cp.commands.run.redirect import make_group
 
     os.environ["SYMM_CP_BACKEND_FOR"] = "gloo"
     make = distributed_c10d._new_process_group_helper

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from symm_cp.bench import calibrate, parsers
-from symm_cp.bench.calibrate import Point, falls, rising
+from symm_cp.commands.bench import calibrate, parsers
+from symm_cp.commands.bench.calibrate import Point, falls, rising
 from tests.pool import Ranks
 
 

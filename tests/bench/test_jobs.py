@@ -10,10 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp.bench import jobs, shapes
-from symm_cp.bench.jobs import Setting
-from symm_cp.bench.measure import UNFUSED
-from symm_cp.plan.models import MODELS
+from symm_cp.commands.bench import jobs, shapes
+from symm_cp.commands.bench.jobs import Setting
+from symm_cp.commands.bench.measure import UNFUSED
+from symm_cp.commands.plan.models import MODELS
 from tests.exhaustive import some
 from tests.pool import Ranks
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from symm_cp import tuning
-from symm_cp.bench import parsers, tune
+from symm_cp.commands.bench import parsers, tune
 from symm_cp.ops.attention import arrival as arrival_attention
 from tests.cuda.simulated import build, simulation
 from tests.exhaustive import some

@@ -18,8 +18,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from symm_cp import runtime
-from symm_cp.alignment import ALIGN
 from symm_cp.runtime.api import Runtime
+from symm_cp.tensors.alignment import ALIGN
 
 #: torch's products, and attention, which is made of them.
 PRODUCTS = (

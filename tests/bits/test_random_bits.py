@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from symm_cp import devices, memory
+from symm_cp import devices
+from symm_cp.group import memory
 from tests.bits.products import watched
 from tests.cuda.simulated import simulation
 from tests.ops import test_random

@@ -33,8 +33,9 @@ from unittest import mock
 import torch
 import torch.distributed._symmetric_memory as symm_mem
 
-from symm_cp import devices, memory
+from symm_cp import devices
 from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
+from symm_cp.group import memory
 from symm_cp.runtime.stream_program import Launch
 from tests.cuda import pools
 from tests.cuda.flag_kernels import FlagKernels

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices, memory
+from symm_cp import devices
+from symm_cp.group import memory
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import SimulatedDevice, simulation

@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import cli, first_run
-from symm_cp.first_run import Item, Part, checks
-from symm_cp.first_run.checks import Check
+from symm_cp import cli
+from symm_cp.commands import first_run
+from symm_cp.commands.first_run import Item, Part, checks
+from symm_cp.commands.first_run.checks import Check
 from symm_cp.ranks import run_limited
 from tests.cuda.simulated import simulation
 from tests.pool import Ranks

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices, memory
+from symm_cp import devices
+from symm_cp.group import memory
 from tests.cuda.graphs import graphed
 from tests.cuda.simulated import simulation
 from tests.pool import Ranks

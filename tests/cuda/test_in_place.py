@@ -19,9 +19,10 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch._C._distributed_c10d import _resolve_process_group, _SymmetricMemory
 
 import symm_cp
-from symm_cp import devices, memory
+from symm_cp import devices
 from symm_cp.devices import rendezvous
 from symm_cp.devices import symmetric as symmetric_memory
+from symm_cp.group import memory
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some
 from tests.pool import Ranks

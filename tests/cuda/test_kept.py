@@ -11,8 +11,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import devices, memory
+from symm_cp import devices
 from symm_cp.devices.kept import HostReads
+from symm_cp.group import memory
 from symm_cp.ops.attention.arrival import _tables
 from symm_cp.ops.attention.spec import _host_edges
 from symm_cp.ops.attention.tiles import _band

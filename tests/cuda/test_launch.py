@@ -12,7 +12,7 @@ from symm_cp.devices import Signals
 from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.stream_program import Launch, StreamLowering, _ExchangeCall, _KernelCall, lower
 from symm_cp.schedule import Copy, Region, Signal, Step, Wait, patterns
-from symm_cp.shards import Extent
+from symm_cp.tensors.shards import Extent
 
 LANES = ("compute", "copy")
 BINDING = Binding(

@@ -61,8 +61,8 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = registry.read_text()
     kinds = "for kind in (CudaDevice,)"
     assert text.count(kinds) == 1
-    imported = "from symm_cp.devices.toy import ToyDevice\nfrom symm_cp.memory"
-    text = text.replace("from symm_cp.memory", imported, 1)
+    imported = "from symm_cp.devices.toy import ToyDevice\nfrom symm_cp.group.memory"
+    text = text.replace("from symm_cp.group.memory", imported, 1)
     registry.write_text(text.replace(kinds, "for kind in (CudaDevice, ToyDevice)"))
     return folder
 
@@ -104,7 +104,7 @@ result = {name: keys(name) for name in names - torchs | replaced}
 @pytest.mark.exhaustive
 def test_doctor_lists_its_driver_and_devices(package: Path) -> None:
     findings = run(package, """
-from symm_cp import doctor
+from symm_cp.commands import doctor
 result = {f.name: [f.state, f.detail] for f in doctor.examine() if f.name.startswith("TOY")}
 """)  # fmt: skip
     state, detail = findings.pop("TOY driver")
@@ -138,7 +138,8 @@ for function in (accelerators.index_of, accelerators.uuid_of):
 @pytest.mark.exhaustive
 def test_what_a_group_chose_for_cuda_does_not_serve_it(package: Path) -> None:
     served = run(package, """
-from symm_cp import devices, memory
+from symm_cp import devices
+from symm_cp.group import memory
 from symm_cp.devices import nvshmem
 store = torch.distributed.HashStore()
 torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import devices, memory
+from symm_cp import devices
+from symm_cp.group import memory
 from tests.cuda.simulated import simulation
 from tests.exhaustive import exhaustive, some
 from tests.ops import test_attention, test_gradients, test_random

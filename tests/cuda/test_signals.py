@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices, memory
+from symm_cp import devices
 from symm_cp.devices.cuda import CudaDevice
+from symm_cp.group import memory
 from symm_cp.ops.common import device_kernels
 from tests.cuda import test_pipelines, test_runtime
 from tests.cuda.simulated import simulated_device, simulation

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed.distributed_c10d import _get_process_group_store
 
-from symm_cp import memory
+from symm_cp.group import memory
 from symm_cp.runtime.probe import probing
 from tests.faults.ops import ALL
 

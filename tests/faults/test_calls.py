@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import wait_tensor
 
 import symm_cp
-from symm_cp import memory
+from symm_cp.group import memory
 from tests.patience import patient
 from tests.pool import Ranks
 

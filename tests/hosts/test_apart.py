@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import devices, hosts, memory
+from symm_cp import devices
+from symm_cp.group import hosts, memory
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulation
 from tests.exhaustive import some

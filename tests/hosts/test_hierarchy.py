@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import env, hosts, liveness, memory, native
+from symm_cp import env, native
+from symm_cp.group import hosts, liveness, memory
 from symm_cp.schedule.layout import head_tail
 from tests.exhaustive import exhaustive, some
 from tests.hosts.fabric import fabric

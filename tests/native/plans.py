@@ -18,7 +18,7 @@ from symm_cp.runtime.binding import Binding
 from symm_cp.runtime.program import Lowering, Program, Reduction
 from symm_cp.schedule.patterns import Variant, variants
 from symm_cp.schedule.steps import Compute, Copy, Region, Step, accesses
-from symm_cp.shards import Extent
+from symm_cp.tensors.shards import Extent
 
 CHUNK = 512
 _REDUCTIONS = ("reduce", "add", "combine")

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices, memory
+from symm_cp import devices
 from symm_cp.devices import nvshmem
+from symm_cp.group import memory
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.exhaustive import some
 from tests.nvshmem.double import Double

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from symm_cp.memory import resolve
+from symm_cp.group.memory import resolve
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.schedule.layout import SequenceLayout
 

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.distributed as dist
 
-from symm_cp.memory import resolve
+from symm_cp.group.memory import resolve
 from symm_cp.ops.attention import set_rotate_method
 from tests.allocations import peak_of
 from tests.pool import Ranks
@@ -92,7 +92,7 @@ def test_no_option_takes_memory_for_every_query_and_key(ranks: Ranks) -> None:
             assert max(peaks) < pairs / 2, (world_size, peaks, pairs)
 
 
-# Shards of 2 MiB, which take as much memory as they have bytes: see symm_cp/results.py.
+# Shards of 2 MiB, which take as much memory as they have bytes: see symm_cp/tensors/results.py.
 BY_HEADS = (4, 8, 256, 64)
 
 

@@ -11,7 +11,7 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
-from symm_cp import memory
+from symm_cp.group import memory
 from tests.exhaustive import some
 from tests.ops.calls import leaves
 from tests.pool import Ranks

@@ -27,7 +27,7 @@ from symm_cp.ops.attention import op as attention
 from symm_cp.ops.matmul_gather import all_gather_matmul_kernel
 from symm_cp.ops.matmul_scatter import matmul_reduce_scatter_kernel, matmuls_reduce_scatter_kernel
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 from tests.exhaustive import exhaustive, some
 from tests.ops.worlds import Rank, World, check_alike
 from tests.pool import Ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
-from symm_cp import memory
+from symm_cp.group import memory
 from tests.exhaustive import some
 from tests.pool import GROUP_TIMEOUT, Ranks
 

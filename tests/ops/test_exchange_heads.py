@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 from tests import device
 from tests.exhaustive import some
 from tests.pool import Ranks

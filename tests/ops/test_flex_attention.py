@@ -21,7 +21,7 @@ from symm_cp.context_parallel.load_balancers import (
     ProcessingTimeRoundRobin,
     Sequential,
 )
-from symm_cp.memory import resolve
+from symm_cp.group.memory import resolve
 from symm_cp.ops.attention import set_rotate_method
 from symm_cp.ops.attention.flex import mask as flex_mask
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention

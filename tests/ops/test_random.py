@@ -13,7 +13,8 @@ import torch.distributed._symmetric_memory as symm_mem
 from torch.distributed._functional_collectives import wait_tensor as wait
 
 import symm_cp
-from symm_cp import devices, memory, tuning
+from symm_cp import devices, tuning
+from symm_cp.group import memory
 from tests import device, reference
 from tests.pool import Ranks
 

@@ -191,7 +191,7 @@ def test_refuses_what_does_not_fit(ranks: Ranks) -> None:
 def fails_in_the_middle(group: dist.ProcessGroup) -> None:
     """A rank that fails, and the ranks of a chain that do not hear from it directly."""
     from symm_cp import runtime
-    from symm_cp.memory import resolve
+    from symm_cp.group.memory import resolve
 
     own, like = resolve(group), torch.zeros(1)
     for failing in range(group.size()):

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import symm_cp
-from symm_cp.memory import resolve
+from symm_cp.group.memory import resolve
 from symm_cp.ops.attention import ulysses
 from symm_cp.ops.attention.flex.op import flex_all_gather_attention
 from symm_cp.ops.attention.heads import shares_of

@@ -15,7 +15,7 @@ import torch.distributed._symmetric_memory as torch_symm_mem
 
 import symm_cp
 from symm_cp import tuning
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 from tests import reference
 from tests.exhaustive import some
 from tests.ops.test_fake import CHECKS, compare

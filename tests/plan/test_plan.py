@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from symm_cp.cli import main
-from symm_cp.plan import best
-from symm_cp.plan.models import MODELS, Model
-from symm_cp.plan.predict import ALL, ParallelLayout, layouts, memory_of, predict
+from symm_cp.commands.plan import best
+from symm_cp.commands.plan.models import MODELS, Model
+from symm_cp.commands.plan.predict import ALL, ParallelLayout, layouts, memory_of, predict
 from symm_cp.schedule.machine import MACHINES
 
 LLAMA = MODELS["llama3-70b"]
@@ -285,7 +285,7 @@ def test_an_axis_of_gpus_has_plain_numbers(tmp_path: Path, monkeypatch: pytest.M
         labels.append([text.get_text() for text in figure.axes[0].get_xticklabels(which="both")])
         assert path == tmp_path / "plan.png"
 
-    monkeypatch.setattr("symm_cp.plan.save_figure", save_figure)
+    monkeypatch.setattr("symm_cp.commands.plan.save_figure", save_figure)
     main(["plan", "--model", "llama3-8b", "--hosts", "2..8", "--plot", str(tmp_path)])
     assert labels == [["16", "32", "64"]]
 

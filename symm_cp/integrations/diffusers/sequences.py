@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.memory import group_name, resolve
+from symm_cp.group.memory import group_name, resolve
 from symm_cp.ops.attention.layouts import in_rank_order
 from symm_cp.ops.low_contention import low_contention_all_gather
 

@@ -21,7 +21,7 @@ from transformers import Trainer
 from symm_cp.context_parallel import LoadBalancer, context_parallel, shard_batch
 from symm_cp.context_parallel.batch import LossReduction
 from symm_cp.context_parallel.load_balancers import HeadTail
-from symm_cp.memory import GroupLike
+from symm_cp.group.memory import GroupLike
 from symm_cp.ops.attention.methods import MethodLike, split_by
 
 _OP = "ContextParallelTrainer"

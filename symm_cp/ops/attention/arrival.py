@@ -7,8 +7,8 @@ import torch
 from symm_cp import runtime, tuning
 from symm_cp.devices import Signals, device_of, has_streams
 from symm_cp.devices.kept import capturing, kept
-from symm_cp.hosts import hosts_of
-from symm_cp.memory import Group
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention.pipeline import fake_results
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.pipeline import Grad, Tensors, consume_keys, reduce_gradients
 from symm_cp.ops.attention.scored import ScoredTiles

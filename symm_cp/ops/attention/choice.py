@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symm_cp import tuning
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention.methods import Method, MethodName
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spec import AttentionSpec

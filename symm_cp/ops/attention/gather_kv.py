@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from symm_cp import runtime
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
@@ -33,7 +33,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.transforms import register_gradient
-from symm_cp.results import copied, new_result
+from symm_cp.tensors.results import copied, new_result
 
 _GATHER = "all_gather_kv"
 _SCATTER = "_all_gather_kv_backward"

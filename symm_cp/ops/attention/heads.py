@@ -11,7 +11,7 @@ import itertools
 from dataclasses import dataclass
 from functools import lru_cache
 
-from symm_cp.shards import Split
+from symm_cp.tensors.shards import Split
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeAlias
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.memory import GroupLike, group_name
+from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops.attention.options import Options
 from symm_cp.ops.common import tells_peers
 from symm_cp.schedule.layout import SequenceLayout, among, pooled

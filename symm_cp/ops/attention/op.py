@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
 from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import runtime
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import (
     dense_features,
@@ -19,7 +19,7 @@ from symm_cp.ops.attention.tiles import (
     rows_first,
     wide,
 )
-from symm_cp.results import new_result
+from symm_cp.tensors.results import new_result
 
 #: What a backward pass saved, and a gradient that it is given or returns.
 Tensors: TypeAlias = tuple[torch.Tensor, ...]

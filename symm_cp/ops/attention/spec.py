@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from symm_cp.devices.kept import HostReads
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention.checks import (
     check_bias_length,
     check_over_sequence,

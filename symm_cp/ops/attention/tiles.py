@@ -19,8 +19,8 @@ from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.scoring import Gradients
 from symm_cp.ops.attention.spec import AttentionSpec
-from symm_cp.results import new_result
 from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
+from symm_cp.tensors.results import new_result
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

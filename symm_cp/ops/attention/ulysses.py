@@ -23,7 +23,7 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.devices import has_streams
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops.attention.attend import Added, Given
 from symm_cp.ops.attention.heads import HeadShares, shares_of
 from symm_cp.ops.attention.mesh_calls import telling

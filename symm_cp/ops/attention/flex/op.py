@@ -20,7 +20,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention.flex_attention import BlockMask
 
-from symm_cp.memory import Group
+from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import choice
 from symm_cp.ops.attention.attend import Added, Given, place_of

@@ -1,0 +1,165 @@
+"""`symm-cp tune`: measures which way of an op is fastest, for frequently used shapes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import native, trusted, tuning
+from symm_cp.commands.bench import measure, report, shapes
+from symm_cp.commands.bench.command import DTYPES
+from symm_cp.commands.bench.jobs import Setting
+from symm_cp.commands.bench.measure import duration
+from symm_cp.ranks import (
+    check_device,
+    exit_as_rank,
+    is_rank,
+    run_ranks,
+)
+from symm_cp.schedule.layout import head_tail_order
+
+Run = Callable[[], object]
+Runs = Iterator[tuple[str, Run]]
+
+
+def _sizes(args: argparse.Namespace) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the kind of each op to measure, and its sizes."""
+    tokens = args.tokens or shapes.TOKENS[args.device]
+    for shape in (args.shapes or shapes.DEFAULTS[args.kind]).split(","):
+        if args.kind == "attention":
+            yield "attention", shapes.attention_sizes(shape, args.ranks, tokens)
+        else:
+            yield from shapes.products(shape, args.ranks, tokens)
+
+
+def check(args: argparse.Namespace) -> None:
+    """Raises `ValueError` for wrong arguments, before any rank is started."""
+    if args.kind == "attention" and (args.device == "cpu" or args.dtype != "bfloat16"):
+        raise ValueError("attention has two ways only with --device cuda and --dtype bfloat16")
+    check_device(args.device)
+    list(_sizes(args))
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `symm-cp tune`; returns 0 if the file was written."""
+    if is_rank():
+        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
+    try:
+        check(args)
+        native.load()
+        _read_tuned(args.out, args.ranks)
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"symm-cp tune: {error}", file=sys.stderr)
+        return 2
+    return run_ranks("tune", args.ranks, args.arguments)
+
+
+def _matmuls(setting: Setting, kind: str, sizes: tuple[int, ...]) -> Runs:
+    """Yields the op of a kind, and the op of its gradient that gathers again."""
+    rows, inner, columns = sizes
+    ops, name, all_rows = torch.ops.symm_mem, setting.name, setting.ranks * sizes[0]
+    shape = "x".join(map(str, sizes))
+    weight = setting.normal(inner, columns)
+    if kind == "all-gather-matmul":
+        x, grad = setting.normal(rows, inner), setting.normal(all_rows, columns)
+        gather = partial(ops.fused_all_gather_matmul, x, [weight], 0, name, return_A=False)
+        yield f"{kind}, {shape}", gather
+        again = partial(ops._fused_all_gather_weight_grad, x, [grad], 0, name)
+        yield f"weight gradient, {shape}", again
+    elif kind == "matmul-all-reduce":
+        x = setting.normal(all_rows, inner)
+        reduce = partial(ops.fused_matmul_all_reduce, x, weight, None, "sum", name)
+        yield f"{kind}, {shape}", reduce
+    else:
+        x, grad = setting.normal(all_rows, inner), setting.normal(rows, columns)
+        scatter = partial(ops.fused_matmul_reduce_scatter, x, weight, "sum", 0, name)
+        yield f"{kind}, {shape}", scatter
+        backward = ops._fused_matmul_reduce_scatter_backward
+        again = partial(backward, grad, x, weight, "sum", 0, name, True, True)
+        yield f"gradient, {shape}", again
+
+
+def _attentions(setting: Setting, sizes: tuple[int, ...]) -> Runs:
+    """Yields attention without a mask, and causal with the chunks of `HeadTail`."""
+    tokens, heads, kv_heads, features = sizes
+    q = setting.normal(1, heads, tokens, features)
+    k, v = (setting.normal(1, kv_heads, tokens, features) for _ in range(2))
+    op = partial(torch.ops.symm_mem.fused_all_gather_attention, q, k, v, setting.name)
+    shape = "x".join(map(str, sizes))
+    yield f"attention, {shape}", partial(op, enable_gqa=True)
+    order = list(head_tail_order(setting.ranks))
+    if tokens % 2 == 0:
+        causal = partial(op, enable_gqa=True, is_causal=True, chunk_order=order)
+        yield f"causal attention, {shape}", causal
+
+
+def _runs(args: argparse.Namespace, setting: Setting) -> Runs:
+    for kind, sizes in _sizes(args):
+        yield from (
+            _attentions(setting, sizes) if kind == "attention" else _matmuls(setting, kind, sizes)
+        )
+
+
+def _measured(
+    setting: Setting, run: Run, ways: tuple[str, ...], seconds: float
+) -> dict[str, float]:
+    def forced(way: str) -> Run:
+        def go() -> object:
+            with tuning.forced(way):
+                return run()
+
+        return go
+
+    case = setting.case("", {way: forced(way) for way in ways})
+    row = measure.measure(case, setting.group, seconds)
+    return {way: row.median(way) for way in ways}
+
+
+def _read_tuned(out: Path | None, ranks: int) -> dict[str, str]:
+    """Reads the file that will be written, if it exists; raises `ValueError` and `OSError`."""
+    path = out or tuning.tuned_path(ranks)
+    try:
+        text = trusted.read(path) if out is None else out.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    return tuning.parse_tuned(text.decode(errors="replace"), str(path))
+
+
+def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:
+    """Measures as one of the ranks; rank 0 writes the file."""
+    if args.kind == "attention" and group.size() > torch.cuda.device_count():
+        print("symm-cp tune: the polling kernel needs a GPU for each rank", file=sys.stderr)
+        return 1
+    setting = Setting(group, DTYPES[args.dtype], args.device)
+    fastest = _read_tuned(args.out, setting.ranks) if group.rank() == 0 else {}
+    with symm_cp.override_cuda_ops() if setting.cuda else nullcontext():
+        for op, run in _runs(args, setting):
+            with tuning.listening() as choices:
+                run()
+            if not choices:
+                _print(group, f"{op}: has only one way")
+                continue
+            ((key, choice),) = choices.items()
+            ways = tuning.ATTENTION_WAYS if args.kind == "attention" else tuning.WAYS
+            seconds = _measured(setting, run, ways, args.seconds)
+            fastest[key] = min(seconds, key=seconds.__getitem__)
+            cells = ", ".join(f"{way} {duration(seconds[way])}" for way in ways)
+            _print(group, f"{op}: {cells}: {fastest[key]}; before: {choice}")
+    if group.rank() == 0:
+        text = json.dumps(fastest, indent=1, sort_keys=True) + "\n"
+        print(report.keep(args.out, partial(tuning.tuned_path, setting.ranks), text))
+    return 0
+
+
+def _print(group: dist.ProcessGroup, text: str) -> None:
+    if group.rank() == 0:
+        print(text, flush=True)

@@ -1,0 +1,216 @@
+"""`symm-cp doctor`: reports what works on this machine, and how to make the rest work."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import platform
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symm_mem
+
+from symm_cp import __version__, devices, env, native, trusted, tuning
+from symm_cp.commands.doctor import accelerated
+from symm_cp.commands.doctor.findings import Finding
+from symm_cp.parsing import STDOUT, write_json
+from symm_cp.tensors.results import result_memory
+
+_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+_KEYS = ("CPU", *(kind.dispatch_key for kind in devices.known()), "Meta", "Autograd")
+
+
+def _versions() -> list[Finding]:
+    rows = {
+        "symm_cp": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} on {platform.machine()}",
+    }
+    return [Finding("versions", name, "info", detail) for name, detail in rows.items()]
+
+
+def _compiler() -> Finding:
+    try:
+        return Finding("native part", "compiler", "ok", native.find_compiler())
+    except native.BuildError as error:
+        return Finding("native part", "compiler", "missing", "none found", str(error))
+
+
+def _library() -> Finding:
+    try:
+        native.load()
+    except native.BuildError as error:
+        return Finding("native part", "library", "missing", "not built", str(error))
+    return Finding("native part", "library", "ok", str(native.library_path()))
+
+
+def _round_trip() -> None:
+    """Runs an all-reduce over symmetric memory on CPU, in a group of this process alone."""
+    initialize = not dist.is_initialized()
+    with tempfile.TemporaryDirectory() as folder:
+        if initialize:
+            dist.init_process_group(
+                "gloo", init_method=f"file://{folder}/store", rank=0, world_size=1
+            )
+        try:
+            group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+            tensor = symm_mem.empty(16, device="cpu").fill_(1.0)
+            symm_mem.rendezvous(tensor, group).barrier()
+            name = group.group_name
+            total = torch.ops.symm_mem.one_shot_all_reduce(tensor, "sum", name)
+            if not torch.equal(total, torch.ones(16)):
+                raise RuntimeError(f"an all-reduce over one rank gave {total.tolist()}")
+        finally:
+            if initialize:
+                dist.destroy_process_group()
+
+
+def _cpu() -> Finding:
+    if not (dist.is_available() and dist.is_gloo_available()):
+        advice = "install a build of torch with torch.distributed and gloo"
+        return Finding("backends", "CPU", "missing", "torch has no gloo", advice)
+    try:
+        _round_trip()
+    except RuntimeError as error:
+        advice = "run symm-cp build, then symm-cp doctor again; report the error if it persists"
+        return Finding("backends", "CPU", "missing", str(error).splitlines()[0], advice)
+    detail = "symmetric memory in anonymous shared memory; to test all ops: symm-cp selftest"
+    return Finding("backends", "CPU", "ok", detail)
+
+
+def _results() -> list[Finding]:
+    """The memory of large results (`symm_cp.empty_cache`), in this process."""
+    with suppress(native.BuildError):
+        in_use, kept, limit = (nbytes / (1 << 20) for nbytes in result_memory())
+        bound = f"keeps up to {limit:.0f} MiB in a process"
+        if limit == 0:
+            bound = "keeps none, by SYMM_CP_KEEP_MIB"
+        detail = f"{bound}; here {in_use:.0f} MiB in use, {kept:.0f} MiB kept"
+        return [Finding("memory of results", "freed blocks", "ok", detail), huge_pages()]
+    return []
+
+
+def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
+    """Checks whether the system gives huge pages to memory that asks for them."""
+    section, name = "memory of results", "huge pages"
+    try:
+        text = setting.read_text()
+        chosen = text[text.index("[") + 1 : text.index("]")]
+    except (OSError, ValueError):
+        return Finding(section, name, "info", f"not known: {setting} cannot be read")
+    if chosen == "never":
+        advice = f"as root: echo madvise > {setting}; the first use of memory is then faster"
+        return Finding(section, name, "missing", "transparent huge pages are off", advice)
+    return Finding(section, name, "ok", f"transparent huge pages: {chosen}")
+
+
+def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
+    """Lists the files that a command has written; `without` says what ops do without one."""
+    findings = []
+    with suppress(env.NoHomeError, OSError):
+        for path in sorted(env.build_dir().glob(pattern)):
+            _, ranks, *of_machine = path.stem.split("_", 2)
+            findings.append(_file(path, kind, f"symm-cp {command} --ranks {ranks}", of_machine))
+    advice = f"symm-cp {command} --ranks RANKS"
+    return findings or [Finding("measured", kind, "missing", f"not yet: {without}", advice)]
+
+
+def _file(path: Path, kind: str, command: str, of_machine: list[str]) -> Finding:
+    name = f"{kind}, {command.rpartition(' ')[2]} ranks"
+    when = f"{datetime.datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d %H:%M}"
+    advice = f"delete it, then run {command}"
+    if not of_machine:
+        why = f"not used: {path} does not say for which machine it is"
+        return Finding("measured", name, "missing", why, advice)
+    if of_machine != [tuning.machine_key()]:
+        why = f"{path}, {when}: for another machine or torch"
+        return Finding("measured", name, "info", why)
+    try:
+        trusted.read(path)
+    except trusted.UntrustedError as error:
+        return Finding("measured", name, "missing", f"not used: {error}", advice)
+    return Finding("measured", name, "ok", f"{path}, {when}; again: {command}")
+
+
+def measured() -> list[Finding]:
+    """Lists the measurements that ops and predictions use."""
+    calibrated = "ops choose their way for a typical machine"
+    tuned = "ops choose the way that is faster in a simulation"
+    return [
+        *_files("calibrated", "calibrate", "machine_*.toml", calibrated),
+        *_files("tuned", "tune", "tuned_*.json", tuned),
+    ]
+
+
+def op_findings() -> list[Finding]:
+    """Lists the ops of the namespace with their kernels; those without any on one line."""
+    names = sorted(
+        {schema.name for schema in torch._C._jit_get_all_schemas() if "symm_mem::" in schema.name}
+    )
+    findings, others = [], []
+    for name in names:
+        kernels = [
+            key for key in _KEYS if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+        ]
+        short = name.removeprefix("symm_mem::")
+        if set(kernels) <= {"Meta"}:
+            others.append(short)
+        else:
+            findings.append(Finding("ops", short, "info", ", ".join(kernels)))
+    if others:
+        kinds = Counter(name.lstrip("_").split("_")[0] for name in others)
+        counts = ", ".join(f"{count} {kind}_*" for kind, count in kinds.items() if count > 3)
+        why = (
+            f"{len(others)} of torch's ops ({counts}, ...) have no kernel here, as expected: they "
+            "are for multicast, NVSHMEM, NCCL and streams on CUDA; symm_cp does not need them"
+        )
+        findings.append(Finding("ops", "others", "info", why))
+    return findings
+
+
+def examine() -> list[Finding]:
+    """Returns all findings; takes a second, or as long as a build if there is none yet."""
+    return [
+        *_versions(),
+        _compiler(),
+        _library(),
+        *measured(),
+        *_results(),
+        _cpu(),
+        *itertools.chain.from_iterable(map(accelerated.devices_of, devices.known())),
+        accelerated.nvshmem_works(),
+        *op_findings(),
+    ]
+
+
+def _print(findings: list[Finding], line: Callable[[str], None] = print) -> None:
+    width = max(len(finding.name) for finding in findings)
+    section = ""
+    for finding in findings:
+        if finding.section != section:
+            section = finding.section
+            line(f"\n{section}" + (" (dispatch keys with a kernel)" if section == "ops" else ""))
+        mark = {"ok": "+", "missing": "-", "info": " "}[finding.state]
+        line(f" {mark} {finding.name:<{width}}  {finding.detail}")
+        if finding.advice:
+            advice = " ".join(finding.advice.split())
+            line(f"   {'':<{width}}  -> {advice}")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Prints the findings; returns 0 if the CPU backend works, else 1."""
+    findings = examine()
+    if args.json is not None:
+        write_json(args.json, [asdict(finding) for finding in findings])
+    if args.json != STDOUT:
+        _print(findings)
+    works = any(f.name == "CPU" and f.state == "ok" for f in findings)
+    return 0 if works else 1

@@ -1,0 +1,357 @@
+"""`symm-cp selftest`: what works between ranks of this machine, as a report to paste.
+
+On the CPU, and on GPUs where there are any, ranks try signals, collectives and each op.
+
+Each part runs in processes of its own, which are killed when its time is over, so the command ends
+within two minutes whatever hangs. Ranks write down each item before they begin it and when it has
+ended: what was begun and did not end is what hung.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+import symm_cp
+from symm_cp import devices, env
+from symm_cp.commands import doctor
+from symm_cp.commands.first_run import checks
+from symm_cp.commands.first_run.checks import Check
+from symm_cp.devices import Signals
+from symm_cp.group.memory import resolve
+from symm_cp.parsing import STDOUT, write_json
+from symm_cp.ranks import exit_as_rank, is_rank, run_limited
+
+#: Seconds for the whole command, for the environment, and for each part at most.
+_BUDGET, _ENVIRONMENT_LIMIT, _PART_LIMIT = 110.0, 45.0, 50.0
+#: A wait that cannot end aborts a rank, with a message, before the part's time is over.
+_WAIT_LIMIT_MS = 15_000
+_FOUND = "as found"
+_CPU = "CPU"
+#: A rank's death must be noticed within this many seconds. It takes 0.1 on an idle machine; the
+#: rest is for one that is busy.
+_NOTICED_SECONDS = 5.0
+_PREFIXES = ("SYMM_CP_", "CUDA_", "NCCL_", "TORCH_", "PYTORCH_", "NVIDIA_", "TRITON_")
+
+#: Starts the ranks for a part: its name, their number, seconds, and environment variables.
+Start: TypeAlias = "Callable[[str, int, float, Mapping[str, str]], Part]"
+#: Writes down an item: its name, and what is known of it.
+Say: TypeAlias = "Callable[[str, Mapping[str, Any]], object]"
+
+
+@dataclass
+class Item:
+    """One test of a part, on all ranks: "ok", "failed" or "hung".
+
+    What was not tested is "info", or "missing" here.
+    """
+
+    name: str
+    state: str
+    detail: str = ""
+    milliseconds: float | None = None
+
+
+@dataclass
+class Part:
+    """What one start of the ranks has shown."""
+
+    name: str
+    items: list[Item]
+    #: Of the processes: "ended", "killed after 50 s" or their exit codes.
+    outcome: str
+
+    @property
+    def failed(self) -> list[Item]:
+        """What did not work."""
+        return [item for item in self.items if item.state in ("failed", "hung")]
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs `symm-cp selftest`; returns 0 if all works, 1 if something does not.
+
+    Returns 2 if nothing was tested.
+    """
+    if args.part is None and is_rank():
+        print("symm-cp selftest: starts its ranks itself, without torchrun", file=sys.stderr)
+        return 2
+    if args.part is not None:
+        _run_as_part(args)
+    began = time.monotonic()
+
+    def start(part: str, ranks: int, seconds: float, variables: Mapping[str, str]) -> Part:
+        left = _BUDGET - (time.monotonic() - began)
+        return run_part(args.arguments, part, ranks, min(seconds, left), variables)
+
+    environment = start("environment", 1, _ENVIRONMENT_LIMIT, {})
+    count = gpus(environment)
+    if count == 0 and args.device == "cuda":
+        _print_items(environment)
+        print("symm-cp selftest: nothing was tested: torch finds no CUDA device", file=sys.stderr)
+        return 2
+    parts, ranks = [environment], args.ranks or 2
+    if args.device != "cuda":
+        parts.append(start(_CPU, ranks, _PART_LIMIT, {}))
+    if args.device != "cpu" and count > 0:
+        ranks = args.ranks or min(max(count, 2), 8)
+        parts += _parts(ranks, start)
+    _report(parts, ranks, args.json, seconds=time.monotonic() - began)
+    if count == 0 and args.json != STDOUT:
+        print("GPUs were not tested: torch finds no CUDA device.")
+    return 1 if any(part.failed for part in parts) else 0
+
+
+def _run_as_part(args: argparse.Namespace) -> NoReturn:
+    say = writer(args.results, int(os.environ["RANK"]))
+    if args.part == "environment":
+        sys.exit(describe_environment(say))
+    if args.part == _CPU:
+        exit_as_rank(lambda group: examine_cpu(group, say), args.rendezvous, "symm_cp")
+    device = torch.device("cuda", torch.cuda.current_device())
+    exit_as_rank(lambda group: examine(group, device, say), args.rendezvous)
+
+
+def _parts(ranks: int, start: Start) -> Iterator[Part]:
+    """The parts with ranks: signals as the self-test chooses them, then each other way."""
+    ways = [env.signals()] if env.signals() else [None, *(way.value for way in Signals)][:-1]
+    used = ""
+    for place, way in enumerate(ways):
+        if way is not None and way == used:
+            continue
+        variables = {"SYMM_CP_TIMEOUT_MS": str(_WAIT_LIMIT_MS)}
+        if way is not None:
+            variables["SYMM_CP_SIGNALS"] = way
+        limit = _PART_LIMIT if place == 0 else _PART_LIMIT / 2
+        part = start(f"signals {_FOUND if way is None else f'by {way}'}", ranks, limit, variables)
+        yield part
+        used = used or next((i.detail.split()[0] for i in part.items if i.name == _VERDICT), "-")
+
+
+# What the ranks do.
+
+_VERDICT = "self-test"
+
+
+def writer(folder: Path, rank: int) -> Say:
+    """Returns what writes down the items of a rank, each at once."""
+    path = folder / f"{rank}.jsonl"
+
+    def say(name: str, known: Mapping[str, Any]) -> None:
+        with path.open("a") as file:
+            file.write(json.dumps({"name": name, **known}) + "\n")
+
+    return say
+
+
+def describe_environment(say: Say) -> int:
+    """Writes down what a reader of the report must know about this machine."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        say("GPUs", {"state": "info", "detail": str(torch.cuda.device_count())})
+    else:
+        say("GPUs", {"state": "info", "detail": "0"})
+    for finding in doctor.examine():
+        if finding.section in ("versions", "native part", "backends"):
+            known = {"state": finding.state, "detail": finding.detail}
+            say(f"{finding.section}: {finding.name}", known)
+    say("CUDA of torch", {"state": "info", "detail": str(torch.version.cuda)})
+    version = getattr(sys.modules.get("triton"), "__version__", "not loaded")
+    say("Triton", {"state": "info", "detail": version})
+    for name in sorted(os.environ):
+        if name.startswith(_PREFIXES):
+            say(f"${name}", {"state": "info", "detail": os.environ[name]})
+    return 0
+
+
+def examine_cpu(group: dist.ProcessGroup, say: Say) -> int:
+    """Tests a group on the CPU as one of its ranks, the last of which then leaves without a word.
+
+    Returns 1 when something does not work.
+    """
+    failed = False
+    for check in checks.cpu_checks(group):
+        say(check.name, {"state": "hung"})
+        try:
+            wrong = check.wrong(check.run())
+            took = check.milliseconds(lambda: None)
+        except Exception as error:
+            say(check.name, {"state": "failed", "detail": _first_line(error)})
+            return 1  # the other ranks may be in the middle of the call
+        say(check.name, {"state": "failed" if wrong else "ok", "detail": wrong,
+                         "milliseconds": took})  # fmt: skip
+        failed |= bool(wrong)
+    if group.size() > 1:
+        failed |= not _notices_a_lost_peer(group, say)
+    return int(failed)
+
+
+def _notices_a_lost_peer(group: dist.ProcessGroup, say: Say) -> bool:
+    name, last = "a lost peer is noticed", group.size() - 1
+    say(name, {"state": "hung"})
+    x = torch.ones(4, 4)
+    symm_cp.matmul_all_reduce(x, x, group=group)
+    if group.rank() == last:
+        say(name, {"state": "ok"})
+        os._exit(0)
+    began = time.monotonic()
+    try:
+        symm_cp.matmul_all_reduce(x, x, group=group)
+        found = "no error"
+    except RuntimeError as error:
+        found = _first_line(error)
+    seconds = time.monotonic() - began
+    noticed = f"rank {last}" in found and seconds <= _NOTICED_SECONDS
+    detail = f"after {seconds:.2f} s" if noticed else f"after {seconds:.2f} s: {found}"
+    say(name, {"state": "ok" if noticed else "failed", "detail": detail})
+    sys.stdout.flush()
+    os._exit(int(not noticed))  # a group without that rank cannot be left in order
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
+    """Tests a group as one of its ranks; returns 1 when something does not work."""
+    state, failed = resolve(group), False
+    say(_VERDICT, {"state": "hung"})
+    verdict = devices.device_for(state, device).verdict(state)
+    batches, graphs = ("yes" if b else "NO" for b in (verdict.batches, verdict.graphs))
+    detail = f"{verdict.signals.value} signals; batches: {batches}; graphs: {graphs}"
+    if verdict.reason:
+        detail += f"; {verdict.reason}"
+    works = "ok" if verdict.passed else "failed"
+    say(_VERDICT, {"state": works, "detail": detail, "milliseconds": verdict.seconds * 1e3})
+    synchronize = devices.device_for(state, device).synchronize
+    override = symm_cp.override_cuda_ops() if device.type == "cuda" else nullcontext()
+    with override:
+        for check in checks.checks(group, device):
+            say(check.name, {"state": "hung"})
+            try:
+                wrong = check.wrong(check.run())
+                took = check.milliseconds(synchronize)
+                if not wrong and device.type == "cuda" and verdict.graphs:
+                    wrong = _in_graph(check, group, device)
+            except Exception as error:
+                say(check.name, {"state": "failed", "detail": _first_line(error)})
+                return 1  # the other ranks may be in the middle of the call
+            known = {"state": "failed" if wrong else "ok", "detail": wrong}
+            say(check.name, {**known, "milliseconds": took})
+            failed |= bool(wrong)
+    return int(failed or not verdict.passed)
+
+
+def _in_graph(check: Check, group: dist.ProcessGroup, device: torch.device) -> str:
+    """Captures a call and replays it three times; says what is wrong with the result."""
+    symm_cp.reserve(group, 1 << 20, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        check.run()  # what libraries allocate at first use
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = check.run()
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    wrong = check.wrong(results)
+    return f"in a graph: {wrong}" if wrong else ""
+
+
+# What the command does with it.
+
+
+def run_part(
+    arguments: list[str], part: str, ranks: int, seconds: float, variables: Mapping[str, str]
+) -> Part:
+    """Starts the ranks for a part, ends them in time, and reads what they wrote down."""
+    with tempfile.TemporaryDirectory(prefix="symm-cp-") as folder:
+        line = ["-m", "symm_cp", *arguments, "--part", part, "--results", folder]
+        codes = run_limited(
+            [*line, "--rendezvous", folder], ranks, seconds=seconds, variables=variables
+        )
+        said = [_read(Path(folder, f"{rank}.jsonl")) for rank in range(ranks)]
+    if None in codes:
+        outcome = f"killed after {seconds:.0f} s"
+    else:
+        outcome = "ended" if not any(codes) else f"exit codes {codes}"
+    result = Part(part, merged(said), outcome)
+    if outcome != "ended" and not result.failed:
+        result.items.append(Item("processes", "failed", outcome))
+    return result
+
+
+def _read(path: Path) -> dict[str, dict[str, Any]]:
+    """The last that a rank wrote down about each item; a line that was cut off is left out."""
+    last: dict[str, dict[str, Any]] = {}
+    for text in path.read_text().splitlines() if path.exists() else []:
+        try:
+            known = json.loads(text)
+        except json.JSONDecodeError:
+            continue
+        last[known.pop("name")] = known
+    return last
+
+
+def merged(said: list[dict[str, dict[str, Any]]]) -> list[Item]:
+    """Returns the items of all ranks: each as on the rank where it went worst."""
+    worst = ("failed", "hung", "missing", "info", "ok")
+    items = []
+    for name in dict.fromkeys(name for of_rank in said for name in of_rank):
+        states = [of_rank.get(name, {"state": "hung"}) for of_rank in said]
+        rank = min(range(len(said)), key=lambda r: worst.index(states[r]["state"]))
+        state, detail = states[rank]["state"], states[rank].get("detail", "")
+        if state in ("failed", "hung"):
+            detail = f"rank {rank}: {detail or 'did not end'}"
+        times = [known["milliseconds"] for known in states if "milliseconds" in known]
+        items.append(Item(name, state, detail, max(times, default=None)))
+    return items
+
+
+def gpus(environment: Part) -> int:
+    """Returns how many GPUs the environment has; 0 also where asking for them hung."""
+    found = [item for item in environment.items if item.name == "GPUs" and item.state == "info"]
+    return int(found[0].detail) if found else 0
+
+
+def _print_items(part: Part) -> None:
+    print(f"\n{part.name} ({part.outcome})")
+    width = max((len(item.name) for item in part.items), default=0)
+    marks = {"failed": "! ", "hung": "! "}
+    for item in part.items:
+        took = "" if item.milliseconds is None else f"{item.milliseconds:9.3f} ms"
+        state = "" if item.state == "info" else item.state
+        mark = marks.get(item.state, "  ")
+        line = f"  {mark}{item.name:<{width}}  {state:<7}{took}  {item.detail}"
+        print(line.rstrip())
+
+
+def _report(parts: list[Part], ranks: int, file: Path | None, *, seconds: float) -> None:
+    failed = [(part.name, item) for part in parts for item in part.failed]
+    if file is not None:
+        write_json(file, {"ranks": ranks, "parts": [asdict(part) for part in parts]})
+    if file == STDOUT:
+        return
+    print(f"symm-cp selftest: {ranks} ranks, {seconds:.0f} s")
+    for part in parts:
+        _print_items(part)
+    if not failed:
+        print(f"\nAll works: {', '.join(part.name for part in parts[1:])}.")
+        return
+    print(f"\n{len(failed)} failed:")
+    for name, item in failed:
+        print(f"  {name}: {item.name}: {item.detail}")
+    print("Please report it with all of the above.")

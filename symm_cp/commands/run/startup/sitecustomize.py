@@ -1,0 +1,70 @@
+"""Python imports this file when it starts programs of `symm-cp run`, and their children.
+
+The program runs as without it, with one difference: once it has imported `torch.distributed`, its
+`symm_cp.commands.run.redirect` makes its process groups. Until then nothing of torch or symm_cp
+is imported, so that the program can set variables first.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+_FOLDER = os.path.dirname(os.path.abspath(__file__))
+_C10D = "torch.distributed.distributed_c10d"
+
+
+def _redirect(c10d: ModuleType) -> None:
+    """Has all process groups made through `symm_cp.commands.run.redirect`."""
+    make = c10d._new_process_group_helper
+
+    def make_redirected(*args: object, **kwargs: object) -> object:
+        if importlib.util.find_spec("symm_cp") is None:  # a checkout that is not installed
+            sys.path.append(os.path.abspath(os.path.join(_FOLDER, "..", "..", "..")))
+        from symm_cp.commands.run.redirect import make_group
+
+        return make_group(make, *args, **kwargs)
+
+    c10d._new_process_group_helper = make_redirected  # type: ignore[attr-defined]
+
+
+class _Finder:
+    """Finds torch's module as Python does, and redirects it when it has been executed."""
+
+    def find_spec(
+        self, name: str, path: object = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _C10D:
+            return None
+        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def exec_module(module: ModuleType) -> None:
+            execute(module)
+            _redirect(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _import_hidden() -> None:
+    """Imports the sitecustomize.py that this one stands in front of, if there is one."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _FOLDER]
+    this = sys.modules.pop("sitecustomize")
+    try:
+        importlib.import_module("sitecustomize")
+    except ModuleNotFoundError as error:
+        if error.name != "sitecustomize":
+            raise
+        sys.modules["sitecustomize"] = this
+
+
+if __name__ == "sitecustomize":  # imported by Python at its start
+    if os.environ.get("SYMM_CP_BACKEND_FOR"):
+        sys.meta_path.insert(0, _Finder())  # type: ignore[arg-type]
+    _import_hidden()

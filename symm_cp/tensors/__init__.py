@@ -1,0 +1,1 @@
+"""Tensors around an op: shards and splits of a dimension, alignment, the memory of results."""

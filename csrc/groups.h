@@ -9,10 +9,10 @@ namespace symm_cp {
 class Group;
 
 // Returns the group of that name, which is made at its first use: that runs Python
-// (symm_cp.group.memory.resolve), so this takes Python's lock if need be. Throws std::invalid_argument
-// where there is no such process group, and std::runtime_error where the group cannot be made.
-// Afterwards a look-up costs less than a microsecond. A group may span hosts: see
-// Group::on_one_host.
+// (symm_cp.group.memory.resolve), so this takes Python's lock if need be. Throws
+// std::invalid_argument where there is no such process group, and std::runtime_error where the
+// group cannot be made. Afterwards a look-up costs less than a microsecond. A group may span hosts:
+// see Group::on_one_host.
 std::shared_ptr<Group> group_of(const std::string& name);
 
 // Lets `group_of` find a group, as long as its process group lives and somebody owns it.

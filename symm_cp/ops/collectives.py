@@ -1,4 +1,4 @@
-"""Collectives that are complete when they return; their kernels are in csrc/collectives.cpp.
+"""Collectives that are complete when they return; their kernels are in csrc/ops/collectives.cpp.
 
 torch's ops of these names take inputs in symmetric memory only; here a plain input goes
 through the workspace. The ops that torch gives a `symm_buffer` for that only check it.
@@ -252,7 +252,7 @@ _FUNCTIONAL = {
 def register() -> None:
     """Adds what fake tensors and the compiler need, and what the native kernels call in Python.
 
-    The gradients are registered by csrc/gradients.cpp.
+    The gradients are registered by csrc/ops/gradients.cpp.
     """
     for name in _NATIVE:
         register_in_python(name, _elsewhere(name))

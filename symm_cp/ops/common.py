@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from symm_cp import devices, native, wire
+from symm_cp import devices, native
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
@@ -28,6 +28,7 @@ from symm_cp.group.memory import (
     resolve,
     unknown_group,
 )
+from symm_cp.native import wire
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
@@ -233,7 +234,7 @@ def register_device_kernel(name: str, kernel: Op, *, replaces_torch: bool = Fals
 
 
 def register_in_python(name: str, kernel: Op) -> None:
-    """Registers what a native kernel (csrc/kernels.h) calls where it cannot serve CPU tensors.
+    """Registers what a native kernel (csrc/ops/kernels.h) calls where it cannot serve CPU tensors.
 
     In groups that span hosts, in torch's test mode, and where tests have streams serve them.
     """

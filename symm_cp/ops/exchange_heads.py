@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from symm_cp import runtime, wire
+from symm_cp import runtime
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
@@ -226,7 +227,7 @@ def _kernel(
 def _plan(
     tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
-    """Plans a call for csrc/exchange_heads.cpp; raises `ValueError` or `TypeError`.
+    """Plans a call for csrc/ops/exchange_heads.cpp; raises `ValueError` or `TypeError`.
 
     Returns the bytes of the boxes given and taken, the sizes of all results and the call's name; no
     sizes where results are to be summed, of which the native kernel knows nothing.
@@ -312,7 +313,8 @@ def exchange_fake(
 def register() -> None:
     """Adds the kernels and the fake kernel.
 
-    The kernel for CPU tensors is csrc/exchange_heads.cpp, the gradient in csrc/gradients.cpp.
+    The kernel for CPU tensors is csrc/ops/exchange_heads.cpp, the gradient in
+    csrc/ops/gradients.cpp.
     """
     register_in_python(OP, _kernel)
     register_planner(OP, f"{_ARGUMENTS} -> (Tensor, Tensor, int[], str)", _plan)

@@ -240,8 +240,8 @@ _FUNCTIONAL_OUT: dict[str, Op] = {
 def register() -> None:
     """Adds kernels, and fake kernels (torch's average, which integers lack, and check less).
 
-    The kernels for CPU tensors are in csrc/low_contention.cpp, the gradients of torch's ops in
-    csrc/gradients.cpp.
+    The kernels for CPU tensors are in csrc/ops/low_contention.cpp, the gradients of torch's ops in
+    csrc/ops/gradients.cpp.
     """
     for name, kernel in with_sizes(_KERNELS).items():
         register_in_python(name, kernel)

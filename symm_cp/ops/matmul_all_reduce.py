@@ -254,7 +254,7 @@ _FAKES: dict[str, Op] = {ALL_REDUCE: _matmul_all_reduce_fake, SUM: _matmuls_all_
 
 def register() -> None:
     """Adds the kernels and fake kernels."""
-    # csrc/matmul_all_reduce.cpp calls the kernel for all but few rows.
+    # csrc/ops/matmul_all_reduce.cpp calls the kernel for all but few rows.
     register_device_kernel(ALL_REDUCE, _KERNELS[ALL_REDUCE])
     register_in_python(ALL_REDUCE, _KERNELS[ALL_REDUCE])
     register_kernel(SUM, _KERNELS[SUM])

@@ -1,8 +1,8 @@
 """With `SYMM_CP_DEBUG=1`: ranks compare their calls on a device before any data moves.
 
-On CPU each call carries a record of what it is (csrc/channel.h). Streams compare nothing but flags:
-ranks that disagree would wait for each other, or mix their bytes. In debug mode they compare their
-calls through the group's store, which takes a round trip for each call.
+On CPU each call carries a record of what it is (csrc/channel/channel.h). Streams compare nothing
+but flags: ranks that disagree would wait for each other, or mix their bytes. In debug mode they
+compare their calls through the group's store, which takes a round trip for each call.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import torch
 from symm_cp.tensors.alignment import ALIGN, part_offsets
 from symm_cp.tensors.shards import Split
 
-# As in csrc/exchange.h: from this many bytes on, that a rank reads, two shots are faster.
+# As in csrc/exchange/exchange.h: from this many bytes on, that a rank reads, two shots are faster.
 _TWO_SHOTS_FROM = 192 << 10
 
 

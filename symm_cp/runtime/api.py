@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from symm_cp import wire
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.tensors.shards import Shape, Shapes, Split
 
 #: Takes the tensors of a rank's shard, and the rank.
@@ -59,7 +59,7 @@ Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class PlacedBox(NamedTuple):
-    """`planes` times `rows` runs of `row` bytes of a tensor; see `Box` in csrc/wire.h."""
+    """`planes` times `rows` runs of `row` bytes of a tensor; see `Box` in csrc/channel/wire.h."""
 
     peer: int
     piece: int
@@ -270,7 +270,7 @@ class Runtime(Protocol):
 
 
 class BackgroundRuntime(Protocol):
-    """Runs collectives in the background, where that is not native (csrc/low_contention.cpp)."""
+    """Runs collectives in the background unless that is native (csrc/ops/low_contention.cpp)."""
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes

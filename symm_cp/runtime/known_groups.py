@@ -1,4 +1,4 @@
-"""Makes groups known to C++, whose kernels look them up by name (csrc/groups.h)."""
+"""Makes groups known to C++, whose kernels look them up by name (csrc/channel/groups.h)."""
 
 from __future__ import annotations
 

@@ -8,10 +8,11 @@ from typing import TypeAlias
 
 import torch
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, reported
+from symm_cp.native import wire
 
 Numbers: TypeAlias = tuple[int, ...]
 

@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.memory import Workspace
+from symm_cp.native import wire
 from symm_cp.runtime import probe, recorder
 from symm_cp.runtime.binding import Binding, buffers_of
 from symm_cp.schedule.patterns import Variant

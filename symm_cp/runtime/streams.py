@@ -21,7 +21,6 @@ from contextlib import contextmanager
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
-from symm_cp import wire
 from symm_cp.devices import (
     Device,
     DeviceWorkspace,
@@ -32,6 +31,7 @@ from symm_cp.devices import (
     workspace,
 )
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.runtime.agreement import agree
 from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (

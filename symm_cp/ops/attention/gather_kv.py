@@ -171,13 +171,13 @@ def _scatter_backward(
 
 def register() -> None:
     """Adds the kernels, the fake kernels and the gradients."""
-    register_in_python(_GATHER, _gather_kernel)  # the native kernel is in csrc/gather_kv.cpp
+    register_in_python(_GATHER, _gather_kernel)  # the native kernel is in csrc/ops/gather_kv.cpp
     register_device_kernel(_GATHER, _gather_kernel)
     register_kernel(_SCATTER, _scatter_kernel)
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
     autocast.register(autocast.widen, _GATHER)
-    # Each is the gradient of the other; that of the gather is in csrc/gradients.cpp.
+    # Each is the gradient of the other; that of the gather is in csrc/ops/gradients.cpp.
     register_gradient(_SCATTER, _scatter_backward, _setup)
 
 

@@ -39,7 +39,7 @@ from symm_cp import accelerators, env, native, trusted
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import read, share
 from symm_cp.group.memory import Group, StateKey, on_first_use
-from symm_cp.runtime.all_reduce_ways import in_one_shot
+from symm_cp.runtime.all_reduce import in_one_shot
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.machine import MACHINES, TYPICAL_CPU, Machine, from_toml
 from symm_cp.schedule.patterns import (

@@ -24,8 +24,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -156,10 +155,9 @@ class Workspace:
         """Releases the memory; the next call allocates it anew. Collective. For tests."""
         self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
 
-    def began(self, epoch: int) -> None:
-        """Tells the workspace that a call has begun."""
-        if epoch == 1:
-            self._views.clear()  # they were of the memory that this one has replaced
+    def forget_views(self) -> None:
+        """Drops cached tensors: they lie in memory that was replaced."""
+        self._views.clear()
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -173,13 +171,14 @@ class Workspace:
 
     def slot(self) -> int:
         """Returns the address of this rank's slot in the call that is under way."""
-        return self._address(self._library.symm_cp_slot(self.handle))
+        address: int | None = self._library.symm_cp_slot(self.handle)
+        if address is None:
+            raise reported(RuntimeError(native.error()))
+        return address
 
     def shard(self, peer: int) -> int:
         """Returns where the shard of `peer` lies, after its ready flag was waited for."""
-        return self._address(self._library.symm_cp_shard(self.handle, peer))
-
-    def _address(self, address: int | None) -> int:
+        address: int | None = self._library.symm_cp_shard(self.handle, peer)
         if address is None:
             raise reported(RuntimeError(native.error()))
         return address
@@ -225,6 +224,39 @@ class _CallLock:
 
     def __exit__(self, *_: object) -> None:
         self._unlock(self._handle)
+
+
+class _Call:
+    """The context manager of `Group.call`: a class, which takes half the calls of a generator."""
+
+    def __init__(self, group: Group, slot_bytes: int, call_name: bytes) -> None:
+        self._group, self._slot_bytes, self._name = group, slot_bytes, call_name
+        group.own_lock()  # raises in a forked process
+        self._library, self._handle = group._library, group.handle
+
+    def __enter__(self) -> tuple[Workspace, int]:
+        if self._library.symm_cp_lock(self._handle) < 0:
+            raise reported(RuntimeError(native.error()))
+        try:
+            epoch = self._library.symm_cp_begin(self._handle, self._slot_bytes, self._name)
+            if epoch < 0:
+                raise reported(RuntimeError(native.error()))
+            workspace = self._group.workspace("sync")
+            if epoch == 1:
+                workspace.forget_views()
+        except BaseException:
+            self._library.symm_cp_unlock(self._handle)
+            raise
+        return workspace, epoch
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if error is not None:
+                reason = _reason(self._group, self._name, error)
+                self._library.symm_cp_fail(self._handle, reason)
+                reported(error)
+        finally:
+            self._library.symm_cp_unlock(self._handle)
 
 
 class Group:
@@ -310,25 +342,13 @@ class Group:
                 if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
                     raise reported(RuntimeError(native.error()))
 
-    @contextmanager
-    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Workspace, int]]:
-        """Begins a call of the channel `"sync"`; yields its workspace and epoch.
+    def call(self, slot_bytes: int, call_name: bytes) -> _Call:
+        """Begins a call of the channel `"sync"`; gives its workspace and epoch to `with`.
 
         An exception inside the `with` block ends the call on this rank: peers that wait for it
         raise an error with the reason. The next call uses the same workspace.
         """
-        with self.own_lock():
-            workspace = self._workspaces["sync"]
-            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, call_name)
-            if epoch < 0:
-                raise reported(RuntimeError(native.error()))
-            workspace.began(epoch)
-            try:
-                yield workspace, epoch
-            except BaseException as error:
-                self._library.symm_cp_fail(self.handle, _reason(self, call_name, error))
-                reported(error)
-                raise
+        return _Call(self, slot_bytes, call_name)
 
     def refuse(self, channel: str, error: BaseException) -> None:
         """Tells the peers that this rank does not make the call that they may be making now.

@@ -8,19 +8,39 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from symm_cp import native, wire
 from symm_cp.group.memory import Workspace
-from symm_cp.runtime import probe, recorder
-from symm_cp.runtime.binding import Binding, buffers_of
+from symm_cp.runtime import recorder
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.tensors.shards import Run, joint_rows
+from symm_cp.tensors.shards import Extent, Run, joint_rows
 
+#: The parts of a buffer: a shard may be several tensors that travel together.
+Parts: TypeAlias = tuple[Extent, ...]
 #: A Python kernel takes the index of its step.
 Kernel: TypeAlias = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Binding:
+    """Where each buffer lies; `by_rank` says it for those that differ from rank to rank."""
+
+    buffers: Mapping[str, Parts] = field(default_factory=dict)
+    by_rank: Mapping[str, Mapping[int, Parts]] = field(default_factory=dict)
+
+    def parts(self, region: Region) -> Parts:
+        """The parts of the buffer that a region is in."""
+        by_rank = self.by_rank.get(region.buffer)
+        return self.buffers[region.buffer] if by_rank is None else by_rank[region.rank]
+
+    def runs(self, region: Region) -> Iterator[tuple[int | None, Run]]:
+        """The operand (None: the slot) and the bytes of each part of a region."""
+        for extent in self.parts(region):
+            yield extent.operand, extent.run(region.chunk)
 
 
 @dataclass(frozen=True)
@@ -29,6 +49,34 @@ class Reduction:
 
     dtype: int
     mean: bool = False
+
+
+class Steps:
+    """The number of steps, once the block has ended."""
+
+    count = 0
+
+
+#: Whether the native part counts the steps that run in Python.
+_probing = False
+
+
+@contextmanager
+def probing(*, seed: int = 0, delay_us: int = 0, fatal: int = -1) -> Iterator[Steps]:
+    """For tests: delays each step of this process by up to `delay_us`, or kills it before one.
+
+    Delays are random. `fatal` is the number of that step, from 0, among those inside; -1: none.
+    """
+    global _probing
+    library = native.load()
+    steps = Steps()
+    library.symm_cp_probe_begin(seed, delay_us, fatal)
+    _probing = True
+    try:
+        yield steps
+    finally:
+        _probing = False
+        steps.count = library.symm_cp_probe_end()
 
 
 @dataclass(frozen=True)
@@ -56,14 +104,22 @@ class Program:
         for item, number in self.items:
             if isinstance(item, str):
                 assert kernels is not None
-                if probe.active:
-                    probe.step()
+                if _probing:
+                    native.load().symm_cp_probe_step()
                 if recording is None:
                     kernels[item](number)
                 else:
                     recording.kernel(kernels[item], item, number, call_name, epoch)
             elif run(workspace.handle, item, number, self.references, addresses) < 0:
                 raise RuntimeError(native.error())
+
+
+def _buffers_of(step: Step) -> set[str]:
+    if isinstance(step, Copy):
+        return {step.src.buffer, step.dst.buffer}
+    if isinstance(step, Compute):
+        return {region.buffer for region in (*step.reads, *step.writes)}
+    return set()
 
 
 class Lowering:
@@ -82,7 +138,7 @@ class Lowering:
         self.reduction = reduction
         self.python_copies = python_copies
         self.steps = steps
-        self.in_place = any("symmetric" in buffers_of(step) for step in steps)
+        self.in_place = any("symmetric" in _buffers_of(step) for step in steps)
         self.items: list[tuple[object, int]] = []
         self.commands: list[wire.Command] = []
         self.references: list[wire.Reference] = []

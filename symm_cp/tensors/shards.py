@@ -5,6 +5,7 @@ All arithmetic of a call's bytes is here: parts of shards, slots, staging memory
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -217,7 +218,7 @@ class ShardSizes:
         """Where the parts begin, and last the bytes that a shard takes."""
         return part_offsets([max(sizes) for sizes in zip(*self.parts, strict=True)])
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """The bytes that a shard takes."""
         return self.offsets[-1]
@@ -266,16 +267,24 @@ class ShardSizes:
         return zip(self.offsets, zip(*self.parts, strict=True), strict=False)
 
 
-@lru_cache(maxsize=512)
-def _equal_sizes(shapes: tuple[Shape, ...], items: tuple[int, ...], ranks: int) -> ShardSizes:
-    return _sizes_of((shapes,) * ranks, items)
+#: The shapes of each rank's tensors, and their dtypes.
+_Layout: TypeAlias = tuple[tuple[tuple[Shape, ...], ...], tuple[torch.dtype, ...], ShardSizes]
 
 
 @lru_cache(maxsize=512)
-def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], items: tuple[int, ...]) -> ShardSizes:
+def _equal_layout(parts: tuple[tuple[Shape, torch.dtype], ...], ranks: int) -> _Layout:
+    shapes, dtypes = (tuple(shape for shape, _ in parts),) * ranks, tuple(d for _, d in parts)
+    return shapes, dtypes, _sizes_of(shapes, dtypes)
+
+
+@lru_cache(maxsize=512)
+def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], dtypes: tuple[torch.dtype, ...]) -> ShardSizes:
     return ShardSizes(
         tuple(
-            tuple(math.prod(shape) * item for shape, item in zip(rank_shapes, items, strict=True))
+            tuple(
+                math.prod(shape) * dtype.itemsize
+                for shape, dtype in zip(rank_shapes, dtypes, strict=True)
+            )
             for rank_shapes in shapes
         )
     )
@@ -292,21 +301,25 @@ class Shards:
         self, own: Sequence[torch.Tensor], ranks: int, shapes: Sequence[Shapes] | None = None
     ) -> None:
         self.own = own
-        self.dtypes = tuple([t.dtype for t in own])
-        items = tuple([dtype.itemsize for dtype in self.dtypes])
+        #: Whether the own tensors can be copied as bytes.
+        self.contiguous = True
+        parts = []
+        for tensor in own:
+            parts.append((tensor.shape, tensor.dtype))
+            self.contiguous = self.contiguous and tensor.is_contiguous()
         if shapes is None:
-            equal = tuple([t.shape for t in own])
-            self.shapes: tuple[tuple[Shape, ...], ...] = (equal,) * ranks
-            self.sizes = _equal_sizes(equal, items, ranks)
+            self.shapes, self.dtypes, self.sizes = _equal_layout(tuple(parts), ranks)
         else:
+            self.dtypes = tuple([dtype for _, dtype in parts])
             self.shapes = tuple(tuple(tuple(shape) for shape in parts) for parts in shapes)
-            self.sizes = _sizes_of(self.shapes, items)
+            self.sizes = _sizes_of(self.shapes, self.dtypes)
         self.nbytes = self.sizes.nbytes
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether the own tensors can be copied as bytes."""
-        return all(t.is_contiguous() for t in self.own)
+    def packed(self) -> Shards:
+        """Returns the same shards, the own tensors contiguous: copy engines move runs of bytes."""
+        packed = copy.copy(self)
+        packed.own, packed.contiguous = [t.contiguous() for t in self.own], True
+        return packed
 
     def views(self, rank: int, view_at: ViewAt, base: int = 0) -> list[torch.Tensor]:
         """Returns a rank's shard that lies at `base`."""

@@ -17,9 +17,9 @@ from symm_cp.commands.bench.command import DTYPES
 from symm_cp.commands.bench.jobs import Job, Setting
 from symm_cp.commands.bench.measure import FUSED, Case, duration
 from symm_cp.commands.bench.parsers import OPS
+from symm_cp.group.hosts import QUESTION
 from symm_cp.parsing import plot_file
 from symm_cp.ranks import exit_as_rank, is_rank, quick_barrier, run_ranks
-from symm_cp.runtime.numbers import QUESTION
 from symm_cp.runtime.recorder import trace
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.machine import Machine

@@ -10,8 +10,8 @@ import torch.distributed._symmetric_memory as symm_mem
 
 from symm_cp import accelerators, env, native
 from symm_cp.commands.doctor.findings import Finding
-from symm_cp.devices import Device, nvshmem
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp.cuda import Device, nvshmem
+from symm_cp.cuda.gpu import CudaDevice
 
 _SELF_TEST = Finding(
     "backends",

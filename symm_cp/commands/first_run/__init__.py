@@ -25,11 +25,11 @@ import torch
 import torch.distributed as dist
 
 import symm_cp
-from symm_cp import devices, env
+from symm_cp import cuda, env
 from symm_cp.commands import doctor
 from symm_cp.commands.first_run import checks
 from symm_cp.commands.first_run.checks import Check
-from symm_cp.devices import Signals
+from symm_cp.cuda import Signals
 from symm_cp.group.memory import resolve
 from symm_cp.parsing import STDOUT, write_json
 from symm_cp.ranks import exit_as_rank, is_rank, run_limited
@@ -227,14 +227,14 @@ def examine(group: dist.ProcessGroup, device: torch.device, say: Say) -> int:
     """Tests a group as one of its ranks; returns 1 when something does not work."""
     state, failed = resolve(group), False
     say(_VERDICT, {"state": "hung"})
-    verdict = devices.device_for(state, device).verdict(state)
+    verdict = cuda.device_for(state, device).verdict(state)
     batches, graphs = ("yes" if b else "NO" for b in (verdict.batches, verdict.graphs))
     detail = f"{verdict.signals.value} signals; batches: {batches}; graphs: {graphs}"
     if verdict.reason:
         detail += f"; {verdict.reason}"
     works = "ok" if verdict.passed else "failed"
     say(_VERDICT, {"state": works, "detail": detail, "milliseconds": verdict.seconds * 1e3})
-    synchronize = devices.device_for(state, device).synchronize
+    synchronize = cuda.device_for(state, device).synchronize
     override = symm_cp.override_cuda_ops() if device.type == "cuda" else nullcontext()
     with override:
         for check in checks.checks(group, device):

@@ -10,8 +10,8 @@ import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
 from symm_cp import wire
-from symm_cp.devices.base import DeviceWorkspace, Signals
-from symm_cp.devices.rendezvous import map_peers
+from symm_cp.cuda.base import DeviceWorkspace, Signals
+from symm_cp.cuda.rendezvous import map_peers
 from symm_cp.group.memory import Group, StateKey
 
 # The flags that ranks raise at each other.

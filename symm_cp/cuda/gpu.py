@@ -8,15 +8,16 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from symm_cp.devices import selftest
-from symm_cp.devices.base import Device, DeviceWorkspace, Mark, Pending, Signals, Verdict
-from symm_cp.devices.symmetric import SymmetricWorkspace, is_symmetric
+from symm_cp.cuda import registry, selftest
+from symm_cp.cuda.base import Device, DeviceWorkspace, Mark, Pending, Signals, Verdict
+from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 
 # What the polling kernel uses: tensor cores for bfloat16, asynchronous copies to shared memory.
 _POLLING_CAPABILITY = (8, 0)
 
 
+@registry.register
 class CudaDevice(Device):
     """The streams of one GPU."""
 

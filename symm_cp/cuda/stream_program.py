@@ -8,16 +8,17 @@ oneself become events. Nothing here waits for the device.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
 from symm_cp import wire
-from symm_cp.devices import LANES, DeviceWorkspace, Signals, events_needed, give_up_on
+from symm_cp.cuda.base import LANES, DeviceWorkspace, Signals, events_needed
+from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.runtime import recorder
-from symm_cp.runtime.binding import Binding
+from symm_cp.runtime.program import Binding, Kernel
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
 from symm_cp.tensors.shards import Run, joint_rows
@@ -26,9 +27,6 @@ from symm_cp.tensors.shards import Run, joint_rows
 # the caller's stream has ended it.
 _BEGIN, _JOIN, _END = 0, 1, 2
 _FIRST_FREE = 3
-
-#: A Python kernel takes the index of its step.
-Kernel: TypeAlias = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -162,6 +160,14 @@ def _batch(commands: Sequence[wire.StreamCommand]) -> _Batch:
     return (wire.StreamCommand * len(commands))(*commands)
 
 
+def _step_of(command: wire.StreamCommand, rank: int) -> Step | None:
+    if command.kind == wire.StreamKind.WAIT_EVENT:
+        return Wait(rank, f"event {command.event}")
+    if command.kind == wire.StreamKind.ARRIVED:
+        return Signal(rank, "arrived")
+    return recorder.exchange_of(command, rank)
+
+
 def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]]:
     """A batch in parts that are steps of their own, or none: each with its lane.
 
@@ -170,7 +176,7 @@ def _apart(batch: _Batch, rank: int) -> Iterator[tuple[Step | None, str, _Batch]
     for (copies, lane), run in groupby(batch, lambda c: (c.kind == wire.StreamKind.COPY, c.lane)):
         commands = list(run)
         for part in [commands] if copies else [[command] for command in commands]:
-            yield recorder.step_of_stream(part[0], rank), LANES[lane], _batch(part)
+            yield _step_of(part[0], rank), LANES[lane], _batch(part)
 
 
 # Calls follow one another, also when the caller has changed streams. Outside of captures this is

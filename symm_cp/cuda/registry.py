@@ -8,18 +8,23 @@ from contextlib import contextmanager
 import torch
 
 from symm_cp import accelerators, native
-from symm_cp.devices.base import Device
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp.cuda.base import Device
 from symm_cp.group.hosts import checks
 from symm_cp.group.memory import Group, StateKey
 
-# By the type of torch devices. A new kind of device adds itself here.
-_kinds: dict[str, type[Device]] = {kind.torch_type: kind for kind in (CudaDevice,)}
+# By the type of torch devices.
+_kinds: dict[str, type[Device]] = {}
 
 _devices: dict[torch.device, Device] = {}
 
 #: What serves all of a group's tensors on devices of its type, as NVSHMEM does on CUDA.
 _CHOSEN: StateKey[Device] = StateKey("device")
+
+
+def register(kind: type[Device]) -> type[Device]:
+    """Decorates a kind of device, which from then on serves tensors on its torch devices."""
+    _kinds[kind.torch_type] = kind
+    return kind
 
 
 def known() -> tuple[type[Device], ...]:

@@ -21,8 +21,8 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import env
-from symm_cp.devices.base import Device, Signals, Verdict
-from symm_cp.devices.trial import ROUNDS, Trial
+from symm_cp.cuda.base import Device, Signals, Verdict
+from symm_cp.cuda.trial import ROUNDS, Trial
 from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, StateKey
 

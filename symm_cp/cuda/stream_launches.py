@@ -8,12 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from symm_cp.devices import Device, Signals
+from symm_cp.cuda.base import Device, Signals
+from symm_cp.cuda.stream_program import Launch, lower
 from symm_cp.group.memory import Group
-from symm_cp.runtime.all_reduce_ways import AllReduceWay
+from symm_cp.runtime.all_reduce import AllReduceVariant
 from symm_cp.runtime.api import Sizes
-from symm_cp.runtime.binding import Binding, Parts
-from symm_cp.runtime.stream_program import Launch, lower
+from symm_cp.runtime.program import Binding, Parts
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
@@ -133,20 +133,20 @@ def exchange_and_consume_launch(
 
 @lru_cache(maxsize=512)
 def all_reduce_launch(
-    rank: int, chunks: tuple[int, ...], way: AllReduceWay, mode: CallMode
+    rank: int, chunks: tuple[int, ...], variant: AllReduceVariant, mode: CallMode
 ) -> Launch:
     """Produce and all-reduce. Operands: what this rank adds up (`scratch_rows`), the result."""
     ranks = len(chunks)
-    added = sum(chunks) if way is AllReduceWay.ONE_SHOT else chunks[rank]
+    added = sum(chunks) if variant is AllReduceVariant.ONE_SHOT else chunks[rank]
     binding = Binding(
         {
-            "slot": (Extent(None, way.offsets(chunks)[:-1], chunks),),
+            "slot": (Extent(None, variant.offsets(chunks)[:-1], chunks),),
             "partials": (Extent.aligned(0, (added,) * ranks),),
             "output": (Extent.consecutive(1, chunks),),
         }
     )
-    variant = patterns.PRODUCE_AND_ALL_REDUCE.staged(**way.options)
-    return lower(variant, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
+    staged = patterns.PRODUCE_AND_ALL_REDUCE.staged(**variant.options)
+    return lower(staged, rank, ranks, binding, slots=mode.slots, signals=mode.signals)
 
 
 @dataclass(frozen=True)

@@ -6,49 +6,31 @@ memory that it allocates needs no further care. Background collectives run in th
 on a stream of their own: the caller's stream copies its input away, and goes on (leave a symmetric
 input alone until the transfer was waited for).
 
-While a graph is captured, calls take another workspace (devices/base.py) and read nothing in
-place.
+While a graph is captured, calls take another workspace (base.py) and read nothing in place.
+
+With `SYMM_CP_DEBUG=1` ranks compare their calls before any data moves. On CPU each call carries a
+record of itself (csrc/channel.h). Streams compare nothing but flags: ranks that disagree would wait
+for each other, or mix their bytes. In debug mode they compare their calls through the group's
+store, which takes a round trip for each call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import datetime
-import math
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
-from symm_cp import wire
-from symm_cp.devices import (
-    Device,
-    DeviceWorkspace,
-    Signals,
-    device_for,
-    found_in_place,
-    hold,
-    workspace,
-)
-from symm_cp.group.memory import Group
-from symm_cp.runtime.agreement import agree
-from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
-from symm_cp.runtime.api import (
-    Collective,
-    Combine,
-    Consume,
-    ConsumeAndProduce,
-    ConsumeHere,
-    Parcels,
-    Pass,
-    Poll,
-    Produce,
-    RelayStep,
-    Sizes,
-)
-from symm_cp.runtime.parcels import exchange_parcels
-from symm_cp.runtime.stream_launches import (
+from symm_cp import env, runtime, wire
+from symm_cp.cuda import kernels
+from symm_cp.cuda.base import Device, DeviceWorkspace, Signals
+from symm_cp.cuda.in_place import found_in_place
+from symm_cp.cuda.registry import device_for, has_streams, kind_for, spans_hosts
+from symm_cp.cuda.stream_launches import (
     CallMode,
     Exchange,
     all_reduce_launch,
@@ -60,15 +42,87 @@ from symm_cp.runtime.stream_launches import (
     poll_launch,
     produce_launch,
 )
-from symm_cp.runtime.stream_program import Kernel, Launch
-from symm_cp.runtime.sums import add_rows, real
-from symm_cp.runtime.turns import relay_in_turns
+from symm_cp.cuda.stream_program import Launch
+from symm_cp.cuda.workspaces import give_up, hold, workspace
+from symm_cp.group.hosts import hosts_of
+from symm_cp.group.liveness import generation, wait_limit
+from symm_cp.group.memory import Group, StateKey, reported
+from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
+from symm_cp.runtime.api import (
+    AllReduceCall,
+    BackgroundRuntime,
+    Collective,
+    CombineCall,
+    ExchangeCall,
+    GatherAndScatterCall,
+    GatherCall,
+    Poll,
+    Runtime,
+    ScatterCall,
+)
+from symm_cp.runtime.hosts import HostsRuntime
+from symm_cp.runtime.program import Kernel
+from symm_cp.runtime.sums import real, wide
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
-from symm_cp.tensors.shards import Extent, Shape, Shapes, Shards, Split, ViewAt, viewing
+from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
-# From this many ranks on, shards that nobody keeps are pulled into two places in turn.
+# The numbers of the calls that a group's ranks have compared.
+_NUMBERS: StateKey[itertools.count[int]] = StateKey("compared calls")
+
+
+def agree(group: Group, call_name: bytes) -> None:
+    """Raises `RuntimeError` on every rank unless all ranks make this call now; only in debug mode.
+
+    Also when a rank makes no call within the time-out.
+    """
+    if not env.debug() or group.world_size == 1:
+        return
+    store, begin = group.store(), f"symm_cp/{generation(group)}/call"
+    number = next(group.state(_NUMBERS, lambda: itertools.count(1)))
+    store.set(f"{begin}/{number}/{group.rank}", call_name)
+    limit = wait_limit(group)
+    calls = []
+    for rank in range(group.world_size):
+        try:
+            store.wait([f"{begin}/{number}/{rank}"], limit)
+        except RuntimeError as error:
+            raise reported(
+                RuntimeError(
+                    f"symm_cp: {call_name.decode()}: rank {rank} has not made its call number "
+                    f"{number} of group {group.name!r} within {limit.total_seconds():g} s"
+                )
+            ) from error
+        calls.append(store.get(f"{begin}/{number}/{rank}").decode())
+    # Every rank has made this call, so every rank has read the keys of the last one.
+    store.delete_key(f"{begin}/{number - 1}/{group.rank}")
+    if len(set(calls)) > 1:
+        by_rank = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
+        raise reported(RuntimeError(f"symm_cp: ranks disagree: {by_rank}"))
+
+
+def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:
+    """Writes `rows[0] + rows[1] + ...` to `out`, added in that order, in float32 for 16-bit types.
+
+    `rows` is (W, ...) for `out` of shape (...); each row is contiguous.
+    """
+    if out.numel() == 0:
+        return
+    kind = kind_for(rows.device)
+    if kind is not None and kind.triton:
+        kernels.add_rows(rows, out, mean=mean)
+        return
+    total = rows[0].to(wide(rows.dtype), copy=True)
+    for row in rows[1:]:
+        total += row
+    if mean:
+        total /= rows.shape[0]
+    out.copy_(total)
+
+
+# Number of ranks from which on shards without `gathered` are pulled into two places in turn instead
+# of one place for each rank: with fewer ranks that saves too little memory for its waits.
 _BOUNDED_FROM = 4
 
 
@@ -80,6 +134,11 @@ class _Call:
         self.device = device_for(group, device)
         self.mode = CallMode.of(self.device, group)
 
+    @classmethod
+    def of(cls, shards: Shards, group: Group, call_name: bytes) -> _Call:
+        """A call on the device of the shards."""
+        return cls(group, shards.own[0].device, call_name)
+
     def in_place(
         self, shard: Sequence[torch.Tensor], *, some_empty: bool = False
     ) -> tuple[int, ...] | None:
@@ -88,12 +147,12 @@ class _Call:
         Where a rank's shard is empty, and so has no address, none is read in place.
         """
         agree(self.group, self.name)
-        found, way = None, b" through a slot"
+        found, route = None, b" through a slot"
         if len(shard) == 1 and not self.mode.capturing and not some_empty:
             found = found_in_place(shard[0], self.group)
         if found is not None:
-            way = b" of symmetric tensor number %d" % found.number
-        agree(self.group, self.name + way)
+            route = b" of symmetric tensor number %d" % found.number
+        agree(self.group, self.name + route)
         return None if found is None else found.addresses
 
     @contextmanager
@@ -114,9 +173,9 @@ class _Call:
     ) -> None:
         """Hands out a launch; `used` is all memory of this rank that its streams may touch.
 
-        A call that ends as it should leaves nothing to take care of: the caller's stream waits for
-        the other one, or in the background `_start` sees to it. After an error that stream may go
-        on for long, and the caller frees what it is at work on.
+        A call without an error needs nothing more: the caller's stream waits for
+        the other one, or in the background `_start` sees to it. After an error that stream may run
+        on for long, while the caller frees the memory that it uses.
         """
         capturing = self.mode.capturing
         try:
@@ -138,94 +197,64 @@ def _viewing_slot(space: DeviceWorkspace, epoch: int) -> ViewAt:
     return lambda offset, shape, dtype: view_at(base + offset, shape, dtype)
 
 
-def _contiguous(shard: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    # Copy engines move runs of bytes.
-    return [t.contiguous() for t in shard]
+class StreamRuntime(BackgroundRuntime):
+    """The runtime for devices with streams."""
 
-
-class StreamRuntime:
-    """The runtime for devices with streams; see `runtime.api.Runtime`."""
-
-    def all_gather_and_consume(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: Consume,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None = None,
-        gathered: torch.Tensor | None = None,
-        split: Split | None = None,
-    ) -> None:
-        """See `Runtime`.
-
-        Peers' shards are pulled to `gathered` where it is given (`consume` gets them as they lie
-        there), else to staging memory.
-        """
+    def _gather(self, call: GatherCall) -> None:
+        """Pulls peers' shards to `gathered` if that is given, else to staging memory."""
+        group, gathered, split = call.group, call.gathered, call.split
         ranks, rank = group.world_size, group.rank
-        call = _Call(group, shard[0].device, call_name)
-        shards, target = Shards(_contiguous(shard), ranks, shapes), None
-        addresses = call.in_place(shard, some_empty=shards.sizes.some_empty)
-        if gathered is not None:
-            split = split or Split.equal(shard[0].shape[0], ranks)
+        here, shards, target = _Call.of(call.shards, group, call.name), call.shards.packed(), None
+        addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
+        if gathered is not None and split is not None:
             target = (split, tuple(gathered.shape), gathered.element_size())
         bounded = gathered is None and shards.sizes.equal and ranks >= _BOUNDED_FROM
         in_place = addresses is not None
-        launch = gather_launch(rank, shards.sizes, call.mode, in_place, bounded, target)
+        launch = gather_launch(rank, shards.sizes, here.mode, in_place, bounded, target)
         order = peers(rank, ranks)
-        # Where the first part is kept, the others come to lie in staging memory, one's own too.
+        # If `gathered` takes the first part, staging memory takes the others, this rank's too.
         needs_staging = len(shards.own) > 1 if gathered is not None else ranks > 1
         staging = _staging(shards, (2 if bounded else ranks) if needs_staging else 0)
-        kept = split.parts(gathered) if gathered is not None and split is not None else ()
+        in_gathered = split.parts(gathered) if gathered is not None and split is not None else ()
         # Equal shards that take turns lie in the same two places.
         staged: dict[int, list[torch.Tensor]] = {}
 
         def run_consume(source: int) -> None:
             if source == rank:
-                consume(list(shards.own), rank)
+                call.consume(list(shards.own), rank)
                 return
             place = order.index(source) % 2 if bounded else source
             parts = staged.get(place) or [shards.own[0]]
             if needs_staging and place not in staged:
                 parts = shards.views(source, viewing(staging), place * shards.nbytes)
                 staged[place] = parts
-            if kept:
-                parts[0] = kept[source]
-            consume(parts, source)
+            if in_gathered:
+                parts[0] = in_gathered[source]
+            call.consume(parts, source)
 
         operands = [*(t.data_ptr() for t in shards.own), staging.data_ptr()]
         operands += [0 if gathered is None else gathered.data_ptr(), *(addresses or ())]
-        with call.workspace(0 if in_place else shards.nbytes) as (space, epoch):
+        with here.workspace(0 if in_place else shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"consume": run_consume}
             used = [*shards.own, staging, *(() if gathered is None else (gathered,))]
-            call.run(launch, space, epoch, operands, kernels, *used)
+            here.run(launch, space, epoch, operands, kernels, *used)
 
-    def all_gather_and_combine(
-        self,
-        group: Group,
-        shard: torch.Tensor,
-        combine: Combine,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-    ) -> None:
-        """See `Runtime`. All shards are pulled, the own one as well."""
-        ranks = group.world_size
-        call = _Call(group, shard.device, call_name)
-        parts = None if shapes is None else [(shape,) for shape in shapes]
-        shards = Shards(_contiguous([shard]), ranks, parts)
-        addresses = call.in_place([shard], some_empty=shards.sizes.some_empty)
-        launch = combine_launch(group.rank, shards.sizes, call.mode, addresses is not None)
+    def _combine(self, call: CombineCall) -> None:
+        """Pulls all shards, this rank's as well."""
+        ranks, shards = call.group.world_size, call.shards.packed()
+        here = _Call.of(shards, call.group, call.name)
+        addresses = here.in_place(call.shards.own, some_empty=shards.sizes.some_empty)
+        launch = combine_launch(call.group.rank, shards.sizes, here.mode, addresses is not None)
         staging = _staging(shards, ranks)
 
         def run_combine(_: int) -> None:
             view_at = viewing(staging)
-            combine([shards.views(r, view_at, r * shards.nbytes)[0] for r in range(ranks)])
+            call.combine([shards.views(r, view_at, r * shards.nbytes)[0] for r in range(ranks)])
 
         operands = [shards.own[0].data_ptr(), staging.data_ptr(), *(addresses or ())]
-        with call.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
+        with here.workspace(0 if addresses is not None else shards.nbytes) as (space, epoch):
             kernels: dict[str, Kernel] = {"combine": run_combine}
-            call.run(launch, space, epoch, operands, kernels, *shards.own, staging)
+            here.run(launch, space, epoch, operands, kernels, *shards.own, staging)
 
     def all_gather_and_poll(
         self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
@@ -233,10 +262,10 @@ class StreamRuntime:
         """See `Runtime`."""
         agree(group, call_name)
         ranks = group.world_size
-        call = _Call(group, shard[0].device, call_name)
-        assert not call.mode.capturing, "numbers cannot change in a graph"
-        shards = Shards(_contiguous(shard), ranks)
-        launch = poll_launch(group.rank, shards.sizes, call.mode)
+        here = _Call(group, shard[0].device, call_name)
+        assert not here.mode.capturing, "numbers cannot change in a graph"
+        shards = Shards(shard, ranks).packed()
+        launch = poll_launch(group.rank, shards.sizes, here.mode)
         staging = _staging(shards, ranks - 1)
         by_peer = staging[: (ranks - 1) * shards.nbytes].view(ranks - 1, shards.nbytes)
         parts = zip(shards.sizes.offsets, shards.sizes.parts[0], shards.own, strict=False)
@@ -244,183 +273,126 @@ class StreamRuntime:
             by_peer[:, offset : offset + size].view(t.dtype).unflatten(1, t.shape)
             for offset, size, t in parts
         ]
-        with call.workspace(shards.nbytes) as (space, epoch):
+        with here.workspace(shards.nbytes) as (space, epoch):
             words, step = space.flags("arrived"), wire.FLAG_BYTES // 4
             kernels: dict[str, Kernel] = {"consume": lambda _: kernel(pulled, words, step, epoch)}
             used = [*shards.own, staging]
-            call.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
+            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used)
 
-    def produce_and_reduce_scatter(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shape] | None = None,
-        mean: bool = False,
-    ) -> None:
-        """See `Runtime`.
-
-        Peers' partial sums are pulled while this rank still produces, and one kernel adds all of
-        them in rank order.
-        """
-        agree(group, call_name)
-        rank, ranks = group.rank, group.world_size
-        call = _Call(group, out.device, call_name)
-        partials = [tuple(out.shape)] * ranks if shapes is None else shapes
-        sizes = tuple(math.prod(shape) * out.element_size() for shape in partials)
-        launch = produce_launch(rank, sizes, call.mode)
-        sums, offsets = scratch_rows(out, ranks), part_offsets(sizes)
-        with call.workspace(offsets[-1]) as (space, epoch):
+    def _scatter(self, call: ScatterCall) -> None:
+        """Pulls peers' partial sums while this rank produces; one kernel adds all in rank order."""
+        group, out = call.group, call.out
+        agree(group, call.name)
+        rank, here = group.rank, _Call(group, out.device, call.name)
+        launch = produce_launch(rank, call.nbytes, here.mode)
+        sums, offsets = scratch_rows(out, group.world_size), part_offsets(call.nbytes)
+        with here.workspace(offsets[-1]) as (space, epoch):
             in_slot = _viewing_slot(space, epoch)
 
             def run_produce(target: int) -> None:
                 if target == rank:
-                    produce(target, sums[rank])
+                    call.produce(target, sums[rank])
                 else:
-                    produce(target, in_slot(offsets[target], partials[target], out.dtype))
+                    partial = in_slot(offsets[target], call.partials[target], out.dtype)
+                    call.produce(target, partial)
 
             kernels: dict[str, Kernel] = {
                 "produce": run_produce,
-                "reduce": lambda _: add_rows(sums, out, mean=mean),
+                "reduce": lambda _: add_rows(sums, out, mean=call.mean),
             }
-            call.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
+            here.run(launch, space, epoch, [sums.data_ptr()], kernels, sums, out)
 
-    def produce_and_all_reduce(
-        self,
-        group: Group,
-        produce: Produce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        split: Split | None = None,
-        mean: bool = False,
-    ) -> None:
-        """See `Runtime`.
+    def _all_reduce(self, call: AllReduceCall) -> None:
+        """Pulls contributions to this rank's part while this rank still produces.
 
-        Contributions to this rank's part are pulled while it still produces, one kernel adds them,
-        and the peers' sums are pulled as they come.
+        One kernel adds them, and the peers' sums are pulled as they are done.
         """
-        agree(group, call_name)
+        group, out, split = call.group, call.out, call.split
+        agree(group, call.name)
         rank, ranks = group.rank, group.world_size
-        call = _Call(group, out.device, call_name)
-        way, chunks = all_reduce_way(out, split, ranks)
-        launch = all_reduce_launch(rank, chunks, way, call.mode)
-        offsets, one_shot = way.offsets(chunks), way is AllReduceWay.ONE_SHOT
+        here = _Call(group, out.device, call.name)
+        variant, chunks = all_reduce_variant(out, split, ranks)
+        launch = all_reduce_launch(rank, chunks, variant, here.mode)
+        offsets, one_shot = variant.offsets(chunks), variant is AllReduceVariant.ONE_SHOT
         if split is not None:
             own = split.of(rank, out)
         else:
             own = out.view(-1)[: None if one_shot else chunks[rank] // out.element_size()]
         sums = scratch_rows(own, ranks)
-        with call.workspace(offsets[-1]) as (space, epoch):
+        with here.workspace(offsets[-1]) as (space, epoch):
             in_slot = _viewing_slot(space, epoch)
 
             def run_produce(target: int) -> None:
                 if ranks == 1:
-                    produce(target, out)
+                    call.produce(target, out)
                 elif split is None:
-                    produce(target, in_slot(0, tuple(out.shape), out.dtype))
+                    call.produce(target, in_slot(0, tuple(out.shape), out.dtype))
                 elif target == rank:
-                    produce(target, sums[rank])
+                    call.produce(target, sums[rank])
                 else:
                     shape = tuple(split.shape_of(target, out.shape))
-                    produce(target, in_slot(offsets[target], shape, out.dtype))
+                    call.produce(target, in_slot(offsets[target], shape, out.dtype))
 
             def run_reduce(_: int) -> None:
                 total = own
                 if not one_shot:  # where the peers read it
                     total = in_slot(offsets[rank], tuple(own.shape), out.dtype)
-                add_rows(sums, total, mean=mean)
+                add_rows(sums, total, mean=call.mean)
 
             kernels: dict[str, Kernel] = {"produce": run_produce, "reduce": run_reduce}
             operands = [sums.data_ptr(), out.data_ptr()]
-            call.run(launch, space, epoch, operands, kernels, sums, out)
+            here.run(launch, space, epoch, operands, kernels, sums, out)
 
-    def exchange_and_consume(
-        self,
-        group: Group,
-        give: Pass,
-        consume: ConsumeHere,
-        take: Pass,
-        device: torch.device,
-        call_name: bytes,
-        *,
-        sizes: Sizes,
-    ) -> None:
-        """See `Runtime`. What the peers give is pulled while this rank still gives or consumes."""
-        agree(group, call_name)
-        rank = group.rank
-        call = _Call(group, device, call_name)
-        launch, places = exchange_and_consume_launch(rank, sizes, call.mode)
+    def _exchange(self, call: ExchangeCall) -> None:
+        """Pulls the peers' parts while this rank still gives or consumes."""
+        group, sizes, device = call.group, call.sizes, call.device
+        agree(group, call.name)
+        rank, here = group.rank, _Call(group, device, call.name)
+        launch, places = exchange_and_consume_launch(rank, sizes, here.mode)
         offsets = part_offsets(sizes[rank])
         like = torch.empty(0, dtype=torch.uint8, device=device)
         staging = scratch(like, max(1, places[-1]))
-        with call.workspace(max(part_offsets(each)[-1] for each in sizes)) as (space, epoch):
+        with here.workspace(max(part_offsets(each)[-1] for each in sizes)) as (space, epoch):
             in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
 
             def run_give(to: int) -> None:
-                give(to, in_slot(offsets[to], (sizes[rank][to],), torch.uint8))
+                call.give(to, in_slot(offsets[to], (sizes[rank][to],), torch.uint8))
 
             def run_take(source: int) -> None:
-                take(source, view_at(places[source], (sizes[source][rank],), torch.uint8))
+                call.take(source, view_at(places[source], (sizes[source][rank],), torch.uint8))
 
             kernels: dict[str, Kernel] = {
                 "give": run_give,
-                "consume": lambda _: consume(),
+                "consume": lambda _: call.consume(),
                 "take": run_take,
             }
-            call.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
+            here.run(launch, space, epoch, [staging.data_ptr()], kernels, staging)
 
-    def exchange(
-        self,
-        group: Group,
-        parcels: Parcels,
-        tensors: Sequence[torch.Tensor],
-        outputs: Sequence[torch.Tensor],
-        call_name: bytes,
-    ) -> None:
-        """See `Runtime`. Kernels copy to the slot and from the memory that copy engines fill."""
-        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
+    def _gather_and_scatter(self, call: GatherAndScatterCall) -> None:
+        """Without `ring`, holds all shards and all partial sums for this rank.
 
-    def consume_and_reduce_scatter(
-        self,
-        group: Group,
-        shard: Sequence[torch.Tensor],
-        consume: ConsumeAndProduce,
-        out: torch.Tensor,
-        call_name: bytes,
-        *,
-        shapes: Sequence[Shapes] | None,
-        partials: Sequence[Shape],
-        ring: bool = False,
-    ) -> None:
-        """See `Runtime`.
-
-        Without `ring` there is room here for all shards and all partial sums for this rank; with it
-        for two shards and one partial sum.
+        With it: two shards and one partial sum.
         """
-        agree(group, call_name)
+        group, out, ring = call.group, call.out, call.ring
+        agree(group, call.name)
         rank, ranks = group.rank, group.world_size
-        call = _Call(group, out.device, call_name)
-        shards = Shards(_contiguous(shard), ranks, shapes)
-        sizes = tuple(math.prod(shape) * out.element_size() for shape in partials)
-        exchange = Exchange(shards.sizes, sizes, ring)
-        launch = exchange_launch(rank, exchange, call.mode)
+        here, shards = _Call(group, out.device, call.name), call.shards.packed()
+        exchange = Exchange(shards.sizes, call.nbytes, ring)
+        launch = exchange_launch(rank, exchange, here.mode)
         staging = _staging(shards, min(2, ranks) if ring else ranks)
         sums = scratch_rows(out, 1 if ring else ranks)
         order = peers(rank, ranks)
-        with call.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
+        with here.workspace(exchange.offsets[-1] + shards.nbytes) as (space, epoch):
             in_slot, view_at = _viewing_slot(space, epoch), viewing(staging)
 
             def run_consume(source: int) -> None:
                 if source == rank:
-                    consume(list(shard), rank, out if ring else sums[rank])
+                    call.consume(list(call.shards.own), rank, out if ring else sums[rank])
                     return
                 place = order.index(source) % 2 if ring else source
-                partial = in_slot(exchange.offsets[place], partials[source], out.dtype)
+                partial = in_slot(exchange.offsets[place], call.partials[source], out.dtype)
                 parts = shards.views(source, view_at, place * shards.nbytes)
-                consume(parts, source, partial)
+                call.consume(parts, source, partial)
 
             kernels: dict[str, Kernel] = {
                 "consume": run_consume,
@@ -428,32 +400,37 @@ class StreamRuntime:
                 "reduce": lambda _: add_rows(sums, out),
             }
             used = [*shards.own, staging, sums]
-            call.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
-
-    def relay(
-        self,
-        group: Group,
-        step: RelayStep,
-        like: torch.Tensor,
-        shapes: Sequence[Shape],
-        call_name: bytes,
-        *,
-        reverse: bool = False,
-    ) -> None:
-        """See `Runtime`. The ranks take turns: flags of streams have no pieces."""
-        relay_in_turns(self, group, step, like, shapes, call_name, reverse=reverse)
+            here.run(launch, space, epoch, [t.data_ptr() for t in used], kernels, *used, out)
 
     def prepare_all_gather(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes
     ) -> Collective:
-        """See `Runtime`."""
+        """See `BackgroundRuntime`."""
         return _BackgroundGather(tensor, split, call_name)
 
     def prepare_reduce_scatter(
         self, group: Group, tensor: torch.Tensor, split: Split, call_name: bytes, *, mean: bool
     ) -> Collective:
-        """See `Runtime`."""
+        """See `BackgroundRuntime`."""
         return _BackgroundScatter(tensor, split, group.rank, call_name, mean)
+
+    def give_up(self, group: Group, error: BaseException) -> None:
+        """See `Runtime`. Peers that wait for this rank's streams abort."""
+        give_up(group, error)
+
+
+_streams = StreamRuntime()
+_streams_over_hosts = HostsRuntime(_streams)
+
+
+def _choose(device: torch.device, group: Group) -> Runtime | None:
+    if not has_streams(device):
+        return None
+    alone = spans_hosts(group, device) or hosts_of(group, device) is None
+    return _streams if alone else _streams_over_hosts
+
+
+runtime.choosers.append(_choose)
 
 
 class _Transfer(Work):

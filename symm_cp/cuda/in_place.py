@@ -11,7 +11,7 @@ ranks other offsets (pytorch #190977).
 Afterwards a call looks its input up, by the identity of its storage and the bytes of it. Ranks that
 look up different things are programs that differ: where one reads in place and another one goes
 through its slot, they await different flags ("ready in place" and "ready"), so that both time out
-with words; where they pass different tensors, they are told in debug mode (runtime/agreement.py).
+with words; where they pass different tensors, they are told in debug mode (cuda/streams.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 import torch.distributed._symmetric_memory as symm_mem
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from symm_cp.devices.base import Device
-from symm_cp.devices.registry import device_for, has_streams, spans_hosts
-from symm_cp.devices.rendezvous import map_peers
+from symm_cp.cuda.base import Device
+from symm_cp.cuda.registry import device_for, has_streams, spans_hosts
+from symm_cp.cuda.rendezvous import map_peers
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from symm_cp import wire
-from symm_cp.devices.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
+from symm_cp.cuda.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.group.memory import Group
 from symm_cp.schedule.patterns import peers
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp import wire
-from symm_cp.devices.base import Device, DeviceWorkspace, Signals, Verdict
-from symm_cp.devices.registry import device_for, spans_hosts
+from symm_cp.cuda.base import Device, DeviceWorkspace, Signals, Verdict
+from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
 

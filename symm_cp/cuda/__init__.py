@@ -1,11 +1,14 @@
-"""Devices with streams: one file for each kind, a registry, and the workspaces of groups on them.
+"""Devices with streams: who works on CPU tensors alone need read nothing in this wing.
 
-`symm_cp.devices.nvshmem` is imported only when asked for.
+Each kind of device is a file that registers itself and is imported here (`gpu.py`: CUDA), but for
+`symm_cp.cuda.nvshmem`, which is imported when asked for. `streams.py` is the runtime of all kinds.
 """
 
 from __future__ import annotations
 
-from symm_cp.devices.base import (
+from symm_cp.cuda import gpu as _gpu  # noqa: F401 - registers itself
+from symm_cp.cuda import streams as _streams  # noqa: F401 - registers itself
+from symm_cp.cuda.base import (
     LANES,
     Device,
     DeviceWorkspace,
@@ -15,8 +18,8 @@ from symm_cp.devices.base import (
     Verdict,
     events_needed,
 )
-from symm_cp.devices.in_place import InPlace, found_in_place, read_in_place
-from symm_cp.devices.registry import (
+from symm_cp.cuda.in_place import InPlace, found_in_place, read_in_place
+from symm_cp.cuda.registry import (
     choose,
     device_for,
     device_of,
@@ -26,7 +29,7 @@ from symm_cp.devices.registry import (
     replaced,
     spans_hosts,
 )
-from symm_cp.devices.workspaces import (
+from symm_cp.cuda.workspaces import (
     give_up,
     give_up_on,
     hold,

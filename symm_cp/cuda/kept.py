@@ -9,7 +9,7 @@ from typing import Concatenate, Generic, ParamSpec, TypeVar
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from symm_cp.devices.registry import device_of, has_streams
+from symm_cp.cuda.registry import device_of, has_streams
 from symm_cp.modes import ordinary_tensors
 
 P = ParamSpec("P")

@@ -27,14 +27,16 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from itertools import product
-from typing import ClassVar, Protocol, TypeAlias, TypeVar
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from symm_cp import kernels, native, wire
+from symm_cp import native, wire
+from symm_cp.cuda import kernels
 from symm_cp.group.liveness import share, wait_limit, watched_processes
 from symm_cp.group.memory import Calls, Group, pages
 from symm_cp.modes import ordinary_tensors
+from symm_cp.runtime.recorder import Mark
 from symm_cp.tensors.alignment import debug_offset
 
 T = TypeVar("T")
@@ -79,10 +81,6 @@ class Verdict:
         return self.signals is not Signals.NONE
 
 
-#: Returns a time in nanoseconds of the monotonic clock; call it after `Device.synchronize`.
-Mark: TypeAlias = Callable[[], int]
-
-
 class Pending(Protocol):
     """Work on a stream that has not ended yet."""
 
@@ -100,7 +98,7 @@ class Device(ABC):
     driver: str
     #: Whether torch has kernels of its own for the ops of `torch.ops.symm_mem`.
     torch_has_kernels: ClassVar[bool] = False
-    #: Whether Triton compiles the kernels of symm_cp/kernels for it.
+    #: Whether Triton compiles the kernels of symm_cp/cuda/kernels for it.
     triton: ClassVar[bool] = False
     #: Whether calls can be captured into graphs.
     captures: ClassVar[bool] = False

@@ -94,7 +94,7 @@ class Question:
 
     @property
     def key(self) -> str:
-        """Names the question in the file of what was measured."""
+        """Names the question in the file of measurements."""
         shapes = ",".join("x".join(map(str, product)) for product in self.products)
         return f"{self.op} {str(self.dtype)[6:]} {shapes}"
 
@@ -138,7 +138,7 @@ class Question:
         dtype, item = str(self.dtype)[6:], self.dtype.itemsize
         total = 0.0
         for rows, inner, columns in self.products:
-            # The dimension that grows with the shards: rows, or what is summed over.
+            # The dimension that grows with the shards: rows, or the summed dimension.
             weight = inner * columns * item * (shards if self.accumulated else 1)
             total += machine.matmul(2.0 * shards * rows * inner * columns, dtype, weight)
         if self.accumulated and shards == 1:
@@ -155,7 +155,7 @@ def _nothing(machine: Machine) -> float:
 
 
 class Facts:
-    """What the ranks of a group choose by."""
+    """The facts by which the ranks of a group choose."""
 
     def __init__(self, reading: int, machine: str, tuned: str) -> None:
         self.reading = reading
@@ -220,7 +220,7 @@ def processor_name() -> str:
 def machine_key() -> str:
     """Names what measurements hold for, in names of files: processor, its cores, and torch.
 
-    Machines of several kinds may share a home folder. The cores are those of the machine: ranks may
+    Machines of several kinds may share a home folder. All cores of the machine count: ranks may
     be bound to one each.
     """
     text = f"{processor_name()} {os.cpu_count()} cores torch {torch.__version__}"
@@ -294,7 +294,7 @@ def facts_read(group: Group) -> bool:
 
 
 def facts_of(group: Group) -> Facts:
-    """Returns what a group's ranks choose by. Collective at the first call for a group.
+    """Returns the facts by which a group's ranks choose. Collective at the first call for a group.
 
     Warns on rank 0 about files that it does not use.
     """
@@ -403,7 +403,7 @@ def _apart(group: Group, device: torch.device, facts: Facts) -> bool:
 
 
 def _on(device: torch.device, key: str) -> str:
-    """The key of a question in the file of what was measured."""
+    """The key of a question in the file of measurements."""
     return key if device.type == "cpu" else f"{accelerators.name_of(device)}: {key}"
 
 

@@ -1,4 +1,4 @@
-"""What a device has to offer: streams, memory that peers can reach, and signals between ranks.
+"""Devices: streams, memory that peers can reach, and signals between ranks.
 
 `Device` and `DeviceWorkspace` are abstract; README.md says what a new kind of device implements.
 
@@ -14,7 +14,7 @@ flags, then slots, as in memory.py. A group has one for each channel and device:
 and others for calls that are captured into graphs, where epochs cannot change from replay to
 replay: one for each graph. They have one slot, and flags that the waiter resets. Each of their
 calls is complete in itself, so graphs may be replayed any number of times, at the same time and in
-any order, as long as all ranks replay those that follow each other in the same order.
+any order, as long as all ranks replay dependent graphs in the same order.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Signals(Enum):
     STREAM = "stream"
     #: Our own kernels (kernels/signals.py).
     KERNEL = "kernel"
-    #: torch's kernels for symmetric memory, which reset what they have waited for.
+    #: torch's kernels for symmetric memory, whose waits reset the flag.
     TORCH = "torch"
     #: None of these work: the ranks are treated as if they were on different hosts.
     NONE = "none"
@@ -63,7 +63,7 @@ class Signals(Enum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a group's ranks may use on a device: the same on all of them, that of the weakest."""
+    """The features that a group may use on a device: the ones that work on all of its ranks."""
 
     signals: Signals = Signals.STREAM
     #: Whether copies may be issued in batches; otherwise one after the other.
@@ -175,7 +175,7 @@ class Device(ABC):
         return bool(native.load().symm_cp_stream_ended(self.driver.encode(), stream) < 0)
 
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
-        """Captures what a function puts on a stream into a graph; returns what replays it there."""
+        """Captures the work that a function puts on a stream into a graph; returns its replay."""
         raise NotImplementedError(f"{self}: calls cannot be captured")
 
     def borrow_stream(self) -> int:
@@ -250,7 +250,7 @@ class Device(ABC):
         return False
 
     def verdict(self, group: Group) -> Verdict:
-        """Returns what a group's ranks may use. Collective at the first call for a group."""
+        """Returns the features that a group may use. Collective at the first call for a group."""
         return Verdict()
 
     def signals(self, group: Group) -> Signals:
@@ -285,7 +285,7 @@ class DeviceWorkspace(Calls, ABC):
         self.last_stream: int | None = None
         self.limit_ms = 0 if channel == TRIAL else int(wait_limit(group).total_seconds() * 1000)
         self.given_up = False
-        #: What a failed call was given: its streams may still use it.
+        #: Tensors of failed calls, whose streams may still use them.
         self.held: list[torch.Tensor] = []
         # A function without declared types, whose checks take as long as the call.
         self._run = native.load()["symm_cp_streams_run"]
@@ -429,5 +429,5 @@ class DeviceWorkspace(Calls, ABC):
 
 
 def events_needed(world_size: int) -> int:
-    """The events of a call: its begin and end, and those of the flags to oneself."""
+    """Returns the number of events of a call: begin, join, end, one for each flag to oneself."""
     return 3 + 4 * world_size

@@ -13,7 +13,7 @@ from symm_cp.cuda.base import Device, DeviceWorkspace, Mark, Pending, Signals, V
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group.memory import Group
 
-# What the polling kernel uses: tensor cores for bfloat16, asynchronous copies to shared memory.
+# The polling kernel uses tensor cores for bfloat16 and asynchronous copies to shared memory.
 _POLLING_CAPABILITY = (8, 0)
 
 
@@ -56,7 +56,7 @@ class CudaDevice(Device):
             kernel()
 
     def capture(self, stream: int, function: Callable[[], object]) -> Callable[[], object]:
-        """Captures what a function puts on a stream into a graph; returns what replays it there."""
+        """Captures the work that a function puts on a stream into a graph; returns its replay."""
         graph = torch.cuda.CUDAGraph()
 
         def record() -> None:
@@ -121,7 +121,7 @@ class CudaDevice(Device):
         return torch.cuda.get_device_capability(self.torch_device) >= _POLLING_CAPABILITY
 
     def verdict(self, group: Group) -> Verdict:
-        """Returns what the self-test of a group found; collective at the first call for it."""
+        """Returns the result of a group's self-test; collective at the first call for the group."""
         return selftest.verdict(group, self)
 
     def workspace(

@@ -1,6 +1,6 @@
-"""Tensors that peers read where they lie: which, and where they are, the ranks agree on beforehand.
+"""Tensors that peers read where they lie. The ranks agree beforehand which these are, and where.
 
-In a call nobody can be asked: a stream's flags carry no more than a number, and an exchange through
+A call cannot ask: a stream's flags carry no more than a number, and an exchange through
 the store would cost more than the copy that it saves. Nor can ranks agree at the first call with a
 tensor: a tensor that is new to one rank may be known to another, which alternates between two
 buffers less often, and an exchange that only some ranks enter never ends. So the user says it once
@@ -11,7 +11,7 @@ ranks other offsets (pytorch #190977).
 Afterwards a call looks its input up, by the identity of its storage and the bytes of it. Ranks that
 look up different things are programs that differ: where one reads in place and another one goes
 through its slot, they await different flags ("ready in place" and "ready"), so that both time out
-with words; where they pass different tensors, they are told in debug mode (cuda/streams.py).
+with an error; where they pass different tensors, debug mode raises an error (streams.py).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
         return
     if spans_hosts(whole_group, tensor.device):
         raise NotImplementedError(
-            f"read_in_place: {device_for(whole_group, tensor.device)} reads no tensors of users"
+            f"read_in_place: not supported on {device_for(whole_group, tensor.device)}"
         )
     spread = hosts_of(whole_group, tensor.device)
     local = whole_group if spread is None else spread.local
@@ -100,14 +100,14 @@ def read_in_place(tensor: torch.Tensor, group: GroupLike) -> None:
 
 @dataclass(frozen=True)
 class _Facts:
-    """What a rank passes."""
+    """Facts about the tensor of a rank."""
 
     nbytes: int
     symmetric: bool
     contiguous: bool
 
     def reason(self, first: _Facts) -> str:
-        """Why it cannot be read in place; empty if it can. `first` is what rank 0 passes."""
+        """Why it cannot be read in place; empty if it can. `first`: of the tensor of rank 0."""
         if not self.symmetric:
             return "was not allocated as symmetric memory"
         if not self.contiguous:
@@ -115,7 +115,7 @@ class _Facts:
         if self.nbytes == 0:
             return "is empty"
         if self.nbytes != first.nbytes:
-            return f"has {self.nbytes} bytes, that of rank 0 {first.nbytes}"
+            return f"has {self.nbytes} bytes, the tensor of rank 0 has {first.nbytes}"
         return ""
 
 

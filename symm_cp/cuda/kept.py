@@ -1,4 +1,4 @@
-"""What is kept for later calls: tensors on devices, and what the host has read of them."""
+"""Caches for later calls: tensors on devices, and values that the host has read from them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def capturing(device: torch.device) -> bool:
 
 
 class Kept(Generic[P, T]):
-    """A function of a device and hashable arguments that makes tensors; keeps its latest results.
+    """A function of a device and hashable arguments that makes tensors; caches its latest results.
 
-    On a device with streams each stream gets its own: what another stream makes may not be complete
-    yet, and once it is dropped the allocator reuses its memory without waiting for this one. While
-    a graph is captured they are made anew and not kept: their memory is the graph's, holds nothing
+    On a device with streams each stream has its own: a tensor of another stream may not be complete
+    yet, and when it is dropped the allocator reuses its memory without waiting for this stream.
+    While a graph is captured nothing is cached: the memory belongs to the graph, has no contents
     before the graph is replayed, and must stay as long as the graph does.
     """
 
@@ -58,17 +58,17 @@ class Kept(Generic[P, T]):
             return self._make(device, *args, **kwargs)
 
     def forget(self) -> None:
-        """Drops what is kept."""
+        """Drops all results."""
         self._on_stream.cache_clear()
 
 
 def kept(maxsize: int) -> Callable[[Callable[Concatenate[torch.device, P], T]], Kept[P, T]]:
-    """Decorates a function whose latest `maxsize` results are kept."""
+    """Decorates a function whose latest `maxsize` results are cached."""
     return lambda make: Kept(make, maxsize)
 
 
 class HostReads(Generic[T]):
-    """What the host computed from the values of tensors on devices, kept while these do not change.
+    """Caches results that the host computed from tensors on devices, while these do not change.
 
     Reading them makes the host wait for all kernels before. A change is one that torch counts: not
     by a replayed graph, nor by a kernel that torch does not know.

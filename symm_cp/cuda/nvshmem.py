@@ -3,7 +3,7 @@
 `init()` starts NVSHMEM on all ranks and allocates one piece of the symmetric heap, from which the
 workspaces of groups are cut: allocating on that heap is collective over all ranks, making a group's
 workspace only over the group. After `enable(group)` the group's ops on CUDA use NVSHMEM. Where all
-peers' memory is mapped here, copies and signals are those of CUDA (copy engines, stream signals);
+peers' memory is mapped here, copies and signals are CUDA's (copy engines, stream signals);
 otherwise, and on drivers whose streams cannot wait there, they are NVSHMEM's `get` and signal
 operations, on the same streams.
 """
@@ -103,7 +103,7 @@ def init(heap_bytes: int = 1 << 30, *, device: torch.device | str | None = None)
     except Exception as error:  # of nvshmem4py, of cuda.core, of the library's loader
         raise RuntimeError(
             f"symm_cp.nvshmem: NVSHMEM does not start: {type(error).__name__}: {error}; "
-            "symm-cp doctor says what is there"
+            "see symm-cp doctor"
         ) from error
     _heap = Heap(core, bindings, memory)
 
@@ -154,8 +154,8 @@ _enabled: list[Group] = []
 def enable(group: GroupLike, *, device: torch.device | str | None = None) -> None:
     """Makes the ops of a group on CUDA use NVSHMEM. Call it on all ranks of the group.
 
-    `device` is this rank's GPU, by default that of `init()`. Raises `RuntimeError` before `init()`,
-    and `ValueError` for another GPU than that of `init()`.
+    `device` is this rank's GPU, which must be the one of `init()`. Raises `RuntimeError` before
+    `init()`, and `ValueError` for another GPU.
     """
     if _heap is None:
         raise RuntimeError("symm_cp.nvshmem: enable() needs init() before it")
@@ -256,7 +256,7 @@ class NvshmemWorkspace(DeviceWorkspace):
         capturing: bool,
         call_name: bytes,
     ) -> None:
-        """Puts commands on the streams of the lanes; what goes to peers goes by NVSHMEM."""
+        """Puts commands on the streams of the lanes; NVSHMEM carries out commands to peers."""
         if self.direct:
             super().issue(commands, operands, lanes, epoch, capturing, call_name)
             return

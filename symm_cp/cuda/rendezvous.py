@@ -34,8 +34,8 @@ from symm_cp.group.stores import TimedStore
 # torch's keys: "CUDASymmetricMemory/<number>/<rank>", "CUDASymmetricMemory/<number>" of a barrier.
 _NUMBERED = re.compile(r"(?P<begin>.*SymmetricMemory/)(?P<number>\d+)(?P<end>.*)")
 
-# The backends of symmetric memory that meet through the store of the process group. NCCL's does so
-# over a communicator; that of this package counts the rendezvous of each group.
+# The backends of symmetric memory that meet through the store of the process group. NCCL's meets
+# over a communicator; this package's counts the rendezvous of each group.
 _BY_STORE = ("CUDA",)
 
 
@@ -136,8 +136,8 @@ class Mapped:
 def map_peers(tensor: torch.Tensor, group: Group) -> Mapped:
     """Maps the memory of all ranks' tensors, which are symmetric and of one size. Collective.
 
-    They may lie at different offsets of their allocations: torch's memory pools hand out what is
-    free on a rank (pytorch #190977). Raises `RuntimeError` on every rank where that is impossible.
+    They may lie at different offsets of their allocations: torch's memory pools hand out any free
+    block of a rank (pytorch #190977). Raises `RuntimeError` on every rank where that is impossible.
     """
     by_store = _SymmetricMemory.get_backend(tensor.device) in _BY_STORE
     private = PrivateGroup(group) if by_store else None

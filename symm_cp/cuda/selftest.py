@@ -1,9 +1,9 @@
 """The self-test of a group on a device, at its first use: what works between its ranks.
 
-All ranks take each step together and then tell each other, through the store, how it went; so a
-rank on which a step fails leaves no other one waiting, and all come to the same verdict. The steps
-are those of real calls: copies, signals, waits and graphs, issued by the same native code, on
-streams of the self-test's own. The host never waits for them without a limit. Ways to signal are
+All ranks take each step together and then share the outcome through the store; so a rank on which
+a step fails leaves no other one waiting, and all come to the same verdict. The steps are copies,
+signals, waits and graphs, issued by the native code that real calls use, on streams of the
+self-test. The host waits for each of them with a limit. Ways to signal are
 tried in turn, the best first, each in a workspace of its own, until one works.
 """
 
@@ -26,12 +26,14 @@ from symm_cp.cuda.trial import ROUNDS, Trial
 from symm_cp.group.liveness import share
 from symm_cp.group.memory import Group, StateKey
 
-#: What takes less than a millisecond, if it works, may take so many seconds.
+#: Seconds until work that should take less than a millisecond counts as failed. A smaller limit
+#: fails on a busy machine; a larger one delays the fallback of a machine on which a step hangs.
 LIMIT = 5.0
-#: A step, with the compilation of kernels, may take so many seconds.
+#: The same for a step in which kernels may be compiled, which takes up to 20 seconds.
 STEP_LIMIT = 60.0
 
-# How late each rank is in one of the calls: waits that do not wait then read too early.
+# Seconds by which each rank is late in one of the calls: broken waits then read too early. A
+# shorter delay may hide in the jitter of the host.
 _DELAY = 0.003
 
 _VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices")
@@ -39,7 +41,7 @@ _VERDICTS: StateKey[dict[torch.device, Verdict]] = StateKey("verdicts on devices
 # Of tests that have found something that does not work: peers or streams may still use them.
 _abandoned: list[Trial] = []
 
-#: What a step of the self-test returns: why it failed, or an empty text.
+#: A step of the self-test; returns why it failed, or an empty text.
 Step: TypeAlias = "Callable[[], str]"
 
 _NAMES = {
@@ -159,8 +161,8 @@ class SelfTest:
         ways = [way for way in offered if all(way.value in theirs for _, theirs in wanted)]
         if not ways:
             raise RuntimeError(
-                f"symm_cp: the ranks of group {self.group.name!r} have no way to signal in common: "
-                f"{[theirs for _, theirs in wanted]}; set SYMM_CP_SIGNALS alike on all ranks"
+                f"symm_cp: the ranks of group {self.group.name!r} have no common way to signal: "
+                f"{[theirs for _, theirs in wanted]}; set SYMM_CP_SIGNALS identically on all ranks"
             )
         return ways, not any(test for test, _ in wanted)
 
@@ -176,7 +178,7 @@ class SelfTest:
         # What ends late often does so because of what another rank reports.
         rank, outcome = min(failed, key=lambda other: other[1].endswith(_late()))
         self.reasons.append(f"{what} failed on rank {rank}: {outcome}")
-        # Only now that every rank has ended its step: what is written lets peers' waits end, too.
+        # Only now that every rank has ended its step: these writes also end the waits of peers.
         stuck = "held up" if self.held_up else self._bounded(partial(_released, trial), 2 * LIMIT)
         stuck_ranks = [rank for rank, text in enumerate(self._share(stuck, 4 * LIMIT)) if text]
         if stuck_ranks:

@@ -116,7 +116,7 @@ def produce_launch(rank: int, partials: tuple[int, ...], mode: CallMode) -> Laun
 def exchange_and_consume_launch(
     rank: int, sizes: Sizes, mode: CallMode
 ) -> tuple[Launch, tuple[int, ...]]:
-    """Exchange and consume; `sizes[source][to]` are bytes. Operand: memory for what arrives.
+    """Exchange and consume; `sizes[source][to]` are bytes. Operand: memory for the received parts.
 
     Returns also where each rank's part begins there; the last number is what all of them take.
     """
@@ -205,7 +205,7 @@ def exchange_launch(rank: int, exchange: Exchange, mode: CallMode) -> Launch:
 def background_launch(
     pattern: patterns.Pattern, rank: int, chunks: Extent, mode: CallMode, in_place: bool
 ) -> Launch:
-    """`chunks` are those of the whole: the result of a gather, the input of a scatter.
+    """`chunks` divide the whole tensor: the result of a gather, the input of a scatter.
 
     Operands: the input, the output or the partial sums, and in place all ranks' inputs.
     """

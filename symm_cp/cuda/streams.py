@@ -127,7 +127,7 @@ _BOUNDED_FROM = 4
 
 
 class _Call:
-    """A call of a group on a device: what every pipeline begins with."""
+    """A call of a group on a device; every pipeline begins with one."""
 
     def __init__(self, group: Group, device: torch.device, call_name: bytes) -> None:
         self.group, self.name = group, call_name
@@ -456,14 +456,14 @@ def _start(
     result: torch.Tensor,
     kernels: dict[str, Callable[[int], None]],
 ) -> None:
-    """Runs a background pattern: `target` is its second operand, `result` what is waited for."""
+    """Runs a background pattern with the operands `tensor` and `target`; callers await `result`."""
     call = _Call(group, tensor.device, call_name)
     device = call.device
     source = tensor.contiguous()
     scatter = pattern is patterns.BACKGROUND_REDUCE_SCATTER
     with group.lock, device.guard():
-        # torch's kernels reset "done": whoever reads in place and waits for that of this call would
-        # take the one for the slot.
+        # torch's kernels reset "done": a rank that reads in place and waits for this call's signal
+        # would take the signal for the slot.
         through_slot = call.mode.signals is Signals.TORCH
         some_empty = not scatter and min(chunks.nbytes) == 0
         addresses = call.in_place([tensor], some_empty=some_empty or through_slot)

@@ -63,9 +63,9 @@ class SymmetricWorkspace(DeviceWorkspace):
 
         Each slot has its own for "done": in the background two calls raise it before the first is
         awaited. All other flags are awaited in the call that raises them. Each workspace has its
-        own, too: from torch 2.15 on those of a group signal in one place. The self-test's come
-        first, leave no signal there, and take those of channel "sync". torch raises an error where
-        it has no channels left.
+        own, too: from torch 2.15 on all workspaces of a group share their signal pads. The
+        self-test's come first, leave no signal, and use the channels of "sync". torch raises an
+        error when no channel is left.
         """
         second = flag == "done" and epoch % self.slots == 1
         number = len(_PADS) if second else _PADS.index(flag)

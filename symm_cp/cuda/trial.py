@@ -69,7 +69,7 @@ class Trial:
         for stream in (*self.lanes, self.aside):
             self.device.return_stream(stream)
 
-    # What goes to the streams.
+    # Work for the streams.
 
     def issue(self, commands: Sequence[wire.StreamCommand], epoch: int) -> None:
         """Puts commands on the streams, as calls do."""
@@ -175,7 +175,7 @@ class Trial:
         if self.given_up:
             raise RuntimeError("symm_cp: the self-test has given this step up")
 
-    # What comes back.
+    # Results.
 
     def ended(self, limit: float) -> bool:
         """Whether the lanes end within a number of seconds."""
@@ -190,7 +190,7 @@ class Trial:
         return True
 
     def own_flag(self, limit: float) -> int:
-        """Returns what is in the flag that `write_own_flag` writes; -1 if it cannot be read."""
+        """Returns the flag that `write_own_flag` writes; -1 if it cannot be read."""
         self._read(self.header, self.space.memory[: self.space.header_bytes])
         if not self._ends([self.aside], limit):
             return -1
@@ -202,7 +202,7 @@ class Trial:
         self.device.launch_on(self.aside, lambda: host.copy_(memory, non_blocking=True))
 
     def missing(self, limit: float) -> str:
-        """Says what the lanes still wait for, as far as the flags tell."""
+        """Names the flags that the lanes still wait for, as far as the flags tell."""
         late = []
         self._read(self.header, self.space.memory[: self.space.header_bytes])
         if not self.graph and self.signals is not Signals.TORCH and self._ends([self.aside], limit):
@@ -215,7 +215,7 @@ class Trial:
         return f"signals of ranks {late} did not arrive" if late else "copies did not end"
 
     def wrong(self, turns: Mapping[int, int], limit: float) -> str:
-        """Compares what was pulled to places with the contents of calls; says what is wrong."""
+        """Compares the pulled bytes of places with the contents of calls; describes differences."""
         self._read(self.found, self.staging)
         if not self._ends([self.aside], limit):
             return f"copies to the host did not end within {limit:g} s"
@@ -228,9 +228,9 @@ class Trial:
         return ""
 
     def release(self, limit: float) -> bool:
-        """Ends the waits of the lanes, by writing what they wait for; whether that succeeds.
+        """Ends the waits of the lanes by writing the awaited numbers; returns whether that succeeds.
 
-        Waits for a number or a larger one take `ROUNDS`, those of graphs 1. torch's kernels wait
+        Waits for a number or a larger one take `ROUNDS`, waits of graphs 1. torch's kernels wait
         for 1 and reset it, and wait for 0 before they signal.
         """
         if self.ended(0):

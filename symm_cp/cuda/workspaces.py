@@ -31,7 +31,7 @@ def _key(device: Device, channel: str, signals: Signals) -> _Key:
 
 @dataclass
 class _GraphWorkspaces:
-    """Those of one kind that calls in captures take."""
+    """Workspaces of one kind for calls in captures."""
 
     free: list[DeviceWorkspace] = field(default_factory=list)
     by_capture: dict[int, DeviceWorkspace] = field(default_factory=dict)
@@ -51,14 +51,14 @@ class Workspaces:
     graphs: dict[_Key, _GraphWorkspaces] = field(default_factory=dict)
 
     def all(self) -> Iterator[DeviceWorkspace]:
-        """All of them."""
+        """Yields all workspaces."""
         yield from self.current.values()
         for of_graphs in self.graphs.values():
             yield from of_graphs.free
             yield from of_graphs.by_capture.values()
 
     def clear(self) -> None:
-        """Frees all of them, as soon as that can be done."""
+        """Frees all workspaces, as soon as that is possible."""
         retired = list(self.all())
         self.current.clear()
         self.graphs.clear()
@@ -67,11 +67,11 @@ class Workspaces:
 
 _WORKSPACES = StateKey("workspaces on devices", Workspaces.clear)
 
-# No longer in use, but not freed yet: freeing symmetric memory waits for the device. That must not
-# be while its streams may wait for ever, nor during a capture; and after an error that the device
-# does not recover from, torch's destructors end the process.
+# Workspaces that are no longer in use, but not freed yet: freeing symmetric memory waits for the
+# device, which is wrong while its streams may wait forever, and during a capture; and after an
+# error from which the device does not recover, torch's destructors end the process.
 _retired: list[DeviceWorkspace] = []
-# With memory that streams of a failed call may still use.
+# Workspaces with memory that streams of a failed call may still use.
 _holding: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 _all: weakref.WeakSet[DeviceWorkspace] = weakref.WeakSet()
 
@@ -85,8 +85,9 @@ def _free_retired() -> None:
     for workspace in [w for w in _holding if w.ended()]:
         workspace.held.clear()
         _holding.discard(workspace)
-    kept = [w for w in _retired if w.device.capturing() or not w.ended() or w.device.failed()]
-    _retired[:] = kept
+    _retired[:] = [
+        w for w in _retired if w.device.capturing() or not w.ended() or w.device.failed()
+    ]
 
 
 def hold(workspace: DeviceWorkspace, *tensors: torch.Tensor) -> None:
@@ -174,7 +175,7 @@ def _make(
 def _make_for_graphs(
     group: Group, device: Device, channel: str, slot_bytes: int, verdict: Verdict, count: int
 ) -> None:
-    """Sees to it that so many workspaces of that size belong to no graph yet."""
+    """Makes workspaces until `count` of that size belong to no graph yet."""
     key = _key(device, channel, verdict.signals)
     kind = workspaces_of(group).graphs.setdefault(key, _GraphWorkspaces())
     for place in range(count):
@@ -188,13 +189,13 @@ def _make_for_graphs(
 
 
 def give_up(group: Group, error: BaseException) -> None:
-    """After an error in the middle of a call: peers that wait for this rank stop waiting."""
+    """After an error in the middle of a call: ends the waits of peers for this rank."""
     for present in workspaces_of(group).current.values():
         give_up_on(present, error)
 
 
 def give_up_on(workspace: DeviceWorkspace, error: BaseException) -> None:
-    """Gives a workspace up because of an error, which also says if peers could not be told."""
+    """Gives a workspace up because of an error; adds a note to it if peers cannot be notified."""
     try:
         workspace.give_up()
     except RuntimeError as further:
@@ -216,11 +217,11 @@ def reserve(
 ) -> None:
     """Sizes workspaces for ops whose shard takes up to `nbytes` bytes, so that none grows later.
 
-    `device` is that of the ops' tensors. On CUDA it also makes workspaces for ops that are captured
-    into graphs, which cannot be made during a capture. Each graph takes one for itself, so that
-    graphs may be replayed at the same time: there is room for `graphs` more. Ranks capture their
-    graphs in the same order. Collective: call it with the same numbers on every rank of the group.
-    Raises `ValueError` for negative ones.
+    `device` is the one that holds the ops' tensors. On CUDA it also makes workspaces for ops that
+    are captured into graphs, which cannot be made during a capture. Each graph takes one for
+    itself, so that graphs may be replayed at the same time: this makes room for `graphs` more.
+    Ranks capture their graphs in the same order. Collective: call it with the same numbers on every
+    rank of the group. Raises `ValueError` for negative ones.
     """
     if nbytes < 0:
         raise ValueError(f"reserve: {nbytes=} must not be negative")

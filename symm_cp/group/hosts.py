@@ -49,7 +49,7 @@ class Hosts:
     host: int
     place: int
     local: Group
-    #: That of `local`, kept alive with this object.
+    #: The process group of `local`, kept alive with this object.
     process_group: dist.ProcessGroup
     #: Why ranks that share memory are treated as if on different hosts, if they are.
     reason: str = ""
@@ -181,8 +181,8 @@ def _place_of_text(text: str) -> Place:
 def _keys(group: Group) -> tuple[TimedStore, list[str]]:
     """The store and the keys under which a group's ranks publish where their CPU tensors are.
 
-    Those of the group itself when its ranks are not in the world, or when the user names the hosts:
-    a rank may then be on different hosts for different groups.
+    The keys are the group's own when its ranks are not in the world, or when the user names the
+    hosts: a rank may then be on different hosts for different groups.
     """
     process_group = _resolve_process_group(group.name)  # type: ignore[arg-type]
     world = dist.distributed_c10d._world
@@ -233,7 +233,7 @@ def _find(group: Group, device: torch.device) -> Hosts | None:
 def _why_not_together(group: Group, part: Group, device: torch.device) -> str:
     """Why the ranks of some part of a group cannot work on a device together. Collective.
 
-    Who finds out (cuda/selftest.py) warns.
+    The check that finds a reason (cuda/selftest.py) warns.
     """
     reasons = [check(part, device) for check in checks]
     if all(reason is None for reason in reasons):
@@ -269,8 +269,8 @@ def local_group(
     # A group gets its name and its time-out from a backend. The loopback device is enough.
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    # Longer than that of the links between hosts: a rank that loses one tells the ranks that wait
-    # for it on this host.
+    # Longer than the time-out of links between hosts: a rank that loses a link notifies the ranks
+    # on this host that wait for it.
     options._timeout = timeout * 1.5
     backend = dist.ProcessGroupGloo(store, place, size, options)
     local._register_backend(cpu, dist.ProcessGroup.BackendType.GLOO, backend)

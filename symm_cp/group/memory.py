@@ -1,8 +1,8 @@
 """Groups and their workspaces: the only place that knows how bytes are laid out.
 
 A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
-in the calling thread, `"async"` for those that a copy engine carries out, so that both kinds may be
-in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
+in the calling thread, `"async"` for ops of a copy engine, so that both kinds may be in flight at
+once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
 call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
@@ -137,7 +137,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """What the workspace takes on each rank; 0 before the first call."""
+        """The bytes of the workspace on each rank; 0 before the first call."""
         size: int = self._library.symm_cp_workspace_bytes(self.handle, self._index)
         return size
 
@@ -201,7 +201,7 @@ def is_reported(error: BaseException) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StateKey(Generic[T]):
-    """Names what one module keeps with each group; that module owns the key.
+    """Names the state that one module has with each group; that module owns the key.
 
     `close` is called with the state when it is dropped, or when the process group is gone.
     """
@@ -260,7 +260,7 @@ class _Call:
 
 
 class Group:
-    """One process group: its workspaces for CPU tensors, and what other modules keep with it."""
+    """One process group: its workspaces for CPU tensors, and the states of other modules."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.name = str(process_group.group_name)
@@ -288,20 +288,20 @@ class Group:
             prepare(self)
 
     def state(self, key: StateKey[T], make: Callable[[], T]) -> T:
-        """Returns what is kept under a key; made at the first call. Not collective."""
+        """Returns the state under a key; makes it at the first call. Not collective."""
         state: T | None = self._states.get(key)
         return self._states.setdefault(key, make()) if state is None else state
 
     def find(self, key: StateKey[T]) -> T | None:
-        """Returns what is kept under a key, or None."""
+        """Returns the state under a key, or None."""
         return self._states.get(key)
 
     def put(self, key: StateKey[T], state: T) -> None:
-        """Keeps something under a key, instead of what was there; that is not closed."""
+        """Sets the state under a key. Does not close the previous one."""
         self._states[key] = state
 
     def drop(self, key: StateKey[T]) -> None:
-        """Closes and forgets what is kept under a key, if anything."""
+        """Closes and forgets the state under a key, if any."""
         state = self._states.pop(key, None)
         if state is not None and key.close is not None:
             key.close(state)
@@ -370,7 +370,7 @@ class Group:
 
 
 def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
-    """What peers are told of an error on this rank."""
+    """Returns the text of an error on this rank for its peers."""
     op = f"{call_name.decode()}: " if call_name else ""
     return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
 
@@ -379,7 +379,7 @@ def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
 on_creation: list[Callable[[Group], object]] = []
 
 #: Called when a group is first used, whichever op comes first; not collective. They publish in the
-#: group's store what peers may ask of this rank.
+#: group's store the facts that peers may need of this rank.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}

@@ -1,4 +1,4 @@
-"""What a runtime does: pipelines and collectives for tensors of one kind of device.
+"""The interface of runtimes: pipelines and collectives for tensors of one kind of device.
 
 Pipelines know no matmul and no attention: they take `consume(shard, rank)` and
 `produce(rank, out)`. `call_name` is the bytes that name the call in errors, and by which ranks
@@ -40,8 +40,8 @@ ConsumeAndProduce: TypeAlias = Callable[[list[torch.Tensor], int, torch.Tensor],
 #: Takes the peers' shards (one tensor for each part, in the order of `peers`), words of int32, a
 #: step and an epoch: shard i is there once word i * step is the epoch, or a later one.
 Poll: TypeAlias = Callable[[list[torch.Tensor], torch.Tensor, int, int], None]
-#: Takes a piece, what the rank before passes on of it (None: this rank is the first of the chain),
-#: and the memory for what this rank passes on (None: it is the last).
+#: Takes a piece, its input from the previous rank (None: this rank is the first of the chain), and
+#: the memory for its output to the next rank (None: this rank is the last).
 RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None], None]
 
 #: Processes local data while remote data is in flight.
@@ -83,7 +83,7 @@ class PlacedBox(NamedTuple):
 
 
 class Parcels(Protocol):
-    """What each rank gives to each: parts of the caller's tensors, which it copies itself."""
+    """The parts of the caller's tensors that each rank gives to each; it copies them itself."""
 
     def __hash__(self) -> int:
         """Equal ones have equal boxes, which are made once."""
@@ -94,24 +94,24 @@ class Parcels(Protocol):
 
     @property
     def joins(self) -> bool:
-        """Whether what comes from all ranks lies side by side, rather than what goes to all."""
+        """Whether the parts from all ranks lie side by side, rather than the parts to all."""
 
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
-        """Writes what goes to a peer to memory of that size."""
+        """Writes the parts for a peer to memory of that size."""
 
     def take(self, outputs: Sequence[torch.Tensor], source: int, memory: torch.Tensor) -> None:
-        """Writes what a peer has given to where it belongs."""
+        """Writes the parts from a peer to their places in the outputs."""
 
     def keep(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Copies what stays on this rank."""
+        """Copies the parts that stay on this rank."""
 
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """The same as boxes: what is given and what is taken, in order of peers and pieces.
+        """The given parts and the taken parts as boxes, in order of peers and pieces.
 
-        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. What a
-        rank keeps it gives and takes in equal boxes.
+        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. For
+        the parts that stay on a rank, given and taken boxes are equal.
         """
 
 
@@ -280,8 +280,8 @@ class Runtime(ABC):
         """Calls `produce(r, partial)` for each rank r, its own last; `out` is the sum over ranks.
 
         `produce` writes this rank's contribution to rank r's output into the contiguous `partial`,
-        of shape `shapes[r]` (by default that of `out`). Contributions are added in rank order, in
-        float32 for the 16-bit types.
+        of shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order,
+        in float32 for the 16-bit types.
         """
         partials = (tuple(out.shape),) * group.world_size if shapes is None else shapes
         nbytes = _bytes_of(partials, out.element_size())
@@ -319,7 +319,7 @@ class Runtime(ABC):
     ) -> None:
         """Calls `give(r, memory)` for each peer r, `consume()`, and `take(r, memory)` for each.
 
-        `give` writes what goes to r to the memory, and `take` finds there what r has given, which
+        `give` writes the data for r to the memory, and `take` finds there the data from r, which
         travels while `consume` runs. Memory is 1-D and contiguous, of `sizes[source][to]` bytes.
         """
         self._exchange(ExchangeCall(group, give, consume, take, device, call_name, sizes))
@@ -358,7 +358,7 @@ class Runtime(ABC):
         partials: Sequence[Shape],
         ring: bool = False,
     ) -> None:
-        """Calls `consume(shard of rank r, r, partial)` for each rank r; `out` sums what is for it.
+        """Calls `consume(shard of rank r, r, partial)` for each rank r; sums the partials in `out`.
 
         As `all_gather_and_consume`; and `consume` writes this rank's contribution to rank r into
         the contiguous `partial` of shape `partials[r]` and the dtype of `out`. Its own shard it
@@ -383,10 +383,10 @@ class Runtime(ABC):
     ) -> None:
         """Calls `step(piece, received, passed)` for each piece; ranks form a chain.
 
-        `received` is what the rank before has written to its `passed` for this piece: it begins
-        with the next piece while this rank works on this one. `shapes` are those of the pieces, of
-        the dtype and device of `like`; memory is contiguous. With `reverse` the chain goes from the
-        last rank to the first.
+        `received` has the contents that the previous rank wrote to its `passed` for this piece;
+        that rank begins with the next piece while this one works on this piece. `shapes` are the
+        shapes of the pieces, of the dtype and device of `like`; memory is contiguous. With
+        `reverse` the chain goes from the last rank to the first.
         """
         self._relay(RelayCall(group, step, like, shapes, call_name, reverse))
 

@@ -145,7 +145,7 @@ Boxes: TypeAlias = "tuple[ctypes.Array[wire.Box], ctypes.Array[wire.Box]]"
 
 @lru_cache(maxsize=128)
 def boxes_of(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size: int) -> Boxes:
-    """What is given and what is taken, as native code wants it; `strides` as `Parcels.boxes`."""
+    """The boxes that are given and taken, for native code; `strides` as in `Parcels.boxes`."""
     room = wire.EXCHANGE_PIECE // world_size // wire.EXCHANGE_PART * wire.EXCHANGE_PART
     given, taken = parcels.boxes(strides, room)
     given_boxes, taken_boxes = ([wire.Box(*box) for box in boxes] for boxes in (given, taken))

@@ -87,7 +87,7 @@ class _Ring:
             raise self._lost(error) from error
 
     def finish(self, works: list[dist.Work]) -> None:
-        """Returns when what was started has ended; raises `RuntimeError` when a link failed."""
+        """Returns when all works have ended; raises `RuntimeError` when a link failed."""
         for work in works:
             try:
                 work.wait()

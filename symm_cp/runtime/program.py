@@ -27,7 +27,7 @@ Kernel: TypeAlias = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Binding:
-    """Where each buffer lies; `by_rank` says it for those that differ from rank to rank."""
+    """Where each buffer lies; `by_rank` is for buffers that differ from rank to rank."""
 
     buffers: Mapping[str, Parts] = field(default_factory=dict)
     by_rank: Mapping[str, Mapping[int, Parts]] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Program:
     ) -> None:
         """Runs the program in the calling thread; raises `RuntimeError` if a peer fails.
 
-        The call in progress on the workspace is that of `Group.call`.
+        Runs inside `Group.call`.
         """
         run = native.load().symm_cp_run
         addresses = (ctypes.c_void_p * len(operands))(*operands)
@@ -149,7 +149,7 @@ class Lowering:
         for step in self.steps:
             self._lower(step)
         if any(isinstance(step, Wait) for step in self.steps):
-            # No step of the schedule: what was read counts unless its owner has left the call.
+            # Not a step of the schedule: discards data whose owner has left the call.
             self.commands.append(wire.Command(kind=wire.Kind.VERIFY))
         self._flush()
         references = (wire.Reference * max(1, len(self.references)))(*self.references)

@@ -40,7 +40,7 @@ class Clock(Protocol):
 
 
 class Recording:
-    """What was recorded on this rank; complete once the `with` block has ended."""
+    """The recorded steps of this rank; complete once the `with` block has ended."""
 
     def __init__(self) -> None:
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -80,7 +80,7 @@ class Recording:
         self._devices[id(device)] = device
 
     def finish(self) -> None:
-        """Takes over what the native part has recorded; waits for the devices that took part."""
+        """Takes over the records of the native part; waits for the devices that took part."""
         for device in self._devices.values():
             device.synchronize()
         library = native.load()
@@ -164,8 +164,8 @@ active: Recording | None = None
 def trace() -> Iterator[Recording]:
     """Records each copy, signal, wait and kernel of symm_cp's ops on this rank.
 
-    Gives a `Recording`, whose `timeline`, `save` and `draw` are there after the block. Steps are
-    those of the ops' own groups: a rank in a step is a rank of the group. Recording costs under 2%
+    Gives a `Recording`, whose `timeline`, `save` and `draw` are there after the block. Ranks
+    in steps are ranks of the op's group. Recording costs under 2%
     of an op of a millisecond. Raises `RuntimeError` inside of another `trace`.
     """
     global active

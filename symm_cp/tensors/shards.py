@@ -92,11 +92,11 @@ class Split:
         return self.along(0), [shape[self.dim], *shape[: self.dim], *shape[self.dim + 1 :]]
 
     def shape_of(self, rank: int, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of a rank's part, given that of the whole or of any part."""
+        """Returns the shape of a rank's part, given the shape of the whole or of any part."""
         return self._replaced(shape, self.sizes[rank])
 
     def shapes(self, shape: Sequence[int]) -> list[Shape] | None:
-        """Returns the shape of every part, given that of any; None when all are equal."""
+        """Returns the shape of every part, given the shape of any; None when all are equal."""
         if self.is_equal:
             return None
         return [tuple(self._replaced(shape, size)) for size in self.sizes]
@@ -111,11 +111,11 @@ class Split:
         ]
 
     def largest_shape(self, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of the largest part, given that of any."""
+        """Returns the shape of the largest part, given the shape of any."""
         return self._replaced(shape, max(self.sizes))
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
-        """Returns the shape of the whole, given that of any part."""
+        """Returns the shape of the whole, given the shape of any part."""
         return self._replaced(shape, self.length)
 
     def whole(self, part: torch.Tensor) -> torch.Tensor:
@@ -293,8 +293,8 @@ def _sizes_of(shapes: tuple[tuple[Shape, ...], ...], dtypes: tuple[torch.dtype, 
 class Shards:
     """The shards of all ranks in a call: this rank's tensors, and how every rank's lie in memory.
 
-    A shard is one or more tensors that travel together. `shapes` are those of each rank's tensors;
-    without it all ranks' are as this rank's.
+    A shard is one or more tensors that travel together. `shapes` are the shapes of each rank's
+    tensors; without it all ranks have the shapes of this rank.
     """
 
     def __init__(

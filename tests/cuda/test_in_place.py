@@ -115,7 +115,7 @@ def refuses(group: dist.ProcessGroup) -> None:
     cases = [
         (torch.empty(4, 4), "the tensor of rank 1 was not allocated as symmetric memory"),
         (symmetric(4, 4).t(), "the tensor of rank 1 is not contiguous"),
-        (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, that of rank 0 64"),
+        (symmetric(5, 4), "the tensor of rank 1 has 80 bytes, the tensor of rank 0 has 64"),
     ]
     with simulation():
         for other, reason in cases:

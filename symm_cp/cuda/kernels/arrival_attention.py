@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: What the kernel supports.
+#: The shapes and dtypes that the kernel supports.
 DTYPES = (torch.bfloat16, torch.float16)
 FEATURES = (64, 128)
 

@@ -1,8 +1,8 @@
 """Signals between ranks by kernels of one warp, where streams cannot signal themselves.
 
 A flag is an int32 word in the memory of the rank that waits for it; only one rank writes it. A
-signal releases, and a wait acquires, at the scope of the system: what the signalling rank's stream
-wrote before it is visible behind the wait. One launch serves several peers, a thread for each.
+signal releases, and a wait acquires, at system scope: writes of the signalling rank's stream before
+the signal are visible after the wait. One launch serves several peers, a thread for each.
 
 No argument that changes from call to call is specialised: a compilation in the middle of training
 would hold up all ranks.

@@ -22,7 +22,7 @@ import symm_cp
 from benchmarks.harness import Case, main
 from benchmarks.rivals import groups_over, unfused_groups
 from symm_cp import tuning
-from symm_cp.commands.bench.measure import Row
+from symm_cp.commands.harness.measure import Row
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter
 
 ROWS, HIDDEN, FEED, REDUCED = 128, 4096, 14336, 1024

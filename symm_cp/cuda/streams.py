@@ -62,10 +62,11 @@ from symm_cp.runtime.api import (
 )
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
-from symm_cp.runtime.sums import real, wide
+from symm_cp.runtime.sums import real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
 # The numbers of the calls that a group's ranks have compared.
@@ -80,7 +81,8 @@ def agree(group: Group, call_name: bytes) -> None:
     if not env.debug() or group.world_size == 1:
         return
     store, begin = group.store(), f"symm_cp/{generation(group)}/call"
-    number = next(group.state(_NUMBERS, lambda: itertools.count(1)))
+    numbers = group.state(_NUMBERS, _first_number)
+    number = next(numbers)
     store.set(f"{begin}/{number}/{group.rank}", call_name)
     limit = wait_limit(group)
     calls = []
@@ -100,6 +102,10 @@ def agree(group: Group, call_name: bytes) -> None:
     if len(set(calls)) > 1:
         by_rank = ", ".join(f"rank {rank} calls {call}" for rank, call in enumerate(calls))
         raise reported(RuntimeError(f"symm_cp: ranks disagree: {by_rank}"))
+
+
+def _first_number() -> itertools.count[int]:
+    return itertools.count(1)
 
 
 def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> None:

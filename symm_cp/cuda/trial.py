@@ -228,7 +228,7 @@ class Trial:
         return ""
 
     def release(self, limit: float) -> bool:
-        """Ends the waits of the lanes by writing the awaited numbers; returns whether that succeeds.
+        """Ends the waits of the lanes by writing the awaited numbers; returns whether it succeeds.
 
         Waits for a number or a larger one take `ROUNDS`, waits of graphs 1. torch's kernels wait
         for 1 and reset it, and wait for 0 before they signal.

@@ -31,7 +31,8 @@ from symm_cp.group.memory import (
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
-from symm_cp.runtime.api import REDUCIBLE, Collective
+from symm_cp.runtime.api import Collective
+from symm_cp.tensors.dtypes import REDUCIBLE
 from symm_cp.tensors.shards import Split
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.

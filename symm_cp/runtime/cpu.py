@@ -16,7 +16,6 @@ from symm_cp.group.memory import Group, has_symmetric, is_symmetric, reported
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import (
-    REDUCIBLE,
     AllReduceCall,
     CombineCall,
     ExchangeCall,
@@ -32,6 +31,7 @@ from symm_cp.runtime.program import Binding, Kernel, Program, Reduction, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.dtypes import REDUCIBLE
 from symm_cp.tensors.results import contiguous
 from symm_cp.tensors.shards import Extent, Shape, Shards, ShardSizes, Split
 

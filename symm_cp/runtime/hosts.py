@@ -39,8 +39,8 @@ from symm_cp.runtime.api import (
     Runtime,
     ScatterCall,
 )
-from symm_cp.runtime.sums import wide
 from symm_cp.tensors.alignment import part_offsets, scratch
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Shards, Split, viewing
 

@@ -37,6 +37,7 @@ from symm_cp import cuda
 from symm_cp.cuda.stream_program import Launch
 from symm_cp.cuda.symmetric import SymmetricWorkspace, is_symmetric
 from symm_cp.group import memory
+from symm_cp.runtime.recorder import Mark
 from tests.cuda import pools
 from tests.cuda.flag_kernels import FlagKernels
 from tests.cuda.graphs import Graph, refuse
@@ -246,7 +247,7 @@ class SimulatedDevice(FlagKernels, cuda.Device):
         keep = None if self.graph is None else self.graph.kept
         self.machine.call(stream or self.current_stream(), function, keep=keep)
 
-    def mark(self, lane: str, channel: str) -> cuda.Mark:
+    def mark(self, lane: str, channel: str) -> Mark:
         times: list[int] = []
         stream = self.current_stream() if lane == "compute" else self._side(channel)
         self.call(stream, lambda: times.append(time.monotonic_ns()))

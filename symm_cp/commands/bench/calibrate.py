@@ -23,15 +23,13 @@ import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
 import symm_cp
-from symm_cp import native, trusted
-from symm_cp.commands.bench.measure import duration
-from symm_cp.commands.bench.report import keep, processor
-from symm_cp.commands.demo.progress import Progress
+from symm_cp import trusted
+from symm_cp.commands.harness.measure import duration, slowest
+from symm_cp.commands.harness.progress import Progress
+from symm_cp.commands.harness.report import keep, processor
+from symm_cp.commands.harness.start import run_command
 from symm_cp.ranks import (
-    exit_as_rank,
-    is_rank,
     quick_barrier,
-    run_ranks,
 )
 from symm_cp.schedule.machine import Curve, Machine, from_toml, machine, to_toml
 from symm_cp.tensors.results import new_result
@@ -140,9 +138,7 @@ class _Meter:
         """
         spent = max(self._once(run, before, cold) for _ in range(2))
         own = [self._once(run, before, cold) for _ in range(self._repetitions(spent))]
-        times = torch.tensor(own, dtype=torch.float64)
-        dist.all_reduce(times, dist.ReduceOp.MAX, group=self.group)
-        return max(_MIN_SECONDS, statistics.median(times.tolist()))
+        return max(_MIN_SECONDS, statistics.median(slowest(own, self.group)))
 
     def _once(self, run: Callable[[], object], before: Callable[[], object], cold: bool) -> float:
         before()
@@ -155,9 +151,8 @@ class _Meter:
 
     def _repetitions(self, spent: float) -> int:
         """Returns how many repetitions fit into the time, identically on all ranks."""
-        slowest = torch.tensor(spent, dtype=torch.float64)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=self.group)
-        fitting = int(self._budget / max(1e-9, float(slowest)))
+        (longest,) = slowest([spent], self.group)
+        fitting = int(self._budget / max(1e-9, longest))
         return max(_MIN_REPETITIONS, min(_MAX_REPETITIONS, fitting))
 
     def curve(self, name: str, point: Callable[[int], Point], numbers: Sequence[int]) -> Curve:
@@ -454,14 +449,7 @@ def _signal(meter: _Meter) -> float:
 
 def main(args: argparse.Namespace) -> int:
     """Runs `symm-cp calibrate`; returns 0 if the file was written."""
-    if is_rank():
-        exit_as_rank(lambda group: run_rank(args, group), args.rendezvous)
-    try:
-        native.load()
-    except native.BuildError as error:
-        print(f"symm-cp calibrate: {error}", file=sys.stderr)
-        return 2
-    return run_ranks("calibrate", args.ranks, args.arguments)
+    return run_command(args, lambda _: None, run_rank)
 
 
 def run_rank(args: argparse.Namespace, group: dist.ProcessGroup) -> int:

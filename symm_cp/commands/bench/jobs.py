@@ -18,9 +18,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 import torch.nn.functional as F
 
-from symm_cp.commands.bench.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.commands.demo import arguments as demo_arguments
 from symm_cp.commands.demo import variants
+from symm_cp.commands.harness.measure import COMMUNICATION, FUSED, LIMIT, UNFUSED, Case
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.cuda import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter

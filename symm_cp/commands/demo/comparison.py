@@ -9,8 +9,16 @@ from dataclasses import asdict, dataclass
 import torch
 
 from symm_cp.commands.demo.arguments import DemoOptions
-from symm_cp.commands.demo.names import COMPUTE, DENSE, FUSED, is_dense, threads_of_name
-from symm_cp.commands.demo.paired import Ratio, against_one_process, ratio
+from symm_cp.commands.harness.paired import (
+    COMPUTE,
+    DENSE,
+    FUSED,
+    Ratio,
+    against_one_process,
+    is_dense,
+    ratio,
+    threads_of_name,
+)
 from symm_cp.trusted import write_output
 
 #: Of the interval of the fused step's time to that of the compute alone.

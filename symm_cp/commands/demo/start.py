@@ -48,10 +48,8 @@ def _training(args: argparse.Namespace) -> _Run:
 
 
 def _decoding(args: argparse.Namespace) -> _Run:
-    from symm_cp.commands.demo.decoding import llama
-
     options = decoding_options.check(args)
-    llama.config_of(options)  # raises for what ranks could only report one by one
+    decoding_options.config_of(options)  # raises for what ranks could only report one by one
 
     def rank(group: dist.ProcessGroup) -> int:
         from symm_cp.commands.demo.decoding.run import run_rank

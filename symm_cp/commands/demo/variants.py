@@ -33,8 +33,8 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from symm_cp.commands.demo import sequence
 from symm_cp.commands.demo.model import Transformer
-from symm_cp.commands.demo.names import COMPUTE, FUSED, dense_with, unfused_over
 from symm_cp.commands.demo.sequence import Exchange, Exchanged
+from symm_cp.commands.harness.paired import COMPUTE, FUSED, dense_with, unfused_over
 from symm_cp.context_parallel import HeadTail
 from symm_cp.group.memory import group_name
 from symm_cp.ops.common import unfused_all_gather, unfused_reduce_scatter

@@ -24,7 +24,7 @@ from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait
 
 def _direct(draft: Draft, options: Options) -> None:
     in_place = "in_place" in options
-    source = draft.own("symmetric" if in_place else "input")
+    source = draft.source(options)
 
     def consume(shard: Region) -> None:
         if "keep" in options:
@@ -38,7 +38,7 @@ def _direct(draft: Draft, options: Options) -> None:
     for peer in draft.peers:
         # Awaits the peer's shard.
         draft.compute(Wait(peer, "ready"))
-        consume(Region(peer, "symmetric" if in_place else "slot"))
+        consume(draft.shard(peer, options))
         draft.compute(*draft.release(peer, in_place=in_place))
     if in_place:
         # Awaits the end of all reading here: the caller may overwrite the tensor after this.
@@ -54,7 +54,7 @@ def _direct(draft: Draft, options: Options) -> None:
 def _staged(draft: Draft, options: Options) -> None:
     rank, others = draft.rank, draft.peers
     in_place, bounded, keep = (name in options for name in ("in_place", "bounded", "keep"))
-    source = draft.own("symmetric" if in_place else "input")
+    source = draft.source(options)
     kept = [Copy(source, draft.own("gathered", rank))] if keep else []
     last = others[-1] if others else rank
 
@@ -70,7 +70,7 @@ def _staged(draft: Draft, options: Options) -> None:
             draft.copy(*kept)
         # Awaits the peer's shard.
         draft.copy(Wait(peer, "ready"))
-        draft.copy(Copy(Region(peer, "symmetric" if in_place else "slot"), place(turn)))
+        draft.copy(Copy(draft.shard(peer, options), place(turn)))
         draft.copy(Signal(rank, f"pulled{turn}"), *draft.release(peer, in_place=in_place))
 
     def consume(shard: Region, index: int) -> None:

@@ -1,4 +1,4 @@
-"""What a pattern is: a name, a channel, and the variants that may run.
+"""Patterns: each has a name, a channel, and the variants that may run.
 
 W stands for the world size. A rank visits its peers in the order rank+1, rank+2, ... (mod W), so
 that at no time all ranks read from the same one.
@@ -147,6 +147,14 @@ class Draft:
             return Region(rank, buffer, chunk)
         return Region(rank, buffer, chunk, self.piece % 2 if buffer == "slot" else self.piece)
 
+    def source(self, options: Options) -> Region:
+        """The own input: a symmetric tensor if peers read it in place."""
+        return self.own("symmetric" if "in_place" in options else "input")
+
+    def shard(self, peer: int, options: Options) -> Region:
+        """The place where a peer's input is read: its slot, or in place its tensor."""
+        return self.of(peer, "symmetric" if "in_place" in options else "slot")
+
     def signals(self, flag: str) -> list[Step]:
         """A signal to each peer."""
         return [Signal(peer, flag, self.piece or 0) for peer in self.peers]
@@ -250,16 +258,9 @@ class OnLane:
         self.build(draft, options, self.lane)
 
 
-def loop_in_caller(build: LaneBuilder, combinations: tuple[Options, ...] = (frozenset(),)) -> Form:
-    """The direct form of an exchange in the calling thread, by the steps of a piece."""
-    return Form(OnLane(build, "compute"), combinations, looped=True)
-
-
-def loop_in_background(
-    build: LaneBuilder, combinations: tuple[Options, ...] = (frozenset(),)
-) -> Form:
-    """The direct form of an exchange in the background, by the steps of a piece."""
-    return Form(OnLane(build, "copy"), combinations, looped=True)
+def loop(build: LaneBuilder, lane: str, combinations: tuple[Options, ...]) -> Form:
+    """The direct form of an exchange on a lane, by the steps of a piece."""
+    return Form(OnLane(build, lane), combinations, looped=True)
 
 
 def subsets(*options: str) -> tuple[Options, ...]:
@@ -413,6 +414,22 @@ class Pattern:
 
     def __repr__(self) -> str:
         return self.name
+
+
+def exchange(
+    name: str,
+    build: LaneBuilder,
+    combinations: tuple[Options, ...] = (frozenset(),),
+    *,
+    staged: Form | None = None,
+) -> tuple[Pattern, Pattern]:
+    """The patterns NAME in the calling thread, and BACKGROUND_NAME in lane ``"copy"``."""
+    return (
+        Pattern(name, "sync", direct=loop(build, "compute", combinations)),
+        Pattern(
+            f"BACKGROUND_{name}", "async", direct=loop(build, "copy", combinations), staged=staged
+        ),
+    )
 
 
 def _union(sets: Iterable[Options]) -> Options:

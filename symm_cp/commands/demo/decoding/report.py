@@ -10,8 +10,15 @@ from typing import Any
 import torch
 
 from symm_cp.commands.demo.decoding.options import DecodeOptions
-from symm_cp.commands.demo.names import COMPUTE, FUSED, is_dense, threads_of_name
-from symm_cp.commands.demo.paired import Ratio, against_one_process, ratio
+from symm_cp.commands.harness.paired import (
+    COMPUTE,
+    FUSED,
+    Ratio,
+    against_one_process,
+    is_dense,
+    ratio,
+    threads_of_name,
+)
 from symm_cp.trusted import write_output
 
 #: Of the steps after the prompt: the first compiles or allocates workspaces, the next ones warm up.

@@ -22,7 +22,7 @@ import torch.distributed._functional_collectives as funcol
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from symm_cp.commands.demo.decoding.llama import Exchanges, sharing_weights
+from symm_cp.commands.harness.llama import Exchanges, sharing_weights
 from symm_cp.tensor_parallel import apply
 
 # Renamed in torch 2.13, where the old names warn.

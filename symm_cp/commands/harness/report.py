@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from symm_cp import parsing
-from symm_cp.commands.bench.measure import Row, duration
+from symm_cp.commands.harness.measure import Row, duration
 from symm_cp.trusted import write, write_output
 from symm_cp.tuning import processor_name
 

@@ -2,7 +2,7 @@
 
 The model is split by its own tensor-parallel plan: `colwise` linears have a part of the output
 features on each rank, `rowwise` linears a part of the input features, so that their products are
-summed over the ranks. What sums them is given: see `variants.py`.
+summed over the ranks. `Exchanges` say how.
 """
 
 from __future__ import annotations
@@ -20,10 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from symm_cp.commands.demo.decoding.options import DecodeOptions
-
-_HEAD_DIMS = (64, 32, 16, 8)
-_HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 INSTALL = "pip install 'symm_cp[transformers]'"
 
 Exchange: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
@@ -31,7 +27,7 @@ Exchange: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class Exchanges:
-    """What the ranks of a group do between matmuls.
+    """How the ranks of a group exchange activations between matmuls.
 
     `all_reduce` sums a tensor over the ranks, and may do so in place. `all_gather` concatenates
     their last dimensions.
@@ -41,73 +37,25 @@ class Exchanges:
     all_gather: Exchange
 
 
-def _transformers() -> Any:
+def load_transformers() -> Any:
+    """Returns the package; raises `ValueError` without it."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(f"--decode requires the package transformers: {INSTALL}")
     return importlib.import_module("transformers")
 
 
-def config_of(options: DecodeOptions) -> Any:
-    """Returns the model's configuration, as transformers has it.
-
-    Raises `ValueError` without transformers, for a file that is none, and for sizes that the number
-    of ranks does not divide.
-    """
-    transformers = _transformers()
-    if options.config is None:
-        config = _llama(transformers, options)
-    else:
-        try:
-            config = transformers.AutoConfig.from_pretrained(str(options.config))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"--config {options.config}: {error}") from error
-    if not getattr(config, "base_model_tp_plan", None):
-        raise ValueError(
-            f"--config {options.config}: transformers has no tensor-parallel plan for "
-            f"{config.model_type!r}"
-        )
-    _check_styles(set(config.base_model_tp_plan.values()))
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if getattr(config, name) % options.ranks != 0:
-            raise ValueError(
-                f"{name}={getattr(config, name)} is not divisible by --ranks {options.ranks}"
-            )
-    return config
-
-
-def _check_styles(styles: set[str]) -> None:
+def check_styles(styles: set[str]) -> None:
+    """Raises `ValueError` for a style of a tensor-parallel plan that `Parts` does not know."""
     if unknown := styles - _STYLES.keys() - _WHOLE:
         raise ValueError(
             f"--decode does not know the style {min(unknown)!r} of the model's tensor-parallel plan"
         )
 
 
-def _llama(transformers: Any, options: DecodeOptions) -> Any:
-    dim, ranks = options.dim, options.ranks
-    for head_dim in _HEAD_DIMS:
-        if dim % (ranks * head_dim) == 0:
-            break
-    else:
-        raise ValueError(
-            f"--dim {dim} cannot be split into heads over {ranks} ranks: must be a multiple of "
-            f"{ranks * _HEAD_DIMS[-1]}"
-        )
-    heads = dim // head_dim
-    unit = _HIDDEN_UNIT * ranks
-    return transformers.LlamaConfig(
-        hidden_size=dim,
-        num_hidden_layers=options.layers,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2 if heads % (2 * ranks) == 0 else heads,
-        intermediate_size=-(-8 * dim // (3 * unit)) * unit,
-        vocab_size=-(-32000 // unit) * unit,
-    )
-
-
 def make(config: Any, dtype: torch.dtype, seed: int) -> nn.Module:
     """Returns the whole model, with the same random weights on every rank."""
     torch.manual_seed(seed)
-    model = _transformers().AutoModelForCausalLM.from_config(config)
+    model = load_transformers().AutoModelForCausalLM.from_config(config)
     return model.to(dtype).eval()
 
 
@@ -119,7 +67,20 @@ def cache_argument(model: nn.Module) -> str:
 
 def static_cache(model: nn.Module, length: int) -> Any:
     """Returns an empty cache for keys and values of `length` tokens, of one size in every step."""
-    return _transformers().StaticCache(config=model.config, max_cache_len=length)
+    return load_transformers().StaticCache(config=model.config, max_cache_len=length)
+
+
+def next_logits(
+    model: nn.Module, run: Callable[..., Any], cache: Any, ids: torch.Tensor, position: int
+) -> torch.Tensor:
+    """Returns the logits after the last of `ids` (B, S), which begin at a position of the cache.
+
+    `run` is the model, or its compiled form.
+    """
+    positions = torch.arange(position, position + ids.shape[1])[None]
+    arguments = {cache_argument(model): cache}
+    out = run(input_ids=ids, position_ids=positions, use_cache=True, logits_to_keep=1, **arguments)
+    return out.logits[:, -1]
 
 
 def sharing_weights(model: nn.Module) -> nn.Module:
@@ -148,7 +109,7 @@ class Parts:
         self.model = model
         self._modules: dict[str, nn.Module] = {}
         for name, style in plan_of(model).items():
-            _check_styles({style})
+            check_styles({style})
             if style not in _WHOLE:
                 make = _STYLES[style]
                 self._modules[name] = make(model.get_submodule(name), rank, world_size)

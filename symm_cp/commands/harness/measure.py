@@ -168,14 +168,14 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     barrier = quick_barrier(group)
     names = list(case.variants)
     inner = dict.fromkeys(names, case.inner or 1)
-    slowest = dict.fromkeys(names, 0.0)
+    of_all = dict.fromkeys(names, 0.0)
     for _ in range(_WARM_UP):  # workspaces, packed weights, page faults
         own_times = [_time(case, case.variants[name], barrier, inner[name]) for name in names]
-        slowest = dict(zip(names, _slowest(own_times, group), strict=True))
+        of_all = dict(zip(names, slowest(own_times, group), strict=True))
     if case.inner == 0:
-        for name, call_seconds in slowest.items():
+        for name, call_seconds in of_all.items():
             inner[name] = max(1, min(_MAX_INNER, int(_TIMING_SECONDS / max(1e-9, call_seconds))))
-    round_seconds = sum(slowest[name] * inner[name] for name in names)
+    round_seconds = sum(of_all[name] * inner[name] for name in names)
     fitting = max(_MIN_REPETITIONS, min(case.most, int(seconds / max(1e-9, round_seconds))))
     own = []
     for repetition in range(case.repetitions or fitting):
@@ -195,11 +195,11 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     return replace(row, notes=case.after(row))
 
 
-def _slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
+def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:
     """Returns the largest of each over the ranks, identically on all ranks."""
-    slowest = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-    return slowest.tolist()
+    largest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
 
 
 def duration(seconds: float) -> str:

@@ -206,7 +206,7 @@ class Device(ABC):
         return state == 1
 
     def offers(self) -> tuple[Signals, ...]:
-        """The ways to signal that the driver and torch may have, the best first."""
+        """The means of signalling that the driver and torch may have, the best first."""
         return (Signals.STREAM,) if self.streams_can_wait() else ()
 
     def in_this_context(self, function: Callable[[], T]) -> Callable[[], T]:
@@ -399,15 +399,15 @@ class DeviceWorkspace(Calls, ABC):
         native.load().symm_cp_streams_set_single_copies(self.handle, int(single))
 
     def give_up(self) -> None:
-        """After an error in the middle of a call: tells the peers, and serves no other call.
+        """After an error in the middle of a call: notifies the peers, and serves no other call.
 
-        Raises `RuntimeError` when they cannot be told: only their time-outs end their waits then.
+        Raises `RuntimeError` when that fails: only their time-outs end their waits then.
         """
         if self.slots == 1:  # a graph's: nothing runs before it is replayed
             return
         self.given_up = True
         if native.load().symm_cp_streams_give_up(self.handle) < 0:
-            raise RuntimeError(f"symm_cp: the peers cannot be told: {native.error()}")
+            raise RuntimeError(f"symm_cp: the peers cannot be notified: {native.error()}")
 
     def ended(self) -> bool:
         """Whether streams no longer use the workspace, as far as it was given up."""

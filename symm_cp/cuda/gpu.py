@@ -72,7 +72,7 @@ class CudaDevice(Device):
         return lambda: self.launch_on(stream, graph.replay)
 
     def offers(self) -> tuple[Signals, ...]:
-        """The ways to signal that the driver and torch offer, the best first."""
+        """The means of signalling that the driver and torch offer, the best first."""
         return (*super().offers(), Signals.KERNEL, Signals.TORCH)
 
     def mark(self, lane: str, channel: str) -> Mark:

@@ -5,7 +5,7 @@ exchanges of a process share one counter, which is part of their keys, so that r
 histories wait for each other without end (pytorch #196082); later versions compare how many
 allocations each rank has made, and raise "Symmetric window mismatch". Pipeline stages and uneven
 sub-groups have other histories. So each rendezvous here has a process group of its own, of the same
-ranks: torch makes these comparisons only for groups that it was told of by `set_group_info`. Its
+ranks: torch makes these comparisons only for groups that were registered by `set_group_info`. Its
 store numbers the exchanges itself, waits for peers no longer than the group does, and notices when
 one exits. With a process group for each, no rank finds in torch's cache what its peers do not.
 """

@@ -81,7 +81,7 @@ class SelfTest:
     def __init__(self, group: Group, device: Device) -> None:
         self.group, self.device = group, device
         self.trials: list[Trial] = []
-        #: Why better ways are not used.
+        #: Why better means of signalling are not used.
         self.reasons: list[str] = []
         #: A call of the driver did not return in time: it may still issue something later.
         self.held_up = False
@@ -200,7 +200,7 @@ class SelfTest:
             try:
                 with self.device.guard():
                     outcomes.append(step())
-            except Exception as error:  # of the driver, torch or a compiler: told to all ranks
+            except Exception as error:  # of the driver, torch or a compiler: reported to all ranks
                 outcomes.append(f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
 
         thread = threading.Thread(target=take, name="symm_cp self-test", daemon=True)

@@ -3,8 +3,8 @@
 Two ranks are on one host when they run under the same boot of a kernel and in the same network
 namespace: symmetric memory is passed over sockets of that namespace. Host names are not compared,
 because containers and copied images repeat them. GPUs that cannot map each other's memory (no peer
-access) count as on different hosts, and so does every rank where the self-test finds no way in
-which the ranks of a group can signal each other.
+access) count as on different hosts, and so does every rank where the self-test finds no
+means by which the ranks of a group can signal each other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CPU = torch.device("cpu")
 #: The numbers of each rank.
 Numbers: TypeAlias = "tuple[tuple[int, ...], ...]"
 
-#: Begins the names of calls in which ranks tell each other where the inputs of an op lie.
+#: Begins the names of calls in which ranks exchange where the inputs of an op lie.
 QUESTION = b"inputs of "
 
 
@@ -238,8 +238,8 @@ def _why_not_together(group: Group, part: Group, device: torch.device) -> str:
     reasons = [check(part, device) for check in checks]
     if all(reason is None for reason in reasons):
         return ""
-    told = share(group, f"together/{device.type}", "; ".join(filter(None, reasons)))
-    return next(filter(None, told), "")
+    answers = share(group, f"together/{device.type}", "; ".join(filter(None, reasons)))
+    return next(filter(None, answers), "")
 
 
 def _part_of(

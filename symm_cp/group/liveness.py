@@ -1,6 +1,6 @@
 """Whether the ranks of a group are alive, and how long to wait for them.
 
-Ranks tell each other things in the group's store before they share memory. Reading there ends when
+Ranks exchange facts through the group's store before they share memory. Reading there ends when
 the group's time-out has elapsed, or when a rank is lost: the native part keeps a link to each rank
 from `init_process_group` on (csrc/group.h), which breaks when that rank's process exits.
 
@@ -130,11 +130,11 @@ def share_made(group: Group, key: str, make: Callable[[], str]) -> list[str]:
     except Exception as error:
         share(group, key, json.dumps({"error": f"{type(error).__name__}: {error}"}))
         raise
-    told = [json.loads(said) for said in share(group, key, json.dumps({"text": text}))]
-    for rank, said in enumerate(told):
+    answers = [json.loads(said) for said in share(group, key, json.dumps({"text": text}))]
+    for rank, said in enumerate(answers):
         if "error" in said:
             raise RuntimeError(f"rank {rank} of group {group.name!r} failed: {said['error']}")
-    return [said["text"] for said in told]
+    return [said["text"] for said in answers]
 
 
 def read(
@@ -201,7 +201,7 @@ def _patience(
 
 @contextmanager
 def _links(group: Group) -> Iterator[Callable[[int], int | None]]:
-    """Yields a function that tells because of which rank nothing may come from a rank any more.
+    """Yields a function that names the rank because of which no answer of a rank may come any more.
 
     That rank itself, when the link to it is broken, or a dead one of which it missed a message;
     None when nothing is known. Opens links lazily.

@@ -10,9 +10,9 @@ call that a rank refuses counts as well. The calls of a workspace are numbered f
         + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
-writer), records (what each of the two calls under way is), the reasons of the last failed calls,
-how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is as
-large as the largest call so far; a larger call replaces the workspace, which is collective but
+writer), records (the identity of each of the two calls in flight), the reasons of the last failed
+calls, how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is
+as large as the largest call so far; a larger call replaces the workspace, which is collective but
 happens inside an op that is collective anyway, on sizes that all ranks know. So does the call after
 `wire.LAST_CPU_EPOCH`. Nothing is collective when memory is returned.
 """
@@ -91,7 +91,7 @@ def group_name(group: GroupLike) -> str:
 
 
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a contiguous tensor over memory that somebody else keeps alive."""
+    """Returns a contiguous tensor over memory that its owner keeps alive."""
     count = math.prod(shape)
     with ordinary_tensors():
         if count == 0:
@@ -170,7 +170,7 @@ class Workspace:
         return tensor
 
     def slot(self) -> int:
-        """Returns the address of this rank's slot in the call that is under way."""
+        """Returns the address of this rank's slot in the current call."""
         address: int | None = self._library.symm_cp_slot(self.handle)
         if address is None:
             raise reported(RuntimeError(native.error()))

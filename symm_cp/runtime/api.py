@@ -245,7 +245,7 @@ class Runtime(ABC):
     def all_gather_and_poll(
         self, group: Group, shard: Sequence[torch.Tensor], kernel: Poll, call_name: bytes
     ) -> None:
-        """Calls `kernel` once, while the peers' shards are on their way: it polls for them.
+        """Calls `kernel` once, while the peers' shards are in flight: it polls for them.
 
         `shard` is one or more tensors, of equal shapes on all ranks. Raises `NotImplementedError`
         where kernels cannot poll.

@@ -38,7 +38,7 @@ class HeadGroup:
     _failure: Exception | None = field(default=None, init=False)
 
     def begin(self) -> _Trip:
-        """Returns the way there."""
+        """Returns the first trip, to the ranks that do the work."""
         self._arrived = self.new_arrivals()
         return _Trip(self.there, self.given, self._arrived)
 
@@ -55,7 +55,7 @@ class HeadGroup:
         self._arrived = ()
 
     def end(self) -> _Trip:
-        """Returns the way back."""
+        """Returns the trip of the results."""
         results, self._results = self._results, ()
         return _Trip(self.back, results, self.outputs, self._failure)
 

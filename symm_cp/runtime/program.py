@@ -238,7 +238,7 @@ class Lowering:
     def _reduce(self, step: Compute, reduction: Reduction) -> None:
         first = len(self.references)
         to, to_run = next(self._places(step.writes[0]))
-        # All sources that are not the target itself are laid out alike.
+        # All sources that are not the target itself have one layout.
         from_run = to_run
         for region in step.reads:
             source, run = next(self._places(region))

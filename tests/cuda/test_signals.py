@@ -116,7 +116,7 @@ def refused(group: dist.ProcessGroup) -> list[str]:
 
 def test_what_the_driver_refuses_is_raised(ranks: Ranks) -> None:
     """Also that the peers cannot be told then."""
-    not_told = "symm_cp: the peers cannot be told: cuMemcpyAsync"
+    not_told = "symm_cp: the peers cannot be notified: cuMemcpyAsync"
     refusal = "failed: CUDA_ERROR_NOT_SUPPORTED"
     expected = [
         f"symm_cp: cuStreamBatchMemOp {refusal}",

@@ -50,8 +50,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _MIN_REPETITIONS, _MAX_REPETITIONS = 5, 50
 _BRIEF_SECONDS = 0.01  # for each point
 _MIN_SECONDS = 1e-9  # a curve must not contain zeros
-# What is left after a subtraction of two times is at least this share of the first: noise may be
-# larger than the difference.
+# The least difference of two times, as a share of the first: noise may be larger than the
+# difference. A smaller share lets noise make a cost vanish; a larger one hides small costs.
 _LEAST_DIFFERENCE = 0.01
 # More work cannot take less time: a point is measured again, this often, if it takes longer than a
 # larger one by this factor and by this many seconds, both beyond the noise of an idle machine.
@@ -158,7 +158,7 @@ class _Meter:
     def curve(self, name: str, point: Callable[[int], Point], numbers: Sequence[int]) -> Curve:
         """Returns the curve through the points for `numbers`, each larger than the one before.
 
-        All ranks get the same times, and so decide alike what to measure again.
+        All ranks get the same times, and so all measure the same points again.
         """
         points = [point(number) for number in numbers]
         for _ in range(_ATTEMPTS - 1):
@@ -209,7 +209,7 @@ def _difference(seconds: float, others: float) -> float:
 
 
 class _Slots:
-    """Two slots of symmetric memory, used in turn, as those of a workspace."""
+    """Two slots of symmetric memory, used in turn as the slots of a workspace are."""
 
     def __init__(self, meter: _Meter, nbytes: int) -> None:
         self._own = [symm_mem.empty(nbytes, dtype=torch.uint8, device="cpu") for _ in range(2)]
@@ -253,7 +253,7 @@ def _moves(meter: _Meter) -> dict[str, Curve]:
         return meter.seconds(lambda: plain[:nbytes].copy_(slots.peer(nbytes)), write, cold=True)
 
     def remote(nbytes: int) -> float:
-        """How much longer it takes to read a peer's memory than one's own, both just written."""
+        """How much longer it takes to read a peer's memory than own memory, both just written."""
 
         def total(slot: Callable[[int], torch.Tensor]) -> float:
             write = partial(slots.write, nbytes)
@@ -321,7 +321,7 @@ def _matmuls(meter: _Meter, name: str, dtype: torch.dtype) -> dict[str, Curve]:
 
     def cube(size: int) -> Point:
         seconds = _matmul(meter, size, size, dtype)
-        # At least half: what is subtracted was measured with some noise.
+        # At least half: the subtracted time was measured with some noise.
         operations = max(seconds / 2, seconds - weight(size * size * dtype.itemsize))
         return 2.0 * size**3, operations
 

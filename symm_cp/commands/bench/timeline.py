@@ -102,7 +102,7 @@ def _record(
 
 
 def without_questions(timeline: Timeline) -> Timeline:
-    """Leaves out the calls in which ranks tell each other where their inputs lie."""
+    """Leaves out the calls in which ranks exchange where their inputs lie."""
     question = QUESTION.decode()
     return Timeline(tuple(e for e in timeline.events if not e.op.startswith(question)))
 

@@ -14,8 +14,8 @@ threads as all ranks together.
 With context parallelism, ranks that share a sequence have two chunks of it each, and attention
 gathers keys and values as well: see `sequence.py`.
 
-The results of `compute alone` are meaningless; its time is that of the others if communication took
-no time.
+The results of `compute alone` are meaningless; its time is the time of the others if communication
+took no time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class ModelVariant:
         """Sums gradients over the ranks that have other parts of the sequence.
 
         For parameters outside the blocks' linears these are all ranks; for the linears, which are
-        split over features, those that share the sequence. Each sum is one all-reduce.
+        split over features, the ranks that share the sequence. Each sum is one all-reduce.
         """
         split = tuple(f".{name}.weight" for name in (*_BY_ROWS, *_BY_COLUMNS))
         named = list(self.model.named_parameters())
@@ -174,7 +174,7 @@ class _StandIn:
 def _exchange_around(
     block: nn.Module, inward: tuple[Exchange, Exchange], outward: tuple[Exchange, Exchange]
 ) -> None:
-    """Adds an exchange, and that of its gradient, before and after a block."""
+    """Adds an exchange, and the exchange of its gradient, before and after a block."""
     block.register_forward_pre_hook(
         lambda _, inputs: (Exchanged.apply(inputs[0], *inward), *inputs[1:])
     )

@@ -113,7 +113,7 @@ def huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
 
 
 def _files(kind: str, command: str, pattern: str, without: str) -> list[Finding]:
-    """Lists the files that a command has written; `without` says what ops do without one."""
+    """Lists the files that a command has written; `without`: how ops behave without one."""
     findings = []
     with suppress(env.NoHomeError, OSError):
         for path in sorted(env.build_dir().glob(pattern)):

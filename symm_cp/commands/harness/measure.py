@@ -1,7 +1,7 @@
 """Times variants of one job against each other, with confidence intervals.
 
 Each repetition runs all variants, so that drift of the machine's speed affects them equally; its
-time is that of the slowest rank. Reported are medians, the medians of the ratios to the limit
+time is the slowest rank's. Reported are medians, the medians of the ratios to the limit
 within a repetition, and 95% confidence intervals (percentile bootstrap over repetitions; Efron,
 1979).
 """

@@ -17,7 +17,7 @@ from symm_cp.commands.harness.measure import Row, duration
 from symm_cp.trusted import write, write_output
 from symm_cp.tuning import processor_name
 
-#: What the numbers of `line` are.
+#: The meaning of the numbers in `line`.
 LEGEND = (
     "medians of repetitions; in parentheses the ratio to the limit: the median of the ratios within"
     " each\nrepetition, in which drift of the machine's speed cancels (so not the quotient of the "

@@ -57,7 +57,7 @@ def _merge(
     part_at = part + b * part_b + h * part_h + s[:, None] * part_s + e[None, :]
     before = tl.load(out_at, mask=there, other=0.0).to(old.dtype)
     after = tl.load(part_at, mask=there, other=0.0).to(old.dtype)
-    # Output with weight zero may be anything, even NaN: it comes from no key.
+    # Output with weight zero may be any value, even NaN: no key contributed to it.
     before = tl.where((old_weight == 0.0)[:, None], 0.0, before * (old_weight / scale)[:, None])
     after = tl.where((new_weight == 0.0)[:, None], 0.0, after * (new_weight / scale)[:, None])
     tl.store(out_at, (before + after).to(out.dtype.element_ty), mask=there)

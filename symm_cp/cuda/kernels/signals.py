@@ -40,7 +40,7 @@ def wait_kernel(flags, first, count, world_size, needed, RESET: tl.constexpr, BL
         seen = tl.atomic_add(mine, 0, mask=inside, sem="acquire", scope="sys")
         missing = tl.sum((inside & (seen - needed < 0)).to(tl.int32))
     if RESET:
-        # Their writers go on only when they were told that this rank has gone on.
+        # Their writers continue only after a signal that this rank has continued.
         tl.atomic_xchg(mine, 0, mask=inside, sem="relaxed", scope="sys")
 
 

@@ -42,7 +42,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
 
 
 # Rank 0 of 3, staged. All waits come before all pulls, so that a runtime may batch either. "done"
-# is that of the call two before; in place the copy lane does all, and waits for "done" of this one.
+# belongs to the call two before; in place the copy lane does all, and waits for this call's "done".
 #
 #   compute  wait done 1, 2 | copy own, copy>slot |
 #   copy                                          | signal 1, 2 | wait 1, 2 | pull 1, 2 | done 1, 2

@@ -1,8 +1,8 @@
 """All-gather and combine: one kernel that reads all shards at once; also one-shot all-reduce.
 
 ``Compute("combine", rank, reads, ("output",))`` reads the shards of all ranks, in rank order. For
-what needs all shards together, and for sums of small tensors, where the exchange costs more than
-reading W times as much.
+kernels that need all shards together, and for sums of small tensors, where the exchange costs more
+than reading W times as much.
 
 Options
     ``in_place``  the shards are symmetric tensors, which peers read where they lie

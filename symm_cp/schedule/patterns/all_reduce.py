@@ -1,4 +1,4 @@
-"""One-shot all-reduce: every rank sums what all ranks give, in rank order, into ``"output"``.
+"""One-shot all-reduce: every rank sums all ranks' inputs, in rank order, into ``"output"``.
 
 For sums of small tensors, where an exchange costs more than reading W times as much, and for two
 ranks, where TWO_SHOT_ALL_REDUCE reads no less. ALL_REDUCE runs in the calling thread,

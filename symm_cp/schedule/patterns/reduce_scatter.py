@@ -1,7 +1,7 @@
 """Reduce-scatter: chunk ``rank`` of all ranks' inputs is summed, in rank order, into ``"output"``.
 
-``Compute("reduce", rank, ...)`` reads chunk ``rank`` of what every rank contributes: ``"input"``,
-of W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
+``Compute("reduce", rank, ...)`` reads chunk ``rank`` of every rank's contribution: ``"input"``, of
+W chunks. REDUCE_SCATTER runs in the calling thread, BACKGROUND_REDUCE_SCATTER in lane ``"copy"``
 while the caller goes on. In direct form it leaves the input alone after its signals; in staged form
 lane ``"compute"`` copies the input away first.
 
@@ -37,7 +37,7 @@ def _direct(draft: Draft, options: Options, lane: str) -> None:
 
 
 # Rank 0 of 3, staged: the slot holds the chunks for peers; chunk 0 of all comes to "partials". As
-# above, "done" is that of the call two before, and in place the copy lane does all.
+# above, "done" is the signal of the call two before, and in place the copy lane does all.
 #
 #   compute  wait done 1, 2 | copy own, copy chunks>slot |
 #   copy       signal 1, 2 (when they are there) | wait 1, 2 | pull 1, 2 | done 1, 2 | reduce

@@ -1,6 +1,6 @@
 """Two-shot all-reduce: each rank reduces one chunk, then all collect the others' chunks.
 
-``Compute("reduce", rank, ...)`` sums chunk ``rank`` of what all ranks give, in rank order, into the
+``Compute("reduce", rank, ...)`` sums chunk ``rank`` of all ranks' inputs, in rank order, into the
 slot, from where all ranks copy it. TWO_SHOT_ALL_REDUCE runs in the calling thread,
 BACKGROUND_TWO_SHOT_ALL_REDUCE in lane ``"copy"``.
 

@@ -1,4 +1,4 @@
-"""The arguments of `symm-cp demo --decode`, parsed and checked; what both demos check alike."""
+"""The arguments of `symm-cp demo --decode`, parsed and checked; checks that both demos share."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # `symm-cp --help` does without
 _HEAD_DIMS = (64, 32, 16, 8)
 _HIDDEN_UNIT = 32  # the hidden features of a rank are a multiple of this
 DTYPES = ("bfloat16", "float32", "float64")
-#: The arguments that only --decode has, and those that only training has.
+#: The arguments that only --decode has, and the arguments that only training has.
 ONLY = ("prompt", "tokens", "config")
 _NEVER = ("cp", "steps", "most_steps", "text", "seq", "batch")
 _DEFAULTS = {"dim": 1024, "layers": 8, "prompt": 32, "tokens": 64}
@@ -60,13 +60,13 @@ class DecodeOptions:
 
 
 def with_defaults(arguments: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """Returns the arguments, with defaults for those that were not given."""
+    """Returns the arguments, with defaults for missing ones."""
     given = {name: value for name, value in vars(arguments).items() if value is not None}
     return argparse.Namespace(**{**vars(arguments), **defaults, **given})
 
 
 def world_size(ranks: int | None, default: int, environment: Mapping[str, str] | None) -> int:
-    """Returns the number of ranks; under torchrun, that of the ranks that are running."""
+    """Returns the number of ranks; under torchrun, the number of running ranks."""
     environment = os.environ if environment is None else environment
     if not is_rank(environment):
         return ranks or default

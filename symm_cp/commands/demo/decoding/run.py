@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class Generator:
-    """Generates with one variant: what it gave so far, and how long each token took."""
+    """Generates with one variant: its tokens so far, and how long each took."""
 
     def __init__(self, variant: DecodeVariant, prompt: torch.Tensor, tokens: int) -> None:
         self.variant = variant

@@ -1,4 +1,4 @@
-"""Chooses the way in which an op runs, where there are two.
+"""Chooses the strategy of an op ("way" in names and settings), where there are two.
 
 A fused matmul runs shard by shard (`shards`) or as one matmul (`whole`).
 
@@ -51,6 +51,8 @@ from symm_cp.schedule.work import Work
 
 WAYS = ("shards", "whole")
 ATTENTION_WAYS = ("pipeline", "arrival")
+# Cached choices of a group, about 300 bytes each. When more shapes are in use, all are computed
+# again, which takes about a millisecond for each shape.
 _MAX_CHOICES = 4096
 
 #: A matmul as (rows of the result, inner dimension, columns of the result).
@@ -160,16 +162,19 @@ class Facts:
     def __init__(self, reading: int, machine: str, tuned: str) -> None:
         self.reading = reading
         self.machine = from_toml(machine, "the calibrated machine") if machine else TYPICAL_CPU
-        self.tuned = parse_tuned(tuned, "what symm-cp tune has written")
+        self.tuned = parse_tuned(tuned, "the file of symm-cp tune")
         self.choices: dict[Question | AttentionWork, Choice] = {}
         #: Whether each rank has a GPU of its own; None: not known yet.
         self.apart: bool | None = None
 
-    def keep(self, question: Question | AttentionWork, choice: Choice) -> None:
-        """Keeps a choice for later calls."""
-        if len(self.choices) >= _MAX_CHOICES:
-            self.choices.clear()
-        self.choices[question] = choice
+    def choice(self, question: Question | AttentionWork, choose: Callable[[], Choice]) -> Choice:
+        """Returns the choice for a question; calls `choose` at the first time."""
+        known = self.choices.get(question)
+        if known is None:
+            if len(self.choices) >= _MAX_CHOICES:
+                self.choices.clear()
+            known = self.choices[question] = choose()
+        return known
 
 
 # By the ways to choose from.
@@ -218,7 +223,7 @@ def processor_name() -> str:
 
 
 def machine_key() -> str:
-    """Names what measurements hold for, in names of files: processor, its cores, and torch.
+    """Names the scope of measurements, in names of files: processor, its cores, and torch.
 
     Machines of several kinds may share a home folder. All cores of the machine count: ranks may
     be bound to one each.
@@ -233,7 +238,7 @@ def machine_path(ranks: int) -> Path:
 
 
 def tuned_path(ranks: int) -> Path:
-    """Returns the path of what `symm-cp tune` has measured here, for a number of ranks."""
+    """Returns the path of the measurements of `symm-cp tune` here, for a number of ranks."""
     return env.build_dir() / f"tuned_{ranks}_{machine_key()}.json"
 
 
@@ -289,7 +294,7 @@ _TUNING = StateKey[_Tuning]("tuning")
 
 
 def facts_read(group: Group) -> bool:
-    """Whether this rank has read what its group chooses by."""
+    """Whether this rank has read the facts by which its group chooses."""
     return group.state(_TUNING, _Tuning).facts is not None
 
 
@@ -370,15 +375,14 @@ def choose_method(
     if group.world_size == 1:
         return "allgather"
     facts = facts_of(group)
-    choice = facts.choices.get(work)
-    if choice is None:
+
+    def simulated() -> Choice:
         spread = hosts_of(group, device)
         machine, source = _machine_of(device, facts.machine)
-        predicted = work.seconds(
-            machine, device=device.type, hosts=1 if spread is None else len(spread.ranks)
-        )
-        choice = Choice(min(predicted, key=predicted.__getitem__), source, predicted)
-        facts.keep(work, choice)
+        hosts = 1 if spread is None else len(spread.ranks)
+        return _fastest(work.seconds(machine, device=device.type, hosts=hosts), source)
+
+    choice = facts.choice(work, simulated)
     if _listening is not None:
         _listening[_on(device, work.key)] = choice
     return "ulysses" if choice.way == "ulysses" else "allgather"
@@ -420,20 +424,20 @@ def listening() -> Iterator[dict[str, Choice]]:
 
 def _cached(group: Group, device: torch.device, question: Question) -> Choice:
     facts = facts_of(group)
-    choice = facts.choices.get(question)
-    if choice is None:
-        choice = _choice(group, device, question, facts)
-        facts.keep(question, choice)
-    return choice
+
+    def measured_or_simulated() -> Choice:
+        machine, simulated = _machine_of(device, facts.machine)
+        predicted = question.seconds(machine, group.world_size, device=device.type)
+        measured = facts.tuned.get(_on(device, question.key))
+        if measured in WAYS:
+            return Choice(measured, "measured", predicted)
+        return _fastest(predicted, simulated)
+
+    return facts.choice(question, measured_or_simulated)
 
 
-def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:
-    machine, simulated = _machine_of(device, facts.machine)
-    predicted = question.seconds(machine, group.world_size, device=device.type)
-    measured = facts.tuned.get(_on(device, question.key))
-    if measured in WAYS:
-        return Choice(measured, "measured", predicted)
-    return Choice(min(predicted, key=predicted.__getitem__), simulated, predicted)
+def _fastest(predicted: Mapping[str, float], source: str) -> Choice:
+    return Choice(min(predicted, key=predicted.__getitem__), source, predicted)
 
 
 def relearn(group: Group) -> None:

@@ -18,10 +18,9 @@ from symm_cp import wire
 from symm_cp.cuda.base import LANES, DeviceWorkspace, Signals, events_needed
 from symm_cp.cuda.workspaces import give_up_on
 from symm_cp.runtime import recorder
-from symm_cp.runtime.program import Binding, Kernel
+from symm_cp.runtime.program import Binding, Kernel, Place, copied_parts
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait
-from symm_cp.tensors.shards import Run, joint_rows
 
 # Events of every call: where the caller's stream begins it, where a lane has ended it, and where
 # the caller's stream has ended it.
@@ -305,8 +304,7 @@ class StreamLowering:
         else:
             self._kernel(_ExchangeCall((step,), lane))
 
-    def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
-        """Where each part of a region begins, and its bytes."""
+    def _places(self, region: Region) -> Iterator[Place]:
         for operand, run in self.binding.runs(region):
             if operand is None:
                 space, index = wire.Space.SLOT, region.rank
@@ -326,24 +324,10 @@ class StreamLowering:
         if alone:
             self.copied = []
         self.copied.append(step)
-        # A target with fewer parts ("gathered") takes the first ones.
-        for (source, from_run), (to, to_run) in zip(
-            self._places(step.src), self._places(step.dst), strict=False
-        ):
-            nbytes, rows, to_pitch, from_pitch = joint_rows(from_run, to_run)
-            command = wire.StreamCommand(
-                kind=wire.StreamKind.COPY,
-                lane=LANES.index(lane),
-                alone=int(alone),
-                to=to,
-                source=source,
-                remote=int({step.src.rank, step.dst.rank} != {self.rank}),
-                bytes=nbytes,
-                rows=rows,
-                to_pitch=to_pitch,
-                from_pitch=from_pitch,
-            )
-            self.commands.append(command)
+        remote = int({step.src.rank, step.dst.rank} != {self.rank})
+        fixed = {"kind": wire.StreamKind.COPY, "lane": LANES.index(lane), "remote": remote}
+        for fields in copied_parts(self._places(step.src), self._places(step.dst)):
+            self.commands.append(wire.StreamCommand(**fixed, **fields, alone=int(alone)))
             alone = False
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -33,7 +33,7 @@ from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
 from symm_cp.tensors.dtypes import REDUCIBLE
 from symm_cp.tensors.results import contiguous
-from symm_cp.tensors.shards import Extent, Shape, Shards, ShardSizes, Split
+from symm_cp.tensors.shards import Extent, Shape, ShardSizes, Split
 
 _NATIVE_COPIES: frozenset[str] = frozenset()
 #: Copies of inputs that are strided, or several tensors to be laid out in a slot.
@@ -152,68 +152,71 @@ def boxes_of(parcels: Parcels, strides: tuple[tuple[int, ...], ...], world_size:
     return (wire.Box * len(given))(*given_boxes), (wire.Box * len(taken))(*taken_boxes)
 
 
+_C = TypeVar("_C", GatherCall, CombineCall)
+
+
 class CpuRuntime(Runtime):
     """The runtime for CPU tensors of ranks on one host."""
 
     def _gather(self, call: GatherCall) -> None:
+        _run_in_place_if_all_can(call, self._gather_shards)
+
+    def _gather_shards(self, call: GatherCall, in_place: bool) -> None:
         """A peer's shard is read where it lies, with strides of a new tensor."""
         group, shards, gathered, split = call.group, call.shards, call.gathered, call.split
         rank, own, strided = group.rank, shards.own, not shards.contiguous
         target = None
         if gathered is not None and split is not None:
             target = (split, tuple(gathered.shape), gathered.element_size())
-        with group.own_lock():  # the question and the call are one turn of this rank
-            in_place = _readable(group, shards, call.name)
-            with group.call(0 if in_place else shards.nbytes, call.name) as (workspace, epoch):
-                program = _consume_program(rank, shards.sizes, in_place, strided, target)
+        with group.call(0 if in_place else shards.nbytes, call.name) as (workspace, epoch):
+            program = _consume_program(rank, shards.sizes, in_place, strided, target)
 
-                def copy_to_gathered(chunk: int) -> None:
-                    assert gathered is not None
-                    assert split is not None
-                    split.of(chunk, gathered).copy_(own[0])
+            def copy_to_gathered(chunk: int) -> None:
+                assert gathered is not None
+                assert split is not None
+                split.of(chunk, gathered).copy_(own[0])
 
-                def run_consume(source: int) -> None:
-                    if source != rank:
-                        at = workspace.shard(source)
-                    elif strided and group.world_size > 1:
-                        at = workspace.slot()
-                    else:
-                        call.consume([contiguous(t) for t in own] if strided else list(own), rank)
-                        return
-                    call.consume(shards.views(source, workspace.view, at), source)
+            def run_consume(source: int) -> None:
+                if source != rank:
+                    at = workspace.shard(source)
+                elif strided and group.world_size > 1:
+                    at = workspace.slot()
+                else:
+                    call.consume([contiguous(t) for t in own] if strided else list(own), rank)
+                    return
+                call.consume(shards.views(source, workspace.view, at), source)
 
-                operands = [t.data_ptr() for t in own]
-                if gathered is not None:
-                    operands.append(gathered.data_ptr())
-                kernels: dict[str, Kernel] = {
-                    "consume": run_consume,
-                    "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
-                    "input->gathered": copy_to_gathered,
-                }
-                program.run(workspace, epoch, operands, call.name, kernels)
+            operands = [t.data_ptr() for t in own]
+            if gathered is not None:
+                operands.append(gathered.data_ptr())
+            kernels: dict[str, Kernel] = {
+                "consume": run_consume,
+                "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
+                "input->gathered": copy_to_gathered,
+            }
+            program.run(workspace, epoch, operands, call.name, kernels)
 
     def _combine(self, call: CombineCall) -> None:
+        _run_in_place_if_all_can(call, self._combine_shards)
+
+    def _combine_shards(self, call: CombineCall, in_place: bool) -> None:
         """All shards are read where they lie."""
         group, shards, shard = call.group, call.shards, call.shards.own[0]
         rank = group.rank
-        with group.own_lock():  # the question and the call are one turn of this rank
-            in_place = _readable(group, shards, call.name)
-            with group.call(0 if in_place else shards.nbytes, call.name) as (workspace, epoch):
-                program = _combine_program(rank, shards.sizes, in_place, not shards.contiguous)
+        with group.call(0 if in_place else shards.nbytes, call.name) as (workspace, epoch):
+            program = _combine_program(rank, shards.sizes, in_place, not shards.contiguous)
 
-                def shard_of(source: int) -> torch.Tensor:
-                    if source == rank and in_place:
-                        return shard
-                    at = workspace.slot() if source == rank else workspace.shard(source)
-                    return shards.views(source, workspace.view, at)[0]
+            def shard_of(source: int) -> torch.Tensor:
+                if source == rank and in_place:
+                    return shard
+                at = workspace.slot() if source == rank else workspace.shard(source)
+                return shards.views(source, workspace.view, at)[0]
 
-                kernels: dict[str, Kernel] = {
-                    "combine": lambda _: call.combine(
-                        [shard_of(r) for r in range(group.world_size)]
-                    ),
-                    "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
-                }
-                program.run(workspace, epoch, [shard.data_ptr()], call.name, kernels)
+            kernels: dict[str, Kernel] = {
+                "combine": lambda _: call.combine([shard_of(r) for r in range(group.world_size)]),
+                "input->slot": lambda _: shards.pack(rank, workspace.view, workspace.slot()),
+            }
+            program.run(workspace, epoch, [shard.data_ptr()], call.name, kernels)
 
     def _scatter(self, call: ScatterCall) -> None:
         """Contributions are written where the peers read them."""
@@ -334,16 +337,20 @@ class CpuRuntime(Runtime):
             program.run(workspace, epoch, [], call.name, {"step": run_step})
 
 
-def _readable(group: Group, shards: Shards, call_name: bytes) -> bool:
-    """Whether the shards of all ranks are read in place. Collective where some might be.
+def _run_in_place_if_all_can(call: _C, run: Callable[[_C, bool], None]) -> None:
+    """Runs a call: in place if all ranks' shards can be read there. Collective.
 
-    A rank cannot tell for its peers: a shard may be contiguous on one rank and not on another, if
-    only because a dimension that was moved to the front has length 1 there.
+    A rank cannot know for its peers: a shard may be contiguous on one rank and not on another, if
+    only because a dimension that was moved to the front has length 1 there. So ranks ask each other
+    where some may have symmetric shards.
     """
+    group, shards = call.group, call.shards
     if len(shards.own) > 1 or shards.sizes.some_empty or not has_symmetric(group):
-        return False
-    own = shards.contiguous and is_symmetric(shards.own[0], group)
-    if group.world_size == 1:
-        return own
-    name = (QUESTION + call_name)[: wire.MAX_CALL_NAME]
-    return all(readable for (readable,) in numbers_on_host(group, name, [own]))
+        run(call, False)
+        return
+    with group.own_lock():  # the question and the call are one turn of this rank
+        readable = shards.contiguous and is_symmetric(shards.own[0], group)
+        if group.world_size > 1:
+            name = (QUESTION + call.name)[: wire.MAX_CALL_NAME]
+            readable = all(each for (each,) in numbers_on_host(group, name, [readable]))
+        run(call, readable)

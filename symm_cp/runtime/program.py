@@ -7,10 +7,10 @@ the addresses of the operands and the epoch differ.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from symm_cp import native, wire
 from symm_cp.group.memory import Workspace
@@ -41,6 +41,21 @@ class Binding:
         """The operand (None: the slot) and the bytes of each part of a region."""
         for extent in self.parts(region):
             yield extent.operand, extent.run(region.chunk)
+
+
+#: Where a part of a region begins, and its bytes.
+Place: TypeAlias = tuple[wire.Reference, Run]
+
+
+def copied_parts(sources: Iterable[Place], targets: Iterable[Place]) -> Iterator[dict[str, Any]]:
+    """Yields the fields of the command that copies each part of a region to another region.
+
+    A target with fewer parts ("gathered") takes the first ones.
+    """
+    for (source, from_run), (to, to_run) in zip(sources, targets, strict=False):
+        nbytes, rows, to_pitch, from_pitch = joint_rows(from_run, to_run)
+        sizes = {"bytes": nbytes, "rows": rows, "to_pitch": to_pitch, "from_pitch": from_pitch}
+        yield {"to": to, "source": source, **sizes}
 
 
 @dataclass(frozen=True)
@@ -204,8 +219,7 @@ class Lowering:
             command.source, _ = next(self._places(Region(self.rank, "symmetric")))
         self.commands.append(command)
 
-    def _places(self, region: Region) -> Iterator[tuple[wire.Reference, Run]]:
-        """Where each part of a region begins, and its bytes."""
+    def _places(self, region: Region) -> Iterator[Place]:
         for operand, run in self.binding.runs(region):
             if region.rank != self.rank:
                 # In an op on symmetric tensors a peer's slot is no shard: it announced its tensor.
@@ -218,22 +232,8 @@ class Lowering:
             yield wire.Reference(space, index, run.offset), run
 
     def _copy(self, step: Copy) -> None:
-        # A target with fewer parts ("gathered") takes the first ones.
-        for (source, from_run), (to, to_run) in zip(
-            self._places(step.src), self._places(step.dst), strict=False
-        ):
-            nbytes, rows, to_pitch, from_pitch = joint_rows(from_run, to_run)
-            self.commands.append(
-                wire.Command(
-                    kind=wire.Kind.COPY,
-                    to=to,
-                    source=source,
-                    bytes=nbytes,
-                    rows=rows,
-                    to_pitch=to_pitch,
-                    from_pitch=from_pitch,
-                )
-            )
+        for fields in copied_parts(self._places(step.src), self._places(step.dst)):
+            self.commands.append(wire.Command(kind=wire.Kind.COPY, **fields))
 
     def _reduce(self, step: Compute, reduction: Reduction) -> None:
         first = len(self.references)

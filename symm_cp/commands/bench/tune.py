@@ -103,14 +103,7 @@ def _runs(args: argparse.Namespace, setting: Setting) -> Runs:
 def _measured(
     setting: Setting, run: Run, ways: tuple[str, ...], seconds: float
 ) -> dict[str, float]:
-    def forced(way: str) -> Run:
-        def go() -> object:
-            with tuning.forced(way):
-                return run()
-
-        return go
-
-    case = setting.case("", {way: forced(way) for way in ways})
+    case = setting.case("", {way: measure.forced(way, run) for way in ways})
     row = measure.measure(case, setting.group, seconds)
     return {way: row.median(way) for way in ways}
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from symm_cp import tuning
 from symm_cp.ranks import quick_barrier
 
 #: The names that `overlap` looks for.
@@ -193,6 +194,26 @@ def measure(case: Case, group: dist.ProcessGroup, seconds: float = 4.0) -> Row:
     seconds_of = {name: tuple(times[:, i].tolist()) for i, name in enumerate(names)}
     row = Row(case.name, seconds_of)
     return replace(row, notes=case.after(row))
+
+
+def forced(way: str | None, run: Callable[[], object]) -> Callable[[], object]:
+    """Returns a variant that runs ops with a forced strategy (`tuning.forced`)."""
+
+    def run_forced() -> object:
+        with tuning.forced(way):
+            return run()
+
+    return run_forced
+
+
+def backward_alone(
+    forward: Callable[..., torch.Tensor], *inputs: torch.Tensor
+) -> Callable[[], tuple[torch.Tensor, ...]]:
+    """Returns a variant that runs the backward pass alone; the graph is made once, here."""
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    out = forward(*leaves)
+    grad = torch.ones_like(out)
+    return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
 def slowest(seconds: Sequence[float], group: dist.ProcessGroup) -> list[float]:

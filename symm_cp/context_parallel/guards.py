@@ -42,7 +42,7 @@ from symm_cp.context_parallel.model_masks import flex_masks
 from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.traced_functions import show_random_functions
-from symm_cp.devices.kept import HostReads, capturing
+from symm_cp.cuda.kept import HostReads, capturing
 from symm_cp.group.memory import resolve
 from symm_cp.ops.common import attention_runs
 

@@ -15,7 +15,7 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from symm_cp.devices.kept import HostReads, capturing, kept
+from symm_cp.cuda.kept import HostReads, capturing, kept
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Mask, Tile
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from symm_cp.devices.kept import kept
+from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.scoring import Scoring, Sight
 from symm_cp.ops.attention.spec import AttentionSpec

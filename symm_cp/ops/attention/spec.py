@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from symm_cp.devices.kept import HostReads
+from symm_cp.cuda.kept import HostReads
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.checks import (
     check_bias_length,

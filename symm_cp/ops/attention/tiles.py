@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from symm_cp.devices import has_streams
-from symm_cp.devices.kept import kept
+from symm_cp.cuda import has_streams
+from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scored import ScoredTiles
 from symm_cp.ops.attention.scoring import Gradients

@@ -344,30 +344,33 @@ class Known:
         if None in parts or len(self._inspectors) != len(loaded()):
             return False
         watched = self._watched
-        for part, row in zip(parts, self._rows, strict=True):
-            kind, names, children, held, hooks, attributes, marks = row
-            values = part.__dict__
-            modules, before = values["_modules"], values["_forward_pre_hooks"]
-            if (
-                type(part) is not kind
-                or tuple(modules) != names
-                or tuple(map(id, modules.values())) != children
-                or watched.intersection(values) != attributes
-            ):
-                return False
-            if (marks and not _same(values, marks)) or (
-                (hooks or before) and list(map(weakref.ref, before.values())) != hooks
-            ):
-                return False
-            stored = values["_parameters"], values["_buffers"]
-            may_hold = held or not (watched.isdisjoint(stored[0]) and watched.isdisjoint(stored[1]))
-            if may_hold and _held(values, watched) != held:
-                return False
         for reference, marks in self._configs.values():
             config = reference()
             values = None if config is None else object.__getattribute__(config, "__dict__")
             if values is None or len(values) != len(marks) or not _same(values, marks):
                 return False
+        for part, row in zip(parts, self._rows, strict=True):
+            kind, names, children, held, hooks, attributes, marks = row
+            values = part.__dict__
+            modules, before = values["_modules"], values["_forward_pre_hooks"]
+            stored = values["_parameters"], values["_buffers"]
+            if (
+                type(part) is not kind
+                or tuple(modules) != names
+                or tuple(map(id, modules.values())) != children
+                or watched.intersection(values) != attributes
+                or ((hooks or before) and list(map(weakref.ref, before.values())) != hooks)
+            ):
+                return False
+            may_hold = held or not (watched.isdisjoint(stored[0]) and watched.isdisjoint(stored[1]))
+            if may_hold and _held(values, watched) != held:
+                return False
+            for name, mark in marks.items():
+                value = values[name]
+                if value is not mark and (type(mark) is not weakref.ref or mark() is not value):
+                    if not _same(values, marks):
+                        return False
+                    break
         return True
 
     def judge(self, module: nn.Module, inspector: Inspector, state: Hashable) -> Verdict:

@@ -27,7 +27,7 @@ from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.layouts import decoded, layout_held
 from symm_cp.ops.attention.mesh_calls import telling
-from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
+from symm_cp.ops.attention.options import FLEX_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
 from symm_cp.ops.attention.tiles import wide
@@ -52,19 +52,15 @@ _REST = (
     "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
     "float? scale, bool enable_gqa, bool by_position"
 )
-_OPTIONS = (
-    "float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float dropout_p=0.0, "
-    f"Tensor? dropout_seed=None, SymInt head_offset=0, {METHOD_OPTIONS}"
-)
 _TENSORS = ("sinks", "bias", "dropout_seed")
 lib.define(
-    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
     " -> (Tensor, Tensor)"
 )
 # `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
 lib.define(
     f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
-    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 

@@ -90,7 +90,8 @@ class MaskOptions:
     def sample(self, index: int) -> Self:
         """Returns the options of one sample of the batch."""
         names = ("document_ids", "key_mask", "prefix_lengths")
-        return replace(self, **{name: _row(getattr(self, name), index) for name in names})
+        rows: dict[str, Any] = {name: _row(getattr(self, name), index) for name in names}
+        return replace(self, **rows)
 
     def as_mask_mod(self) -> Callable[..., torch.Tensor]:
         """Returns the mask as a function of the indices of sample, head, query and key."""
@@ -171,11 +172,10 @@ class HiddenKeys:
     def mask(
         self, tile: Tile, layout: SequenceLayout, owner: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """Returns the visible keys of a tile, (b, 1, 1, K), and its blind rows, (b, 1, rows).
+        """Returns a tile's visible keys, (b, 1, 1, K), and its fully masked rows, (b, 1, rows).
 
-        b is the number of the tile's samples or 1. Blind rows, None if there are none, see no key
-        of the tile. Returns None if the tile sees all of its keys. `owner` is the rank whose keys
-        they are.
+        b is the number of the tile's samples or 1; the rows are None if every row sees some key.
+        Returns None if the tile sees all of its keys. `owner` is the rank whose keys they are.
         """
         samples = slice(0, 1) if len(self.visible) == 1 else tile.samples
         counts = _counts(self, layout, owner)[samples]
@@ -185,17 +185,17 @@ class HiddenKeys:
             return None
         rows = _visible_rows(device, self, layout, owner)[samples]
         visible = rows[:, None, None, tile.k_begin : tile.k_end]
-        blind = _blind(tile, counts)[:, None]
-        return visible, torch.from_numpy(blind).to(device) if blind.any() else None
+        fully_masked = _fully_masked(tile, counts)[:, None]
+        return visible, torch.from_numpy(fully_masked).to(device) if fully_masked.any() else None
 
 
-def _blind(tile: Tile, counts: np.ndarray) -> Bools:
+def _fully_masked(tile: Tile, counts: np.ndarray) -> Bools:
     """Which rows of a tile see no key, for each sample."""
     i, keys = np.arange(tile.q_end - tile.q_begin), tile.k_end - tile.k_begin
     first = np.zeros_like(i) if tile.low is None else np.clip(i + tile.low, 0, keys)
     end = np.full_like(i, keys) if tile.high is None else np.clip(i + tile.high + 1, 0, keys)
-    blind: Bools = counts[:, tile.k_begin + end] <= counts[:, tile.k_begin + first]
-    return blind
+    fully_masked: Bools = counts[:, tile.k_begin + end] <= counts[:, tile.k_begin + first]
+    return fully_masked
 
 
 def _in_rows(hidden: HiddenKeys, layout: SequenceLayout, owner: int) -> Bools:

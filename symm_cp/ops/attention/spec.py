@@ -83,28 +83,41 @@ class AttentionSpec:
 
         `options` are those of `Options`.
         """
-        given = Options(**options)
-        check_tensors(op, query, key, value, given.enable_gqa)
-        check_windows(op, given)
-        check_scores(op, query, given)
-        layout, queries = spread_of(op, group, query, key, given)
-        mask, hidden = masks_of(op, given, query, layout.length)
-        if given.bias is not None:
-            check_bias_length(op, given.bias, queries or layout, layout)
+        parsed = Options(**options)
+        check_tensors(op, query, key, value, parsed.enable_gqa)
+        check_windows(op, parsed)
+        check_scores(op, query, parsed)
+        layout, queries = spread_of(op, group, query, key, parsed)
+        mask, hidden = masks_of(op, parsed, query, layout.length)
+        return cls.over(op, query, value, parsed, layout, queries, mask=mask, hidden=hidden)
+
+    @classmethod
+    def over(
+        cls,
+        op: str,
+        query: torch.Tensor,
+        value: torch.Tensor,
+        options: Options,
+        layout: SequenceLayout,
+        queries: SequenceLayout | None,
+        **mask: Any,
+    ) -> AttentionSpec:
+        """Returns the spec of checked options over known layouts; `mask` are fields of the spec."""
+        if options.bias is not None:
+            check_bias_length(op, options.bias, queries or layout, layout)
         return cls(
             layout=layout,
-            mask=mask,
-            hidden=hidden,
-            scale=given.scale,
+            scale=options.scale,
             method=rotate_method(),
             queries=queries,
             value_features=value_features_of(query, value),
-            softcap=given.softcap,
-            sinks=given.sinks is not None,
-            bias=given.bias is not None,
-            dropout_p=given.dropout_p,
-            dropout_seed=seed_of(given),
-            head_offset=given.head_offset if given.dropout_p > 0 else 0,
+            softcap=options.softcap,
+            sinks=options.sinks is not None,
+            bias=options.bias is not None,
+            dropout_p=options.dropout_p,
+            dropout_seed=seed_of(options),
+            head_offset=options.head_offset if options.dropout_p > 0 else 0,
+            **mask,
         )
 
     @property

@@ -1,12 +1,12 @@
 """Builds `csrc/` for the installed torch, loads it, and declares its C functions.
 
-The only package that touches the native library. `wire.py` mirrors `csrc/channel/wire.h` by hand, and
-stays so: `load` compares the two texts that both sides write of every enumeration, struct and
-limit, so a difference is an error with a diff, never a wrong offset. That costs 1.8 s of processor
-time in a cold build (`wire.cpp`) and a millisecond at import. pybind11 needs Python's headers, which
-the import must do without, and torch's, which it is for: its one file here (`backend/glue.cpp`)
-takes 21 s of the same machine. A mirror generated from the header would have no types for mypy and
-no names before the library is built.
+The only package that touches the native library. `wire.py` mirrors `csrc/channel/wire.h` by hand,
+and stays so: `load` compares the texts that both sides write of every enumeration, struct and
+limit, so that a difference is an error with a diff, never a wrong offset. That costs 1.8 s of
+processor time in a cold build (`wire.cpp`) and a millisecond at import. pybind11 needs Python's
+headers, which the import must do without, and more time: its one file here (`backend/glue.cpp`)
+takes 21 s on the same busy machine. A mirror generated from the header would have no types for
+mypy, and no names before the library is built.
 
     wire.py       structs, enumerations and limits that both sides share
     bindings.py   the C functions with their types

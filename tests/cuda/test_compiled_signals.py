@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from symm_cp.kernels import signals
+from symm_cp.cuda.kernels import signals
 from symm_cp.native import wire
 from tests.cuda.launches import recorded
 

@@ -26,10 +26,10 @@ from symm_cp import trusted
 from symm_cp.native.compiler import Compiler, torch_flags
 from symm_cp.native.sources import Sources, Unit
 
-#: What the cache may take, in bytes (a build's objects take 10 MB, torch's headers 500 where they
-#: are precompiled), and for how long it keeps what no build has used, in seconds. Less would make
-#: builds of several checkouts compile again what they throw away for each other.
-_MAX_BYTES = 1 << 30
+#: The most bytes that the cache keeps, and for how many seconds it keeps an object that no build
+#: uses. A build's objects take 6 MB, precompiled headers 500 MB for each torch. With less room,
+#: builds of several checkouts, or for several torches, would throw away each other's objects.
+_MAX_BYTES = 2 << 30
 _MAX_AGE = 30 * 24 * 3600
 
 

@@ -61,8 +61,8 @@ class Objects:
             header, used = [], []
             if missing and self._compiler.takes_precompiled:
                 text = "".join(f"#include <{name}>\n" for name in self._all_torch_headers())
-                path = self._path("torch", text, ".h")
-                if not _is_there(_precompiled(path)):
+                path = self._path("torch", f"{text} {_installation()}", ".h")
+                if not (_is_there(path) and _is_there(_precompiled(path))):
                     jobs.insert(0, partial(self._precompile, scratch, text, path))
                 header, used = ["-include", str(path)], [path, _precompiled(path)]
             _run(jobs)
@@ -151,6 +151,11 @@ def _keep(made: Path, target: Path) -> None:
 
 def _precompiled(header: Path) -> Path:
     return header.with_name(f"{header.name}.gch")  # where g++ looks for it
+
+
+def _installation() -> str:
+    """Names an installation of torch: g++ knows precompiled headers by their times, too."""
+    return f"{torch.__file__} {os.stat(torch.__file__).st_mtime_ns}"
 
 
 def _digest(*texts: str) -> str:

@@ -19,8 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-#: What the kernel supports.
-DTYPES = (torch.bfloat16, torch.float16)
+#: What the kernel supports, of 16-bit types.
 FEATURES = (64, 128)
 
 _LOG2_E = math.log2(math.e)

@@ -16,7 +16,6 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-from symm_cp import wire
 from symm_cp.group.memory import Group
 from symm_cp.tensors.shards import Shape, Shapes, Split
 
@@ -39,20 +38,6 @@ RelayStep: TypeAlias = Callable[[int, torch.Tensor | None, torch.Tensor | None],
 ConsumeHere: TypeAlias = Callable[[], None]
 #: Takes the rank that this one gives to or takes from, and the memory that passes between them.
 Pass: TypeAlias = Callable[[int, torch.Tensor], None]
-
-#: The element types that can be summed.
-REDUCIBLE: dict[torch.dtype, wire.DType] = {
-    torch.uint8: wire.DType.UINT8,
-    torch.int8: wire.DType.INT8,
-    torch.int16: wire.DType.INT16,
-    torch.int32: wire.DType.INT32,
-    torch.int64: wire.DType.INT64,
-    torch.float16: wire.DType.FLOAT16,
-    torch.float32: wire.DType.FLOAT32,
-    torch.float64: wire.DType.FLOAT64,
-    torch.bfloat16: wire.DType.BFLOAT16,
-}
-
 
 #: Bytes that each rank (first index) gives to each (second index).
 Sizes: TypeAlias = tuple[tuple[int, ...], ...]

@@ -16,7 +16,6 @@ from symm_cp.group.memory import Group, Workspace, has_symmetric, is_symmetric, 
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce_ways import AllReduceWay, all_reduce_way
 from symm_cp.runtime.api import (
-    REDUCIBLE,
     Combine,
     Consume,
     ConsumeAndProduce,
@@ -34,6 +33,7 @@ from symm_cp.runtime.program import Kernel, Program, Reduction, lower
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets
+from symm_cp.tensors.dtypes import REDUCIBLE
 from symm_cp.tensors.results import contiguous
 from symm_cp.tensors.shards import Extent, Shape, Shapes, Shards, ShardSizes, Split
 

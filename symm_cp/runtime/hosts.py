@@ -41,9 +41,9 @@ from symm_cp.runtime.api import (
     Sizes,
 )
 from symm_cp.runtime.parcels import exchange_parcels
-from symm_cp.runtime.sums import wide
 from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.tensors.alignment import part_offsets, scratch
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Shape, Shapes, Shards, Split, viewing
 

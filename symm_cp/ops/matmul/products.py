@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from symm_cp.group.memory import Group
+from symm_cp.tensors.dtypes import NARROW, wide
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
@@ -44,9 +45,9 @@ class Sum:
 
     def __init__(self, out: torch.Tensor, terms: int) -> None:
         self._out = out
-        wide = terms <= 1 or out.dtype not in (torch.bfloat16, torch.float16)
-        self._total = out if wide else new_result(out, out.shape, torch.float32)
-        self._part = None if wide else new_result(out, out.shape)
+        in_place = terms <= 1 or out.dtype not in NARROW
+        self._total = out if in_place else new_result(out, out.shape, wide(out.dtype))
+        self._part = None if in_place else new_result(out, out.shape)
         self._empty = True
 
     def add_product(

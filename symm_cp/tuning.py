@@ -342,7 +342,15 @@ def choose(group: Group, device: torch.device, question: Question) -> str:
     if group.world_size == 1:
         return "shards"
     way = _forced.get(WAYS) or env.way()
-    choice = Choice(way, "forced") if way is not None else _cached(group, device, question)
+    if way is not None:
+        choice: Choice | None = Choice(way, "forced")
+    else:
+        facts = facts_of(group)
+        choice = facts.choices.get(question)
+        if choice is None:
+            choice = _choice(group, device, question, facts)
+            facts.keep(question, choice)
+    assert choice is not None
     if _listening is not None:
         _listening[_on(device, question.key)] = choice
     return choice.way
@@ -416,15 +424,6 @@ def listening() -> Iterator[dict[str, Choice]]:
         yield _listening
     finally:
         _listening = before
-
-
-def _cached(group: Group, device: torch.device, question: Question) -> Choice:
-    facts = facts_of(group)
-    choice = facts.choices.get(question)
-    if choice is None:
-        choice = _choice(group, device, question, facts)
-        facts.keep(question, choice)
-    return choice
 
 
 def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:

@@ -94,7 +94,7 @@ def tells_peers(
     def group_of_call(args: Any, kwargs: Any) -> Any:
         return signature.bind(*args, **kwargs).arguments[group]
 
-    return _telling(function, group_of_call, channel, op)
+    return _telling(function, group_of_call, channel, op, traced=True)
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
@@ -104,17 +104,26 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _telling(
-    function: Callable[P, R], group_of_call: Callable[[Any, Any], Any], channel: str, op: str
+    function: Callable[P, R],
+    group_of_call: Callable[[Any, Any], Any],
+    channel: str,
+    op: str,
+    *,
+    traced: bool = False,
 ) -> Callable[P, R]:
+    """`traced`: compilers read the function, which kernels and gradients are hidden from."""
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if traced and torch.compiler.is_compiling():
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except END_OF_RECOMPUTATION:  # nothing failed
             raise
         except Exception as error:
+            if torch.compiler.is_compiling():
+                raise
             if op:
                 _name_op(op, error)
             with contextlib.suppress(Exception):  # no group, nobody to tell
@@ -436,8 +445,9 @@ def op_for(name: str, device: torch.device) -> Any:
 
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
     """Runs our kernel on the device of a tensor, the first argument."""
-    ours = getattr(torch.ops.symm_mem, WITH_SIZES[name]) if uneven else op_for(name, tensor.device)
-    return ours(tensor, *args, *uneven, **kwargs)
+    kind = devices.kind_for(tensor.device)
+    ours = WITH_SIZES[name] if uneven or (kind is not None and kind.torch_has_kernels) else name
+    return getattr(torch.ops.symm_mem, ours)(tensor, *args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

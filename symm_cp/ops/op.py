@@ -75,22 +75,30 @@ def untouched(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
 
 
 class Caller(NamedTuple):
-    """What an example call is made of: this rank in its group, and how to make random tensors."""
+    """What an example call is made of: this rank in its group, and how to make random tensors.
+
+    `sizes` are the numbers of rows of the ranks, for ops that take uneven parts.
+    """
 
     group_name: str
     rank: int
     world_size: int
-    rand: Callable[..., torch.Tensor]
-
-    @property
-    def uneven(self) -> tuple[list[int], int]:
-        """Returns the last arguments of an op with sizes: rank r has r + 1 rows."""
-        return [*range(1, self.world_size + 1)], self.rank
+    sizes: list[int]
+    rand: Callable[..., torch.Tensor] = torch.randn
 
     @property
     def rows(self) -> int:
-        """Returns the rows of all ranks of `uneven`."""
-        return self.world_size * (self.world_size + 1) // 2
+        """Returns the rows of this rank."""
+        return self.sizes[self.rank]
+
+    @property
+    def uneven(self) -> tuple[list[int], int]:
+        """Returns the last arguments of an op that takes uneven parts."""
+        return self.sizes, self.rank
+
+    def ones(self, *shape: int) -> torch.Tensor:
+        """Returns a tensor that is equal on all ranks, of the dtype of `rand`."""
+        return torch.ones_like(self.rand(*shape))
 
     def float8(self, *shape: int) -> torch.Tensor:
         """Returns a random float8 tensor."""

@@ -262,13 +262,13 @@ declare(
     _GATHER_OP.with_sizes(
         WITH_SIZES[_GATHER],
         f"(Tensor tensor, str group_name, {SIZES}) -> Tensor",
-        lambda on: arguments(on.rand(on.rank + 1, 6), on.group_name, *on.uneven),
+        lambda on: arguments(on.rand(on.rows, 6), on.group_name, *on.uneven),
         gradient=Gradient(_all_gather_backward, _gather_setup),
     ),
     _SCATTER_OP.with_sizes(
         WITH_SIZES[_SCATTER],
         f"(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor",
-        lambda on: arguments(on.rand(on.rows, 6), "avg", on.group_name, *on.uneven),
+        lambda on: arguments(on.rand(sum(on.sizes), 6), "avg", on.group_name, *on.uneven),
         gradient=Gradient(_reduce_scatter_backward, _scatter_setup),
     ),
     _into_out(

@@ -338,7 +338,7 @@ declare(
         autocast=autocast.cast,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
-            on.rand(5, on.rank + 1), on.rand(on.rank + 1, 3), torch.ones(3), "avg", on.group_name
+            on.rand(5, on.rank + 1), on.rand(on.rank + 1, 3), on.ones(3), "avg", on.group_name
         ),
         native=True,
     ),
@@ -354,7 +354,7 @@ declare(
         autocast=untouched,
         vmap=ONE_BY_ONE,
         example=lambda on: arguments(
-            [on.rand(4, 6)], [on.rand(6, 5)], None, torch.ones(5), "sum", on.group_name
+            [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
         ),
         internal=True,
     ),

@@ -46,7 +46,7 @@ from symm_cp.ops.matmul.operands import (
     check_weight_scale,
     result_dtype,
 )
-from symm_cp.ops.matmul.products import Sum, as_rows, at_last, moved
+from symm_cp.ops.matmul.products import Sum, as_rows, at_last
 from symm_cp.ops.matmul.scaled_mm import (
     NO_GRADIENT,
     ScaledRows,
@@ -54,7 +54,7 @@ from symm_cp.ops.matmul.scaled_mm import (
     multiply_scaled,
 )
 from symm_cp.ops.op import ONE_BY_ONE, TORCHS, Arguments, Caller, Op, arguments, declare
-from symm_cp.tensors.alignment import aligned
+from symm_cp.tensors.alignment import ALIGN, aligned
 from symm_cp.tensors.dtypes import NARROW
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, Shapes, Split
@@ -196,9 +196,11 @@ def all_gather_matmul_kernel(
         _gather_whole(group, plan, x_shard, weights, outs, gathered)
     else:
         _gather_rows(group, plan, x_shard, weights, outs, gathered, torch.mm)
+    kept = gathered if return_A else None
     dim = plan.split.dim
-    kept = moved(gathered, 0, dim) if return_A and gathered is not None else None
-    return kept, outs if dim == 0 else [out.movedim(0, dim) for out in outs]
+    if dim == 0:
+        return kept, outs
+    return kept if kept is None else kept.movedim(0, dim), [out.movedim(0, dim) for out in outs]
 
 
 def _gather_rows(
@@ -212,7 +214,7 @@ def _gather_rows(
     scales: RowScales | None = None,
 ) -> None:
     """Gathers another dimension than the last: the shards' products are the result's rows."""
-    shard = [moved(x_shard, plan.split.dim, 0)]
+    shard = [x_shard if plan.split.dim == 0 else x_shard.movedim(plan.split.dim, 0)]
     shapes = plan.shapes
     if scales is not None and scales.sharded:
         shard.append(scales.scale.movedim(plan.split.dim, 0))
@@ -220,7 +222,10 @@ def _gather_rows(
     parts = [out.flatten(0, -2).split_with_sizes(plan.rows) for out in outs]
 
     def consume(shards: list[torch.Tensor], rank: int) -> None:
-        rows: Any = aligned(shards[0]).flatten(0, -2)
+        shard = shards[0]
+        if 1 in shard.shape or shard.data_ptr() % ALIGN or not shard.is_contiguous():
+            shard = aligned(shard)
+        rows: Any = shard.flatten(0, -2)
         if scales is not None:
             rows = ScaledRows(rows, scales.of_rank(rank, shards))
         for part, weight in zip(parts, weights, strict=True):
@@ -247,7 +252,7 @@ def _gather_whole(
 
     runtime.of(x_shard, group).all_gather_and_consume(
         group,
-        [moved(x_shard, plan.split.dim, 0)],
+        [x_shard.movedim(plan.split.dim, 0)],
         at_last(multiply, group),
         plan.name,
         shapes=plan.shapes,
@@ -597,7 +602,12 @@ declare(
         f"(Tensor A, Tensor[] Bs, int gather_dim, str group_name, {SIZES}, *, bool return_A=True)"
         " -> (Tensor?, Tensor[])",
         lambda on: arguments(
-            on.rand(on.rank + 1, 4), [on.rand(4, 3)], 0, on.group_name, *on.uneven, return_A=False
+            on.rand(on.rows, 4),
+            [on.rand(4, 3)],
+            0,
+            on.group_name,
+            *on.uneven,
+            return_A=False,
         ),
     ),
     _SCALED_GATHER_OP,
@@ -606,7 +616,7 @@ declare(
         "(Tensor A, Tensor[] Bs, Tensor A_scale, Tensor[] B_scales, int gather_dim, "
         "str group_name, Tensor?[] biases, Tensor?[] result_scales, ScalarType?[] out_dtypes, "
         f"bool[] use_fast_accum, {SIZES}) -> (Tensor, Tensor[])",
-        lambda on: _scaled_example(on, on.rank + 1, *on.uneven),
+        lambda on: _scaled_example(on, on.rows, *on.uneven),
     ),
 )
 

@@ -28,12 +28,7 @@ def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tenso
 
 def as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns a matrix with the tensor's last dimension, whose rows are in the order of `dim`."""
-    return moved(tensor, dim, 0).flatten(0, -2)
-
-
-def moved(tensor: torch.Tensor, dim: int, to: int) -> torch.Tensor:
-    """As `movedim`: returns the tensor itself where nothing moves."""
-    return tensor if dim == to else tensor.movedim(dim, to)
+    return tensor.movedim(dim, 0).flatten(0, -2)
 
 
 class Sum:

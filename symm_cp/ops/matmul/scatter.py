@@ -408,7 +408,7 @@ declare(
         "(Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, "
         f"{SIZES}) -> Tensor",
         lambda on: arguments(
-            on.rand(on.rows, 4), on.rand(4, 3), "sum", 0, on.group_name, *on.uneven
+            on.rand(sum(on.sizes), 4), on.rand(4, 3), "sum", 0, on.group_name, *on.uneven
         ),
     ),
     Op(
@@ -435,7 +435,7 @@ declare(
         "int orig_scatter_dim, int scatter_dim_after_maybe_reshape, str group_name, "
         "SymInt[]? output_shape, Tensor? bias, Tensor? result_scale, ScalarType? out_dtype, "
         f"bool use_fast_accum, {SIZES}) -> Tensor",
-        lambda on: _scaled_example(on, on.rows, False, *on.uneven),
+        lambda on: _scaled_example(on, sum(on.sizes), False, *on.uneven),
     ),
 )  # fmt: skip
 

@@ -346,7 +346,7 @@ declare(
         autocast=autocast.as_they_are,
         vmap=LEFT_TO_TORCH,
         example=lambda on: arguments(
-            on.rand(1, 2, 4, 8), None, [], on.rand(1, 2, 4, 8), on.rand(1, 2, 4),
+            on.rand(1, 2, 4, 8), None, [False, False], on.rand(1, 2, 4, 8), on.rand(1, 2, 4),
             *(on.rand(1, 2, 4, 8) for _ in range(3)), *_example(on),
         ),
         cpu_only=True,

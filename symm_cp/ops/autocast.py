@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.amp.autocast_mode import _cast
 
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.ops.common import keys_of_ours, lib
 from symm_cp.ops.op import Kernel, Op, Prepare, untouched
 
@@ -66,7 +66,7 @@ def register_autocast(op: Op) -> None:
     """
     if op.autocast is None or op.autocast is untouched:
         return
-    kinds = ((kind.torch_type, kind.dispatch_key) for kind in devices.known())
+    kinds = ((kind.torch_type, kind.dispatch_key) for kind in cuda.known())
     for device, dispatch_key in (("cpu", "CPU"), *kinds):
         key = f"Autocast{dispatch_key}"
         rule = _rule(op.overload, device, key, op.autocast)

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from symm_cp import devices, native, wire
+from symm_cp import cuda, native, wire
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
@@ -45,7 +45,7 @@ _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 # Dispatch keys at which no call is made: fake kernels, what records calls, what other keys follow.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
-_DEVICES = tuple(kind.dispatch_key for kind in devices.known())
+_DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 
 
 class _Library(torch.library.Library):
@@ -206,7 +206,7 @@ def keys_of_ours() -> tuple[str, ...]:
     What is registered for the others changes torch's ops there. Importing must not do that, except
     to add what is right for torch's kernels as well.
     """
-    kinds = [kind.dispatch_key for kind in devices.known() if not kind.torch_has_kernels]
+    kinds = [kind.dispatch_key for kind in cuda.known() if not kind.torch_has_kernels]
     return ("CPU", *kinds)
 
 
@@ -438,14 +438,14 @@ def op_for(name: str, device: torch.device) -> Any:
     gathered or scattered, negative dimensions, float8 results), round more often (the last
     dimension in 16 bits), and wait without end.
     """
-    kind = devices.kind_for(device)
+    kind = cuda.kind_for(device)
     of_torch = kind is not None and kind.torch_has_kernels
     return getattr(torch.ops.symm_mem, WITH_SIZES[name] if of_torch else name)
 
 
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
     """Runs our kernel on the device of a tensor, the first argument."""
-    kind = devices.kind_for(tensor.device)
+    kind = cuda.kind_for(tensor.device)
     ours = WITH_SIZES[name] if uneven or (kind is not None and kind.torch_has_kernels) else name
     return getattr(torch.ops.symm_mem, ours)(tensor, *args, *uneven, **kwargs)
 

@@ -11,6 +11,7 @@ fake kernel and run follow from it.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeAlias
@@ -58,15 +59,14 @@ class Elsewhere(NamedTuple):
 NATIVE_GRADIENT = Elsewhere("csrc/gradients.cpp", differentiable=True)
 
 
-class Vmap(NamedTuple):
-    """What `torch.func.vmap` does: a call for each element of the batch, or what torch does."""
+class Vmap(enum.Enum):
+    """What `torch.func.vmap` does with an op."""
 
-    one_by_one: bool
-    complete: Callable[[Any], Any] | None = None  # applied to the results of each call
+    ONE_BY_ONE = enum.auto()  # a call for each element of the batch
+    LEFT_TO_TORCH = enum.auto()
 
 
-ONE_BY_ONE = Vmap(one_by_one=True)
-LEFT_TO_TORCH = Vmap(one_by_one=False)
+ONE_BY_ONE, LEFT_TO_TORCH = Vmap
 
 
 def untouched(args: tuple[Any, ...], device: str) -> tuple[Any, ...]:
@@ -136,6 +136,8 @@ class Op:
 
     #: Optional: the pure function from which results and run follow.
     plan: Kernel | None = None
+    #: Optional: waits for the results of an op that returns before they are complete.
+    complete: Callable[[torch.Tensor], torch.Tensor] | None = None
     #: Required where the op writes to an argument: the same as calls that return new tensors.
     functional: Kernel | None = None
 

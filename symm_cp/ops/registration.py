@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
-from symm_cp import devices, native
+from symm_cp import cuda, native
 from symm_cp.ops.autocast import register_autocast
 from symm_cp.ops.common import device_kernels, in_python, lib
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.op import (
+    ONE_BY_ONE,
     TORCHS,
     Gradient,
     GradientByHand,
@@ -36,8 +37,8 @@ def register() -> None:
             lib.impl(op.name, op.functional, "Functionalize")
         if op.autocast is not None:
             register_autocast(op)
-        if op.vmap is not None and op.vmap.one_by_one:
-            register_vmap(op, op.vmap.complete)
+        if op.vmap is ONE_BY_ONE:
+            register_vmap(op)
         refuse_without_memory(op)
 
 
@@ -71,7 +72,7 @@ def _register_kernels(op: Op) -> None:
         return
     if op.replaces_torch:
         device_kernels[op.name] = op.kernel
-    for device in devices.known():
+    for device in cuda.known():
         if not (op.replaces_torch and device.torch_has_kernels):
             lib.impl(op.name, op.kernel, device.dispatch_key)
 

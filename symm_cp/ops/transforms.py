@@ -140,13 +140,13 @@ def once_differentiable(op: str) -> Callable[[Callable[..., Any]], Callable[...,
     return decorate
 
 
-def register_vmap(declaration: Op, complete: Callable[[Any], Any] | None) -> None:
+def register_vmap(declaration: Op) -> None:
     """Has `torch.func.vmap` call an op for one element of the batch after the other.
 
     torch would do the same, but not with lists of tensors, and it would copy the result of a
     low-contention op before `complete` has waited for it.
     """
-    op, name = declaration.overload, declaration.name
+    op, name, complete = declaration.overload, declaration.name, declaration.complete
 
     def one_by_one(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> Any:
         flat, arguments = pytree.tree_flatten(args)

@@ -51,8 +51,7 @@ def caller(
 
 def completed(op: Op, result: Any) -> Any:
     """The result of an op, which may have to be waited for."""
-    complete = None if op.vmap is None else op.vmap.complete
-    return result if complete is None else complete(result)
+    return result if op.complete is None else op.complete(result)
 
 
 def call_of(op: Op, on: Caller) -> Call:

@@ -16,9 +16,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed._symmetric_memory as torch_symm_mem
 
 from symm_cp import runtime
-from symm_cp.group.memory import Group, GroupLike, group_name
+from symm_cp.group.memory import Group, GroupLike, group_name, resolve
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
@@ -174,7 +175,7 @@ def all_gather_matmul_kernel(
     return_A: bool = True,
 ) -> tuple[torch.Tensor | None, list[torch.Tensor]]:
     """The op, on this rank's shard; `sizes` is the length of every rank's where they differ."""
-    group = group_of(group_name, rank)
+    group = resolve(group_name) if rank is None else group_of(group_name, rank)
     plan = plan_gather(
         (x_shard.shape, x_shard.dtype, x_shard.device),
         tuple([(weight.shape, weight.dtype, weight.device) for weight in weights]),
@@ -183,7 +184,7 @@ def all_gather_matmul_kernel(
         group.rank,
         group.world_size,
     )
-    if in_test_mode():
+    if torch_symm_mem._is_test_mode:
         gathered = unfused_all_gather(x_shard, plan.split.dim, group_name, plan.split)
         return (gathered if return_A else None), [torch.matmul(gathered, w) for w in weights]
     if plan.by_columns:

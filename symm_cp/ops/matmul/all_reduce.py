@@ -1,13 +1,14 @@
-"""Fused matmul-all-reduce: what follows a row-parallel linear layer without sequence parallelism.
+"""Fused matmul-all-reduce, plain and with scales: what follows a row-parallel linear layer.
 
 Shapes: M, N, K are the dimensions of a matmul (..., M, K) @ (K, N) -> (..., M, N). W is the world
 size. K may differ from rank to rank, and may be 0: every rank contributes the product of what it
-has. The gradients are in matmul_derivatives.py.
+has.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -19,34 +20,35 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
-    Op,
     check_reduce_op,
     entry_point,
     group_of,
     in_test_mode,
-    lib,
-    register_device_kernel,
-    register_in_python,
-    register_kernel,
     what_is,
     world_size_of,
 )
-from symm_cp.ops.operands import check_matrices
-from symm_cp.ops.products import Terms
-from symm_cp.tensors.results import new_result
+from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
+from symm_cp.ops.matmul.operands import (
+    check_bias,
+    check_float8,
+    check_matrices,
+    check_matrix,
+    check_product,
+    check_row_scale,
+    check_weight_scale,
+    partial_dtype_of,
+    result_dtype,
+)
+from symm_cp.ops.matmul.products import Terms
+from symm_cp.ops.matmul.scaled_mm import NO_GRADIENT, finish, scaled_mm_out
+from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
+from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
 
 ALL_REDUCE = "fused_matmul_all_reduce"
 SUM = "_fused_matmuls_all_reduce"
-
-lib.define(
-    f"{ALL_REDUCE}(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor"
-)
-lib.define(
-    f"{SUM}(Tensor[] As, Tensor[] Bs, Tensor? addend, Tensor? bias, str reduce_op, "
-    "str group_name) -> Tensor"
-)
+SCALED_ALL_REDUCE = "fused_scaled_matmul_all_reduce"
 
 
 def _check(
@@ -71,12 +73,12 @@ def _check(
         raise ValueError(
             f"{op}: {name} must have at least 2 dimensions, has shape {list(first.shape)}"
         )
-    terms = [(f"A[{i}] @ B[{i}]", [*left.shape[:-1], right.shape[1]], left.dtype, left.device)
-             for i, (left, right) in enumerate(zip(lefts, rights, strict=True))]  # fmt: skip
-    shape = list(addend.shape) if addend is not None else terms[0][1]
+    others = [(f"A[{i}] @ B[{i}]", [*left.shape[:-1], right.shape[1]], left.dtype, left.device)
+              for i, (left, right) in enumerate(zip(lefts, rights, strict=True))]  # fmt: skip
+    shape = list(addend.shape) if addend is not None else others[0][1]
     if bias is not None:
-        terms.append(("bias", [*bias.shape], bias.dtype, bias.device))
-    for what, own, dtype, device in terms:
+        others.append(("bias", [*bias.shape], bias.dtype, bias.device))
+    for what, own, dtype, device in others:
         needed = shape[-1:] if what == "bias" else shape
         if own != needed:
             raise ValueError(f"{op}: {what} has shape {own}, must have {needed}")
@@ -245,22 +247,138 @@ def _matmul_all_reduce_fake(
     return _matmuls_all_reduce_fake([a], [weight], None, bias, reduce_op, group_name, op=ALL_REDUCE)
 
 
-_KERNELS: dict[str, Op] = {
-    ALL_REDUCE: _matmul_all_reduce_kernel,
-    SUM: _matmuls_all_reduce_kernel,
-}
-_FAKES: dict[str, Op] = {ALL_REDUCE: _matmul_all_reduce_fake, SUM: _matmuls_all_reduce_fake}
+# --- with scales -----------------------------------------------------------------------------
 
 
-def register() -> None:
-    """Adds the kernels and fake kernels."""
-    # csrc/ops/matmul_all_reduce.cpp calls the kernel for all but few rows.
-    register_device_kernel(ALL_REDUCE, _KERNELS[ALL_REDUCE])
-    register_in_python(ALL_REDUCE, _KERNELS[ALL_REDUCE])
-    register_kernel(SUM, _KERNELS[SUM])
-    for name, fake in _FAKES.items():
-        lib.impl(name, fake, "Meta")
-    autocast.register(autocast.cast, ALL_REDUCE)
+def _check_scaled(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str,
+    bias: torch.Tensor | None,
+    out_dtype: Any,
+) -> tuple[list[int], torch.dtype]:
+    """Returns the shape of the result, and its dtype."""
+    dtype = result_dtype(SCALED_ALL_REDUCE, out_dtype, a)
+    check_float8(SCALED_ALL_REDUCE, a, weight, "B")
+    check_matrix(SCALED_ALL_REDUCE, "B", weight, a, a.shape[-1])
+    check_weight_scale(SCALED_ALL_REDUCE, "B_scale", weight_scale, weight)
+    check_row_scale(SCALED_ALL_REDUCE, a, a_scale)
+    check_bias(SCALED_ALL_REDUCE, "bias", bias, weight, dtype)
+    partial = partial_dtype_of(dtype)
+    check_reduce_op(SCALED_ALL_REDUCE, "out_dtype", partial, reduce_op)
+    scales = {"A_scale": a_scale, "B_scale": weight_scale}
+    check_product(SCALED_ALL_REDUCE, "B", a, weight, scales, partial)
+    return [*a.shape[:-1], weight.shape[1]], dtype
+
+
+def _scaled_matmul_all_reduce_kernel(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    group = group_of(group_name)
+    shape, dtype = _check_scaled(a, weight, a_scale, weight_scale, reduce_op, bias, out_dtype)
+    total = new_result(a, shape, partial_dtype_of(dtype))
+    out, rows = total.flatten(0, -2), a.flatten(0, -2)
+    # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
+    one_scale = a_scale.numel() == 1
+    scale = a_scale.reshape(1, 1) if one_scale else a_scale.reshape(rows.shape[0], 1)
+    split = Split.nearly_equal(rows.shape[0], group.world_size)
+
+    def produce(rank: int | None, partial: torch.Tensor) -> None:
+        left = rows if rank is None else split.of(rank, rows)
+        left_scale = scale if rank is None or one_scale else split.of(rank, scale)
+        scaled_mm_out(left, weight, left_scale, weight_scale, partial, fast=use_fast_accum)
+
+    if in_test_mode():
+        produce(None, out)
+        total = unfused_all_reduce(total, reduce_op, group_name)
+    else:
+        produce_and_all_reduce(SCALED_ALL_REDUCE, group, produce, out, reduce_op)
+    # The bias is added to the sum: once, not once a rank.
+    return contiguous(finish(total, bias, result_scale, dtype))
+
+
+def _scaled_matmul_all_reduce_fake(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    reduce_op: str,
+    group_name: str,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: Any = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    world_size_of(group_name)  # there is such a group
+    shape, dtype = _check_scaled(a, weight, a_scale, weight_scale, reduce_op, bias, out_dtype)
+    return a.new_empty(shape, dtype=dtype)
+
+
+# --- declarations ----------------------------------------------------------------------------
+
+declare(
+    Op(
+        name=ALL_REDUCE,
+        schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
+        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors with few rows.
+        kernel=_matmul_all_reduce_kernel,
+        fake=_matmul_all_reduce_fake,
+        gradient=NATIVE_GRADIENT,
+        autocast=autocast.cast,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(5, on.rank + 1), on.rand(on.rank + 1, 3), on.ones(3), "avg", on.group_name
+        ),
+        native=True,
+    ),
+    Op(
+        name=SUM,
+        schema=(
+            "(Tensor[] As, Tensor[] Bs, Tensor? addend, Tensor? bias, str reduce_op, "
+            "str group_name) -> Tensor"
+        ),
+        kernel=_matmuls_all_reduce_kernel,
+        fake=_matmuls_all_reduce_fake,
+        gradient=ALL_REDUCED_SUM_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            [on.rand(4, 6)], [on.rand(6, 5)], None, on.ones(5), "sum", on.group_name
+        ),
+        internal=True,
+    ),
+    Op(
+        name=SCALED_ALL_REDUCE,
+        schema=(
+            "(Tensor A, Tensor B, Tensor A_scale, Tensor B_scale, str reduce_op, "
+            "str group_name, Tensor? bias=None, Tensor? result_scale=None, "
+            "ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor"
+        ),
+        kernel=_scaled_matmul_all_reduce_kernel,
+        fake=_scaled_matmul_all_reduce_fake,
+        gradient=NO_GRADIENT,
+        autocast=autocast.as_they_are,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.float8(4, 16), on.float8(16, 16).t(), torch.tensor(1.0), torch.tensor(1.0), "sum",
+            on.group_name, out_dtype=torch.float32,
+        ),
+    ),
+)  # fmt: skip
+
+
+# --- entry points ----------------------------------------------------------------------------
 
 
 @entry_point
@@ -295,4 +413,33 @@ def matmul_all_reduce(
     result: torch.Tensor = torch.ops.symm_mem.fused_matmul_all_reduce(
         a, weight, bias, reduce_op, name
     )
+    return result
+
+
+@entry_point
+def scaled_matmul_all_reduce(
+    a: torch.Tensor,
+    weight: torch.Tensor,
+    a_scale: torch.Tensor,
+    weight_scale: torch.Tensor,
+    *,
+    reduce_op: str = "sum",
+    group: GroupLike,
+    bias: torch.Tensor | None = None,
+    result_scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:
+    """All-reduces a scaled float8 product.
+
+    Same result as `torch._scaled_mm` without a bias, all-reduced, with the bias then added once.
+    `a` is float8 (..., M, K), its scale one number or (..., M, 1); K may differ from rank to rank.
+    Results in float8 are reduced in float32. No gradient, as `_scaled_mm`. Errors as for
+    `all_gather_matmul`.
+    """
+    name = memory.group_name(group)
+    result: torch.Tensor = torch.ops.symm_mem.fused_scaled_matmul_all_reduce(
+        a, weight, a_scale, weight_scale, reduce_op, name, bias, result_scale, out_dtype,
+        use_fast_accum,
+    )  # fmt: skip
     return result

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from symm_cp.group.memory import Group
+from symm_cp.tensors.dtypes import NARROW, wide
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Split
 
@@ -27,12 +28,7 @@ def at_last(run: Callable[[], None], group: Group) -> Callable[[list[torch.Tenso
 
 def as_rows(tensor: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns a matrix with the tensor's last dimension, whose rows are in the order of `dim`."""
-    return moved(tensor, dim, 0).flatten(0, -2)
-
-
-def moved(tensor: torch.Tensor, dim: int, to: int) -> torch.Tensor:
-    """As `movedim`: returns the tensor itself where nothing moves."""
-    return tensor if dim == to else tensor.movedim(dim, to)
+    return tensor.movedim(dim, 0).flatten(0, -2)
 
 
 class Sum:
@@ -44,9 +40,9 @@ class Sum:
 
     def __init__(self, out: torch.Tensor, terms: int) -> None:
         self._out = out
-        wide = terms <= 1 or out.dtype not in (torch.bfloat16, torch.float16)
-        self._total = out if wide else new_result(out, out.shape, torch.float32)
-        self._part = None if wide else new_result(out, out.shape)
+        in_place = terms <= 1 or out.dtype not in NARROW
+        self._total = out if in_place else new_result(out, out.shape, wide(out.dtype))
+        self._part = None if in_place else new_result(out, out.shape)
         self._empty = True
 
     def add_product(

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
+from symm_cp.ops.op import NoGradient
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import new_result
 
 # What cuBLAS's kernels require of float8 matrices, of their product and of scales for each row.
 # Slices of such tensors may begin anywhere: four rows' scales are 16 bytes.
 _ALIGN = 16
+
+
+NO_GRADIENT = NoGradient(
+    "as torch._scaled_mm; write a torch.autograd.Function whose backward scales"
+)
 
 
 @functools.cache
@@ -85,3 +92,35 @@ def finish(
         limit = torch.finfo(dtype).max
         product = product.float().clamp(-limit, limit)
     return product.to(dtype)
+
+
+class ScaledWeight(NamedTuple):
+    """A float8 weight, and what else `_scaled_mm` takes for it."""
+
+    matrix: torch.Tensor
+    scale: torch.Tensor
+    dtype: torch.dtype
+    bias: torch.Tensor | None = None
+    result_scale: torch.Tensor | None = None
+    fast: bool = False
+
+
+class ScaledRows(NamedTuple):
+    """Rows of a float8 tensor, and one scale for all of them or one for each."""
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+
+
+def multiply_scaled(rows: ScaledRows, weight: ScaledWeight, *, out: torch.Tensor) -> None:
+    """As `torch.mm`: writes a scaled product to `out`, a matrix."""
+    scaled_mm_out(
+        rows.rows,
+        weight.matrix,
+        rows.scale,
+        weight.scale,
+        out,
+        bias=weight.bias,
+        scale_result=weight.result_scale,
+        fast=weight.fast,
+    )

@@ -6,6 +6,7 @@ through the workspace. The ops that torch gives a `symm_buffer` for that only ch
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,19 +17,30 @@ from symm_cp.cuda import has_streams
 from symm_cp.group.hosts import hosts_of, no_common_memory
 from symm_cp.group.memory import resolve
 from symm_cp.ops.common import (
-    Op,
     check_dense,
     check_out,
     check_reduce_op,
-    lib,
-    register_in_python,
     scatter_split,
     world_size_of,
 )
 from symm_cp.ops.compiled import no_fake_remote_tensors
-from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
-from symm_cp.ops.override import fake_kernel
-from symm_cp.ops.transforms import register_no_gradient
+from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
+from symm_cp.ops.op import (
+    LEFT_TO_TORCH,
+    NATIVE_GRADIENT,
+    ONE_BY_ONE,
+    TORCHS,
+    Arguments,
+    Caller,
+    Elsewhere,
+    Kernel,
+    NoGradient,
+    Op,
+    arguments,
+    declare,
+    declared_op,
+    untouched,
+)
 from symm_cp.tensors.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"
@@ -37,17 +49,14 @@ _TWO_SHOT = "two_shot_all_reduce_"
 _TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
 
-# For the compiler.
-lib.define("_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
-lib.define("_one_shot_all_reduce(Tensor input, str reduce_op, str group_name) -> Tensor")
-lib.define("_reduce_scatter(Tensor input, str group_name, bool split_last_dim) -> Tensor")
+_NO_GRADIENT = Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False)
 
 
-def _elsewhere(op: str) -> Op:
-    """What an op does where its native kernel cannot serve CPU tensors: it raises."""
-    names = [arg.name for arg in getattr(torch.ops.symm_mem, op).default._schema.arguments]
+def _refusing(op: str) -> Kernel:
+    """Returns the kernel for CPU tensors that the native one cannot serve: it raises."""
 
     def refuses(*args: Any) -> Any:
+        names = [arg.name for arg in declared_op(op).overload._schema.arguments]
         tensor, group_name = args[0], args[names.index("group_name")]
         if has_streams(tensor.device):
             raise NotImplementedError(
@@ -85,19 +94,6 @@ def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tens
     return [handle.get_remote_tensor(peer, x.shape, x.dtype) for peer in range(group.world_size)]
 
 
-_NATIVE = (
-    _ALL_REDUCE,
-    "one_shot_all_reduce_out",
-    _ALL_REDUCE_COPY,
-    "one_shot_all_reduce_copy_out",
-    _TWO_SHOT,
-    _TWO_SHOT_OUT,
-    _SCATTER_OUT,
-    "_one_shot_all_reduce",
-    "_reduce_scatter",
-)
-
-
 def _check_fake(op: str, input: torch.Tensor, reduce_op: str, group_name: str) -> None:
     world_size_of(group_name)  # there is such a group
     check_reduce_op(op, "input", input.dtype, reduce_op)
@@ -108,7 +104,7 @@ def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: s
     return torch.empty_like(input, memory_format=torch.contiguous_format)
 
 
-def _all_reduce_out_fake(op: str) -> Op:
+def _all_reduce_out_fake(op: str) -> Kernel:
     def fake(
         input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
     ) -> torch.Tensor:
@@ -168,20 +164,6 @@ def _reduce_scatter_fake(
     return input.new_empty(_scattered_shape(input, split_last_dim, group_name))
 
 
-_FAKES = {
-    _ALL_REDUCE: _one_shot_all_reduce_fake,
-    "one_shot_all_reduce_out": _all_reduce_out_fake(_ALL_REDUCE),
-    _ALL_REDUCE_COPY: _copy_fake,
-    "one_shot_all_reduce_copy_out": _copy_out_fake,
-    _TWO_SHOT: _two_shot_all_reduce_fake,
-    _TWO_SHOT_OUT: _all_reduce_out_fake(_TWO_SHOT_OUT),
-    _SCATTER_OUT: _reduce_scatter_out_fake,
-    "_all_reduce": _one_shot_all_reduce_fake,
-    "_one_shot_all_reduce": _one_shot_all_reduce_fake,
-    "_reduce_scatter": _reduce_scatter_fake,
-}
-
-
 # The compiler refuses ops whose result is an argument; it takes them as ones that return a new
 # tensor, and a copy. On CPU a `symm_buffer` is left out: the compiler would allocate it itself in
 # symmetric memory, which torch cannot do for CPU tensors. On other devices torch's kernel needs it.
@@ -191,7 +173,7 @@ def _two_shot_functional(input: torch.Tensor, reduce_op: str, group_name: str) -
     return input.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
 
 
-def _all_reduce_out_functional(op: str) -> Op:
+def _all_reduce_out_functional(op: str) -> Kernel:
     def functional(
         input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
     ) -> torch.Tensor:
@@ -239,32 +221,120 @@ def _reduce_scatter_out_functional(
     return output.copy_(scattered)
 
 
-_FUNCTIONAL = {
-    _TWO_SHOT: _two_shot_functional,
-    _TWO_SHOT_OUT: _all_reduce_out_functional(_TWO_SHOT_OUT),
-    "one_shot_all_reduce_out": _all_reduce_out_functional(_ALL_REDUCE),
-    _ALL_REDUCE_COPY: _copy_functional,
-    "one_shot_all_reduce_copy_out": _copy_out_functional,
-    _SCATTER_OUT: _reduce_scatter_out_functional,
+def _native(
+    name: str,
+    fake: Kernel,
+    example: Callable[[Caller], Arguments],
+    functional: Kernel | None = None,
+    **parts: Any,
+) -> Op:
+    """An op whose kernel is in csrc/ops/collectives.cpp."""
+    parts = {
+        "schema": TORCHS,
+        "kernel": _refusing(name),
+        "gradient": _NO_GRADIENT,
+        "vmap": LEFT_TO_TORCH,
+        "native": True,
+        **parts,
+    }
+    return Op(
+        name=name,
+        fake=fake,
+        example=example,
+        functional=functional,
+        autocast=untouched,
+        cpu_only=True,
+        **parts,
+    )
+
+
+def _summed(on: Caller) -> Arguments:
+    return arguments(on.rand(4, 6), "sum", on.group_name)
+
+
+def _summed_to(on: Caller) -> Arguments:
+    return arguments(on.rand(4, 6), "sum", on.group_name, torch.empty(4, 6))
+
+
+def _copied(on: Caller, *out: torch.Tensor) -> Arguments:
+    return arguments(on.rand(4, 6), on.rand(4, 6), "sum", on.group_name, *out)
+
+
+def _scattered_example(on: Caller, *out: torch.Tensor) -> Arguments:
+    return arguments(on.rand(4 * on.world_size, 6), on.group_name, False, *out)
+
+
+def _remote_example(on: Caller) -> Arguments:
+    return arguments(torch_symm_mem.empty(4, 6, device="cpu").copy_(on.rand(4, 6)), on.group_name)
+
+
+_DIFFERENTIABLE = {"gradient": NATIVE_GRADIENT, "vmap": ONE_BY_ONE}
+_FOR_COMPILER = {
+    "gradient": Elsewhere("graphs are differentiated before they call it", differentiable=False),
+    "internal": True,
 }
 
-
-def register() -> None:
-    """Adds what fake tensors and the compiler need, and what the native kernels call in Python.
-
-    The gradients are registered by csrc/ops/gradients.cpp.
-    """
-    for name in _NATIVE:
-        register_in_python(name, _elsewhere(name))
-    # A compiled graph may come from a cache: where its ranks are is known only when it runs.
-    register_in_python("_all_reduce", unfused_all_reduce)
-    lib.impl("get_remote_tensors", _get_remote_tensors_cpu, "CPU")
-    for name, fake in _FAKES.items():
-        lib.impl(name, fake, "Meta", allow_override=True)
-    remote_fake = fake_kernel(no_fake_remote_tensors, "_get_remote_tensors_meta")
-    lib.impl("get_remote_tensors", remote_fake, "Meta", allow_override=True)
-    for name, functional in _FUNCTIONAL.items():
-        lib.impl(name, functional, "Functionalize")
-    register_no_gradient(
-        "get_remote_tensors", "tensors of other ranks are no function of x", is_torchs=True
-    )
+declare(
+    _native(_ALL_REDUCE, _one_shot_all_reduce_fake, _summed, **_DIFFERENTIABLE),
+    _native(
+        f"{_ALL_REDUCE}_out",
+        _all_reduce_out_fake(_ALL_REDUCE),
+        _summed_to,
+        _all_reduce_out_functional(_ALL_REDUCE),
+    ),
+    _native(_ALL_REDUCE_COPY, _copy_fake, _copied, _copy_functional, **_DIFFERENTIABLE),
+    _native(
+        f"{_ALL_REDUCE_COPY}_out",
+        _copy_out_fake,
+        lambda on: _copied(on, torch.empty(4, 6)),
+        _copy_out_functional,
+    ),
+    _native(
+        _TWO_SHOT, _two_shot_all_reduce_fake, _summed, _two_shot_functional,
+        gradient=NATIVE_GRADIENT,
+    ),
+    _native(
+        _TWO_SHOT_OUT,
+        _all_reduce_out_fake(_TWO_SHOT_OUT),
+        _summed_to,
+        _all_reduce_out_functional(_TWO_SHOT_OUT),
+    ),
+    _native(
+        _SCATTER_OUT,
+        _reduce_scatter_out_fake,
+        lambda on: _scattered_example(on, torch.empty(4, 6)),
+        _reduce_scatter_out_functional,
+    ),
+    _native(
+        "_all_reduce",
+        _one_shot_all_reduce_fake,
+        _summed,
+        schema="(Tensor input, str reduce_op, str group_name) -> Tensor",
+        # A compiled graph may come from a cache: where its ranks are is known only when it runs.
+        kernel=unfused_all_reduce,
+        **_FOR_COMPILER,
+    ),
+    _native(
+        "_one_shot_all_reduce",
+        _one_shot_all_reduce_fake,
+        _summed,
+        schema="(Tensor input, str reduce_op, str group_name) -> Tensor",
+        **_FOR_COMPILER,
+    ),
+    _native(
+        "_reduce_scatter",
+        _reduce_scatter_fake,
+        _scattered_example,
+        schema="(Tensor input, str group_name, bool split_last_dim) -> Tensor",
+        **_FOR_COMPILER,
+    ),
+    _native(
+        "get_remote_tensors",
+        no_fake_remote_tensors,
+        _remote_example,
+        kernel=_get_remote_tensors_cpu,
+        gradient=NoGradient("the result has no autograd link to x"),
+        native=False,
+        torchs_fake="_get_remote_tensors_meta",
+    ),
+)  # fmt: skip

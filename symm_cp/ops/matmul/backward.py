@@ -11,16 +11,19 @@ from symm_cp import runtime
 from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     SIZES,
-    Op,
     gather_split,
     group_of,
-    lib,
     nbytes_of,
-    register_kernel,
     what_is,
     world_size_of,
 )
-from symm_cp.ops.products import Sum, as_rows, at_last
+from symm_cp.ops.matmul.derivatives import (
+    SCATTER_BACKWARD_GRADIENT,
+    WEIGHT_GRAD_GRADIENT,
+    is_transposed,
+)
+from symm_cp.ops.matmul.products import Sum, as_rows, at_last
+from symm_cp.ops.op import ONE_BY_ONE, Op, arguments, declare, untouched
 from symm_cp.tensors.alignment import aligned
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -28,24 +31,6 @@ from symm_cp.tuning import Question, choose
 
 _WEIGHT_GRAD = "_fused_all_gather_weight_grad"
 _BACKWARD = "_fused_matmul_reduce_scatter_backward"
-
-lib.define(
-    f"{_WEIGHT_GRAD}(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
-    f"{SIZES}, bool transposed=False) -> Tensor[]"
-)
-lib.define(
-    f"{_BACKWARD}(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, "
-    f"str group_name, bool need_a, bool need_b, {SIZES}) -> (Tensor, Tensor)"
-)
-
-
-def is_transposed(weight: torch.Tensor) -> bool:
-    """Tells whether a gradient should be laid out by columns, as the weight is.
-
-    autograd copies a gradient that is laid out otherwise than its parameter, and the weight of an
-    `nn.Linear` comes here transposed.
-    """
-    return weight.mT.is_contiguous() and not weight.is_contiguous()
 
 
 def _weight_grad_kernel(
@@ -302,14 +287,38 @@ def _backward_fake(
     )
 
 
-_KERNELS: dict[str, tuple[Op, Op]] = {
-    _WEIGHT_GRAD: (_weight_grad_kernel, _weight_grad_fake),
-    _BACKWARD: (_backward_kernel, _backward_fake),
-}
-
-
-def register() -> None:
-    """Adds the kernels and the fake kernels."""
-    for name, (kernel, fake) in _KERNELS.items():
-        register_kernel(name, kernel)
-        lib.impl(name, fake, "Meta")
+declare(
+    Op(
+        name=_WEIGHT_GRAD,
+        schema=(
+            "(Tensor A_shard, Tensor[] grads, int gather_dim, str group_name, "
+            f"{SIZES}, bool transposed=False) -> Tensor[]"
+        ),
+        kernel=_weight_grad_kernel,
+        fake=_weight_grad_fake,
+        gradient=WEIGHT_GRAD_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(4, 6), [on.rand(4 * on.world_size, 3)], 0, on.group_name
+        ),
+        internal=True,
+    ),
+    Op(
+        name=_BACKWARD,
+        schema=(
+            "(Tensor grad, Tensor A, Tensor B, str reduce_op, int scatter_dim, str group_name, "
+            f"bool need_a, bool need_b, {SIZES}) -> (Tensor, Tensor)"
+        ),
+        kernel=_backward_kernel,
+        fake=_backward_fake,
+        gradient=SCATTER_BACKWARD_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(4, 5), on.rand(4 * on.world_size, 6), on.rand(6, 5), "sum", 0, on.group_name,
+            True, True,
+        ),
+        internal=True,
+    ),
+)  # fmt: skip

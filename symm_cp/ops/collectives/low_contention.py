@@ -7,6 +7,7 @@ soon as the call has returned, a symmetric one (which peers read in place) after
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,6 @@ from symm_cp.ops.common import (
     PLANS,
     SIZES,
     WITH_SIZES,
-    Op,
     Plans,
     call_op,
     check_out,
@@ -27,9 +27,6 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     in_test_mode,
-    lib,
-    register_device_kernel,
-    register_in_python,
     scatter_split,
     tells_peers,
     uneven_of,
@@ -37,26 +34,26 @@ from symm_cp.ops.common import (
     unfused_all_gather,
     unfused_reduce_scatter,
     what_is,
-    with_sizes,
     world_size_of,
 )
-from symm_cp.ops.transforms import register_gradient
+from symm_cp.ops.op import (
+    LEFT_TO_TORCH,
+    NATIVE_GRADIENT,
+    ONE_BY_ONE,
+    TORCHS,
+    Elsewhere,
+    Gradient,
+    Op,
+    arguments,
+    declare,
+    untouched,
+)
 from symm_cp.tensors.shards import Split
 
 _GATHER = "_low_contention_all_gather"
 _SCATTER = "_low_contention_reduce_scatter"
 _GATHER_OUT = f"{_GATHER}_out"
 _SCATTER_OUT = f"{_SCATTER}_out"
-
-lib.define(f"{WITH_SIZES[_GATHER]}(Tensor tensor, str group_name, {SIZES}) -> Tensor")
-lib.define(
-    f"{WITH_SIZES[_SCATTER]}(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor"
-)
-# Into memory that is given. The shard may lie at its place there.
-lib.define(f"{_GATHER_OUT}(Tensor tensor, str group_name, Tensor(a!) out) -> Tensor(a!)")
-lib.define(
-    f"{_SCATTER_OUT}(Tensor tensor, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)"
-)
 
 
 def _check_gather(
@@ -225,38 +222,79 @@ def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return gathered, *(None,) * (2 + len(ctx.uneven))
 
 
-_KERNELS: dict[str, Op] = {_GATHER: _all_gather, _SCATTER: _reduce_scatter}
-_KERNELS_OUT: dict[str, Op] = {_GATHER_OUT: _all_gather_out, _SCATTER_OUT: _reduce_scatter_out}
-_FAKES_OUT: dict[str, Op] = {
-    _GATHER_OUT: _all_gather_out_fake,
-    _SCATTER_OUT: _reduce_scatter_out_fake,
-}
-_FUNCTIONAL_OUT: dict[str, Op] = {
-    _GATHER_OUT: _all_gather_out_functional,
-    _SCATTER_OUT: _reduce_scatter_out_functional,
-}
+_GATHER_OP = Op(
+    name=_GATHER,
+    schema=TORCHS,
+    kernel=_all_gather,  # csrc/ops/low_contention.cpp serves CPU tensors
+    fake=_all_gather_fake,
+    gradient=NATIVE_GRADIENT,
+    autocast=untouched,
+    vmap=ONE_BY_ONE,
+    complete=torch.ops._c10d_functional.wait_tensor,
+    example=lambda on: arguments(on.rand(4, 6), on.group_name),
+    native=True,
+    replaces_torch=True,
+)
+_SCATTER_OP = replace(
+    _GATHER_OP,
+    name=_SCATTER,
+    kernel=_reduce_scatter,
+    fake=_reduce_scatter_fake,  # torch's averages, which integers cannot, and checks less
+    example=lambda on: arguments(on.rand(4 * on.world_size, 6), "sum", on.group_name),
+)
 
 
-def register() -> None:
-    """Adds kernels, and fake kernels (torch's average, which integers lack, and check less).
+def _into_out(op: Op, name: str, schema: str, **parts: Any) -> Op:
+    """The same into memory that is given. The shard may lie at its place there."""
+    return replace(
+        op,
+        name=name,
+        schema=schema,
+        gradient=Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False),
+        vmap=LEFT_TO_TORCH,
+        replaces_torch=False,
+        **parts,
+    )
 
-    The kernels for CPU tensors are in csrc/ops/low_contention.cpp, the gradients of torch's ops in
-    csrc/ops/gradients.cpp.
-    """
-    for name, kernel in with_sizes(_KERNELS).items():
-        register_in_python(name, kernel)
-        register_device_kernel(name, kernel, replaces_torch=name in _KERNELS)
-    for name, fake in with_sizes(
-        {_GATHER: _all_gather_fake, _SCATTER: _reduce_scatter_fake}
-    ).items():
-        lib.impl(name, fake, "Meta", allow_override=True)
-    for name, fake in _FAKES_OUT.items():
-        register_in_python(name, _KERNELS_OUT[name])
-        register_device_kernel(name, _KERNELS_OUT[name])
-        lib.impl(name, fake, "Meta")
-        lib.impl(name, _FUNCTIONAL_OUT[name], "Functionalize")
-    register_gradient(WITH_SIZES[_GATHER], _all_gather_backward, _gather_setup)
-    register_gradient(WITH_SIZES[_SCATTER], _reduce_scatter_backward, _scatter_setup)
+
+declare(
+    _GATHER_OP,
+    _SCATTER_OP,
+    _GATHER_OP.with_sizes(
+        WITH_SIZES[_GATHER],
+        f"(Tensor tensor, str group_name, {SIZES}) -> Tensor",
+        lambda on: arguments(on.rand(on.rows, 6), on.group_name, *on.uneven),
+        gradient=Gradient(_all_gather_backward, _gather_setup),
+    ),
+    _SCATTER_OP.with_sizes(
+        WITH_SIZES[_SCATTER],
+        f"(Tensor tensor, str reduce_op, str group_name, {SIZES}) -> Tensor",
+        lambda on: arguments(on.rand(sum(on.sizes), 6), "avg", on.group_name, *on.uneven),
+        gradient=Gradient(_reduce_scatter_backward, _scatter_setup),
+    ),
+    _into_out(
+        _GATHER_OP,
+        _GATHER_OUT,
+        "(Tensor tensor, str group_name, Tensor(a!) out) -> Tensor(a!)",
+        kernel=_all_gather_out,
+        fake=_all_gather_out_fake,
+        functional=_all_gather_out_functional,
+        example=lambda on: arguments(
+            on.rand(4, 6), on.group_name, torch.empty(4 * on.world_size, 6)
+        ),
+    ),
+    _into_out(
+        _SCATTER_OP,
+        _SCATTER_OUT,
+        "(Tensor tensor, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)",
+        kernel=_reduce_scatter_out,
+        fake=_reduce_scatter_out_fake,
+        functional=_reduce_scatter_out_functional,
+        example=lambda on: arguments(
+            on.rand(4 * on.world_size, 6), "sum", on.group_name, torch.empty(4, 6)
+        ),
+    ),
+)
 
 
 # What follows them makes no call: of its errors the peers must not be told.

@@ -26,13 +26,21 @@ from typing import Any
 
 import torch
 
-from symm_cp.ops.common import WITH_SIZES, call_op, uneven_of, world_size_of
-from symm_cp.ops.matmul_grad import is_transposed
-from symm_cp.ops.transforms import register_gradient
+from symm_cp.ops.common import call_op, uneven_of, world_size_of
+from symm_cp.ops.op import Gradient
 
 _ops = torch.ops.symm_mem
 _GATHER = "fused_all_gather_matmul"
 _SCATTER = "fused_matmul_reduce_scatter"
+
+
+def is_transposed(weight: torch.Tensor) -> bool:
+    """Tells whether a gradient should be laid out by columns, as the weight is.
+
+    autograd copies a gradient that is laid out otherwise than its parameter, and the weight of an
+    `nn.Linear` comes here transposed.
+    """
+    return weight.mT.is_contiguous() and not weight.is_contiguous()
 
 
 def _left_transposed(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -250,19 +258,9 @@ def _all_reduced_sum_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return grad_lefts, grad_rights, total if need_addend else None, grad_bias, None, None
 
 
-def register() -> None:
-    """Registers the gradients."""
-    register_gradient(
-        "_fused_matmuls_all_reduce", _all_reduced_sum_backward, _all_reduced_sum_setup
-    )
-    for op in (_GATHER, WITH_SIZES[_GATHER]):
-        register_gradient(op, _gather_backward, _gather_setup)
-    for op in (_SCATTER, WITH_SIZES[_SCATTER]):
-        register_gradient(op, _scatter_backward, _scatter_setup)
-    register_gradient("_fused_matmuls_reduce_scatter", _sum_backward, _sum_setup)
-    register_gradient("_fused_all_gather_weight_grad", _weight_backward, _weight_setup)
-    register_gradient(
-        "_fused_matmul_reduce_scatter_backward",
-        _scatter_backward_backward,
-        _scatter_backward_setup,
-    )
+GATHER_GRADIENT = Gradient(_gather_backward, _gather_setup)
+SCATTER_GRADIENT = Gradient(_scatter_backward, _scatter_setup)
+SUM_GRADIENT = Gradient(_sum_backward, _sum_setup)
+WEIGHT_GRAD_GRADIENT = Gradient(_weight_backward, _weight_setup)
+SCATTER_BACKWARD_GRADIENT = Gradient(_scatter_backward_backward, _scatter_backward_setup)
+ALL_REDUCED_SUM_GRADIENT = Gradient(_all_reduced_sum_backward, _all_reduced_sum_setup)

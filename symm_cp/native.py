@@ -45,6 +45,7 @@ TORCH_UNITS = (
         "groups.cpp",
         "kernels.cpp",
         "low_contention.cpp",
+        "fused_matmuls.cpp",
         "matmul_all_reduce.cpp",
         "pool.cpp",
         "symmetric_memory.cpp",

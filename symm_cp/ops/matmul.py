@@ -25,7 +25,8 @@ from symm_cp.ops.common import (
     call_op,
     entry_point,
     lib,
-    register_kernel,
+    register_device_kernel,
+    register_in_python,
     uneven_parts,
     with_sizes,
 )
@@ -70,8 +71,10 @@ _FAKES = with_sizes(
 
 def register() -> None:
     """Adds the kernels, and fake kernels (torch's are wrong for some dims)."""
+    # csrc/fused_matmuls.cpp calls the kernels for all but small matrices.
     for name, kernel in _KERNELS.items():
-        register_kernel(name, kernel, replaces_torch=name in (GATHER, SCATTER))
+        register_device_kernel(name, kernel, replaces_torch=name in (GATHER, SCATTER))
+        register_in_python(name, kernel)
     for name, fake in _FAKES.items():
         lib.impl(name, fake, "Meta", allow_override=True)
     autocast.register(autocast.cast, GATHER, SCATTER)

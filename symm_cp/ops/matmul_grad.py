@@ -16,7 +16,8 @@ from symm_cp.ops.common import (
     group_of,
     lib,
     nbytes_of,
-    register_kernel,
+    register_device_kernel,
+    register_in_python,
     what_is,
     world_size_of,
 )
@@ -311,5 +312,6 @@ _KERNELS: dict[str, tuple[Op, Op]] = {
 def register() -> None:
     """Adds the kernels and the fake kernels."""
     for name, (kernel, fake) in _KERNELS.items():
-        register_kernel(name, kernel)
+        register_device_kernel(name, kernel)  # csrc/fused_matmuls.cpp calls it for large matrices
+        register_in_python(name, kernel)
         lib.impl(name, fake, "Meta")

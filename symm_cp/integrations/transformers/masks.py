@@ -3,8 +3,8 @@
 transformers composes a mask from functions of `(batch, head, query, key)` indices and hands the
 composition, with what it captures of this rank's part of the batch, to the mask function of the
 attention implementation. Here it is taken apart: functions are recognised by their code, tensors of
-this rank's part are gathered to those of the whole sequence, and what follows from a part alone
-(where documents begin, how much padding precedes) is made anew from the whole.
+this rank's part are gathered to the whole sequence, and what depends on the whole (where documents
+begin, how much padding precedes) is computed anew.
 
 Shapes: B samples, S positions of the whole sequence.
 """

@@ -58,7 +58,7 @@ def attend(
 ) -> None:
     """Merges attention to further keys into `out` and `lse`.
 
-    `out` (B, H, S, V) is of the query's dtype or that of `lse` (B, H, S), float32 or float64. A row
+    `out` (B, H, S, V) has the dtype of the query or of `lse` (B, H, S), float32 or float64. A row
     that has seen no key has lse -inf and, on CPU, anything in `out`; one that still sees none then
     has 0.
     """
@@ -96,7 +96,7 @@ def add_gradients(
 ) -> None:
     """Adds the gradients by a tile to `grads`, which have lse's dtype.
 
-    `lse` and `inner` (see `inner_products`) are those of all keys, of which the tile's are a part;
+    `lse` and `inner` (see `inner_products`) cover all keys, not only the tile's;
     lse is inf in rows that see no key.
     """
     if query.device.type == "cpu":

@@ -24,7 +24,7 @@ from symm_cp.ops.attention.checks import (
 )
 from symm_cp.ops.attention.masks import HiddenKeys, masks_of
 from symm_cp.ops.attention.methods import ROTATE_METHODS, rotate_method
-from symm_cp.ops.attention.options import Options
+from symm_cp.ops.attention.options import Options, ScoreOptions
 from symm_cp.ops.attention.spread import spread_of
 from symm_cp.ops.common import what_is
 from symm_cp.schedule.layout import SequenceLayout
@@ -81,7 +81,7 @@ class AttentionSpec:
     ) -> AttentionSpec:
         """Returns the spec of a call; raises `ValueError` or `TypeError` for arguments that clash.
 
-        `options` are those of `Options`.
+        `options` are fields of `Options`.
         """
         parsed = Options(**options)
         check_tensors(op, query, key, value, parsed.enable_gqa)
@@ -97,7 +97,7 @@ class AttentionSpec:
         op: str,
         query: torch.Tensor,
         value: torch.Tensor,
-        options: Options,
+        options: ScoreOptions,
         layout: SequenceLayout,
         queries: SequenceLayout | None,
         **mask: Any,
@@ -202,8 +202,8 @@ def _call_name(
     if spec.value_features is not None:
         shape[3:] = [f"{E}/{spec.value_features}"]
     if spec.dropout_seed is not None:
-        # What is likely to differ comes first: names are cut off at `wire.MAX_CALL_NAME` bytes.
-        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: seed ranks alike"
+        # The part that is likely to differ comes first: names end after `wire.MAX_CALL_NAME` bytes.
+        seed = f"{digest:08x} dropout_seed={spec.dropout_seed}: must be equal"
         return what_is(op, detail=f"{seed}; {dtype}{_listed(shape)}")
     text = f"{dtype}{_listed(shape)} layout+mask {digest:08x}"
     return what_is(op, detail=text)

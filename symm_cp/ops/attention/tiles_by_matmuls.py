@@ -9,7 +9,7 @@ import torch
 from symm_cp.ops.attention import philox
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
 
-# Scores in a block of rows: bounds the memory of what is computed by matmuls.
+# Scores in a block of rows: bounds the temporary memory (32 MiB in float64 for 2^22).
 _BLOCK_SCORES = 1 << 22
 
 

@@ -21,10 +21,10 @@ import transformers
 from transformers import masking_utils as made
 from transformers.utils.import_utils import is_tracing
 
-from symm_cp.context_parallel.closures import captured
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask, gather_sequence, runs
 from symm_cp.integrations.transformers import kinds
+from symm_cp.integrations.transformers.closures import captured
 from symm_cp.ops.attention.flex.captures import captures_tensors
 
 OP = "transformers' mask"

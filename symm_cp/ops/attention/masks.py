@@ -18,7 +18,7 @@ from typing import Any, Self, TypeAlias, TypeVar
 import numpy as np
 import torch
 
-from symm_cp.devices.kept import HostReads, capturing, kept
+from symm_cp.cuda.kept import HostReads, capturing, kept
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import Mask
 from symm_cp.schedule.tiles import Tile

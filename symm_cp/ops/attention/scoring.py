@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from symm_cp.devices.kept import kept
+from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from symm_cp.devices import has_streams
-from symm_cp.devices.kept import kept
+from symm_cp.cuda import has_streams
+from symm_cp.cuda.kept import kept
 from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec

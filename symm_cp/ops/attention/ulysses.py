@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import runtime
-from symm_cp.devices import has_streams
+from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms
 from symm_cp.ops.attention.heads import HeadShares, shares_of

@@ -24,7 +24,7 @@ _LEAST = 64
 
 @lru_cache(maxsize=64)
 def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
-    """Returns layouts of sequences of different lengths as one tensor."""
+    """Returns the layout of the only sequence, or those of several lengths, as one tensor."""
     numbers = [len(layouts)]
     for layout in layouts:
         numbers += [len(layout.chunk_order), *layout.chunk_order, *layout.chunk_lengths]
@@ -34,7 +34,7 @@ def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
 
 
 def in_rank_order(*lengths: torch.Tensor) -> torch.Tensor:
-    """Returns the layouts of sequences, each rank holding one run of positions, as one tensor.
+    """Returns as one tensor the layouts of sequences of which each rank holds one run of positions.
 
     `lengths` are how many of each, (W,) of int64 on CPU, known only when a graph runs.
     """
@@ -79,7 +79,7 @@ def _decoded(op: str, numbers: tuple[int, ...], world_size: int) -> tuple[Sequen
 def layout_held(
     op: str, known: Sequence[SequenceLayout], rows: int, rank: int, world_size: int
 ) -> SequenceLayout:
-    """Returns the layout that gives this rank `rows` positions."""
+    """Returns the layout of a sequence of which this rank holds `rows` positions."""
     if len(known) == 1:
         return known[0]
     if known:
@@ -101,7 +101,7 @@ def layout_of_keys(
     *,
     ordered: bool,
 ) -> SequenceLayout:
-    """Returns the layout of keys; without `ordered`, keys of another length need none.
+    """Returns the layout of keys; those of another length need one only if they are `ordered`.
 
     `rows` are the numbers of queries and keys of this rank.
     """

@@ -1,4 +1,4 @@
-"""Calls that consist of calls over several groups, such as the rows and columns of a mesh.
+"""Calls that consist of calls over several groups, as those of the rows and columns of a mesh.
 
 A rank that fails has peers in its row and in its column, whom it must tell: they fail as well and
 tell theirs, and so all ranks of the mesh hear of it. Nobody is out of step afterwards, and the mesh

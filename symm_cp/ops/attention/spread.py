@@ -49,8 +49,8 @@ def spread_of_queries(
 ) -> SequenceLayout:
     """Returns how queries are spread, also where their positions do not matter.
 
-    Then the ranks tell each other how many they hold, unless the options say it: queries of another
-    sequence may be as many as the keys on some ranks only. `spread` is the result of `spread_of`.
+    Then the ranks tell each other how many they hold, unless the options say it: those of another
+    sequence may be as many as the keys on some ranks only. `spread` is that of `spread_of`.
     """
     keys, queries = spread
     if options.by_position:
@@ -64,7 +64,7 @@ def spread_of_queries(
         known += decoded(op, options.layouts, group.world_size)
     method = Method.of(op, options)
     if method.grid is not None or (method.name != "auto" and has_streams(query.device)):
-        # A rank of a mesh that refuses a call tells its row and its column, whose ranks would not
+        # Over a mesh a rank that refuses a call tells those of its row and column, who would not
         # hear it here. On streams hosts should not wait for each other, if a choice needs it not.
         held = [layout for layout in known if layout.lengths[group.rank] == rows]
         return held[0] if held else sequential(rows * group.world_size, group.world_size)
@@ -82,7 +82,7 @@ def keys_held(
     """Returns how keys are spread, given the layouts of sequences and this rank's (queries, keys).
 
     If nothing depends on the order of keys, and queries are spread unequally, as many keys as
-    queries on one rank may still belong to another sequence: then the ranks tell each other.
+    queries on one rank may still be those of another sequence: then the ranks tell each other.
     """
     if len(known) == 1 and not ordered and len(set(known[0].lengths)) > 1:
         return _layout_told(op, group, "keys", rows[1], known)
@@ -98,7 +98,7 @@ def _layout_told(
 
 
 def _layout_with(lengths: list[int], known: Sequence[SequenceLayout]) -> SequenceLayout:
-    """Returns the first known layout with these lengths, or else positions in rank order."""
+    """Returns the first known layout of which ranks hold so many positions, or else in order."""
     for layout in known:
         if list(layout.lengths) == lengths:
             return layout

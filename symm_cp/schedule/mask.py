@@ -38,7 +38,7 @@ class Keys(NamedTuple):
 
 
 class Region(NamedTuple):
-    """Queries [first, end) and the keys that they see, in the same range: ascending and apart."""
+    """Queries [first, end) and the keys that they see, ascending and apart, all in this range."""
 
     first: int
     end: int
@@ -137,7 +137,7 @@ CAUSAL = Mask(right=0)
 
 
 def overlapping(ranges: Sequence[R], first: int, end: int) -> Sequence[R]:
-    """Returns those of some ranges (first, end, ...), ascending and apart, that meet another."""
+    """Returns the ranges (first, end, ...) that overlap [first, end); they ascend, apart."""
     begin = bisect_right(ranges, first, key=_end)
     return ranges[begin : bisect_left(ranges, end, lo=begin, key=_first)]
 

@@ -133,8 +133,12 @@ class _Parts:
     @property
     def relates_positions(self) -> bool:
         """Whether queries and keys must be of one sequence."""
-        limited = self.left is not None or self.right is not None
-        return self.causal or self.packed or limited or bool(self.chunks or self.prefixed)
+        return self.causal or self.packed or self.limited or bool(self.prefixed)
+
+    @property
+    def limited(self) -> bool:
+        """Whether there is a window, or chunks."""
+        return self.left is not None or self.right is not None or bool(self.chunks)
 
     def limit(self, left: int | None, right: int | None) -> None:
         """Narrows the window."""
@@ -179,9 +183,8 @@ class _Parts:
     def mask(self, whole: _Whole) -> SequenceMask:
         """Returns the mask of the whole sequence."""
         prefixes = None
-        limited = self.left is not None or self.right is not None or bool(self.chunks)
         for function, lengths in self.prefixed:
-            if len(self.prefixed) == 1 and not limited:
+            if len(self.prefixed) == 1 and not self.limited:
                 self.causal, prefixes = True, lengths
             else:  # other limits hold for the prefix, too
                 self.rest.append(rebuilt(whole, function))

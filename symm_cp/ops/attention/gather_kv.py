@@ -177,7 +177,7 @@ def register() -> None:
     lib.impl(_GATHER, _gather_fake, "Meta")
     lib.impl(_SCATTER, _scatter_fake, "Meta")
     autocast.register(autocast.widen, _GATHER)
-    # Each is the gradient of the other; csrc/gradients.cpp has the gather's.
+    # Each is the gradient of the other; that of the gather is in csrc/gradients.cpp.
     register_gradient(_SCATTER, _scatter_backward, _setup)
 
 

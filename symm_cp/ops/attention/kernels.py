@@ -23,6 +23,7 @@ import torch.nn.functional as F
 
 from symm_cp import cuda
 from symm_cp.cuda import kernels
+from symm_cp.tensors import dtypes
 
 _aten = torch.ops.aten
 _cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -252,7 +253,7 @@ def _scores(
     causal: bool,
     scale: float | None,
 ) -> torch.Tensor:
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    wide = dtypes.wide(query.dtype)
     factor = factor_of(query, scale)
     score = torch.matmul(query.to(wide) * factor, key.to(wide).transpose(-1, -2))
     if mask is not None:

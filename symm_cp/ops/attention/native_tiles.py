@@ -20,6 +20,7 @@ import torch
 
 from symm_cp.ops.attention import kernels, tiles_by_matmuls
 from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
+from symm_cp.tensors import dtypes
 
 
 @cache
@@ -78,7 +79,7 @@ def inner_products(
     """
     if out.device.type == "cpu":
         return torch.ops.symm_cp.attention_inner(grad_out, out, grad_lse)  # type: ignore[no-any-return]
-    wide = tiles_by_matmuls.wide_dtype(out.dtype)
+    wide = dtypes.wide(out.dtype)
     inner = (grad_out.to(wide) * out.to(wide)).sum(-1)
     return inner if grad_lse is None else inner - grad_lse.to(wide)
 

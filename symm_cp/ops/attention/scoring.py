@@ -15,6 +15,7 @@ from symm_cp.ops.attention.kernels import factor_of
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.tiles import Tile
+from symm_cp.tensors.dtypes import wide
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,7 +95,7 @@ class ScoredTiles:
         self._device, self._spec, self._rank = query.device, spec, rank
         queries = spec.queries or spec.layout
         if bias is not None and bias.dtype not in (torch.float32, query.dtype):
-            bias = bias.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+            bias = bias.to(wide(query.dtype))
         self._scoring = Scoring(
             scale=factor_of(query, spec.scale),
             softcap=spec.softcap,

@@ -122,7 +122,7 @@ class AttentionSpec:
 
     @property
     def rescores(self) -> bool:
-        """Whether scores or weights are more than a scale and a mask make of them."""
+        """Whether scores or weights change by more than a scale and a mask."""
         return self.softcap is not None or self.bias or self.dropout_p > 0
 
     def tiles(self, rank: int, owner: int, rows: int) -> tuple[Tile, ...]:
@@ -139,7 +139,7 @@ class AttentionSpec:
         return None if self.hidden is None else self.hidden.mask(tile, self.layout, owner, device)
 
     def sent_rows(self, owner: int) -> slice:
-        """Returns the rows of a rank's keys and values that its peers are sent."""
+        """Returns the rows of a rank's keys and values that it sends to its peers."""
         masks = (self.mask,) if isinstance(self.mask, Mask) else tuple(set(self.mask))
         related = all(mask.relates_positions and not mask.is_causal for mask in masks)
         if not related or len(masks) > _MOST_MASKS:
@@ -147,10 +147,7 @@ class AttentionSpec:
         return slice(*seen_by_peers(self.layout, masks, self.queries)[owner])
 
     def first_sent(self, rank: int, owner: int, tiles: Sequence[Tile]) -> int:
-        """Returns the first row of rank `owner`'s keys that this rank has, for its tiles of them.
-
-        A key of a tile that was not sent is a mask that `seen_by_peers` does not know.
-        """
+        """Returns the first row of rank `owner`'s keys that this rank was sent, for its tiles."""
         if owner == rank:
             return 0
         sent = self.sent_rows(owner)

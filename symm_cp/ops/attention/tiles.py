@@ -17,12 +17,8 @@ from symm_cp.ops.attention import kernels, native_tiles
 from symm_cp.ops.attention.scoring import Gradients, ScoredTiles, TileMask
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.tiles import Tile, in_bands, in_rows, squares
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype that partial results are merged in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rows_first(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

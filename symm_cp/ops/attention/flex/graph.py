@@ -30,9 +30,9 @@ from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.options import FLEX_OPTIONS, ScoreOptions
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
-from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
+from symm_cp.tensors.dtypes import wide
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"

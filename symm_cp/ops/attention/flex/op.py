@@ -48,12 +48,12 @@ from symm_cp.ops.attention.tiles import (
     as_dtype,
     dense_features,
     grad_of_sinks,
-    wide,
 )
 from symm_cp.ops.attention.ulysses import UlyssesCall, call_of
 from symm_cp.ops.common import attention_runs
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.tensors.dtypes import wide
 
 _OP = "flex_all_gather_attention"
 

@@ -303,7 +303,8 @@ def masks_of(
             _check_over_sequence(op, name, tensor, query, length, dtypes)
             check_readable(op, name, tensor, device)
     prefixes = _prefixes(op, options, query, length)
-    if batch == 0:
+    of_all = options.document_ids is None and options.key_mask is None and prefixes == [None]
+    if batch == 0 or of_all:
         return mask, None
     documents: list[Edges | None] = [mask.documents]
     if options.document_ids is not None:

@@ -56,6 +56,8 @@ def dense_features(tensor: torch.Tensor) -> torch.Tensor:
     Also where positions share elements: what torch allocates like such a tensor has its features
     apart, and torch's kernel writes wrong values there.
     """
+    if tensor.is_contiguous() or tensor.transpose(1, 2).is_contiguous():
+        return tensor  # the usual strides, known at once
     features = tensor.shape[-1]
     apart = all(
         stride >= features or stride == 0 or length == 1

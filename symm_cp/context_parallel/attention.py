@@ -128,6 +128,7 @@ def all_gather_attention(
     like, told = query, split.told(name)
     query, key, value = telling_peers(told, _local_parts, query, key, value, name)
     documents = telling_peers(told, _document_options, cu_seqlens)
+    prefixes = telling_peers(told, _prefix_option, prefix_lengths)
     if is_dtensor(like):
         sinks, bias = telling_peers(told, _local_options, like, name, sinks, bias, dropout_p)
     out, lse = torch.ops.symm_mem.fused_all_gather_attention(
@@ -147,7 +148,7 @@ def all_gather_attention(
         dropout_seed=dropout_seed,
         document_ids=document_ids,
         key_mask=key_mask,
-        prefix_lengths=_prefix_option(prefix_lengths),
+        prefix_lengths=prefixes,
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
         **split.as_options(),
@@ -175,6 +176,8 @@ def _prefix_option(lengths: torch.Tensor | int | None) -> torch.Tensor | None:
     """Returns the lengths of prefixes as the op takes them."""
     if lengths is None or isinstance(lengths, torch.Tensor):
         return lengths
+    if not isinstance(lengths, int | torch.SymInt):
+        raise TypeError(f"{_OP}: prefix_lengths must be a tensor or an int, is {lengths!r}")
     return torch.full((1,), lengths, dtype=torch.int64, device="cpu")
 
 

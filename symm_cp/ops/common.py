@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from symm_cp import cuda, native, wire
+from symm_cp import cuda, native
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
@@ -28,6 +28,7 @@ from symm_cp.group.memory import (
     resolve,
     unknown_group,
 )
+from symm_cp.native import wire
 from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group

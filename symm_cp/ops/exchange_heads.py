@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from symm_cp import runtime, wire
+from symm_cp import runtime
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
@@ -222,7 +223,7 @@ def _kernel(
 def _plan(
     tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
-    """Plans a call for csrc/exchange_heads.cpp; raises `ValueError` or `TypeError`.
+    """Plans a call for csrc/ops/exchange_heads.cpp; raises `ValueError` or `TypeError`.
 
     Returns the bytes of the boxes given and taken, the sizes of all results and the call's name; no
     sizes where results are to be summed, of which the native kernel knows nothing.
@@ -309,7 +310,7 @@ declare(
     Op(
         name=OP,
         schema=f"{_ARGUMENTS} -> Tensor[]",
-        kernel=_kernel,  # csrc/exchange_heads.cpp serves CPU tensors
+        kernel=_kernel,  # csrc/ops/exchange_heads.cpp serves CPU tensors
         fake=exchange_fake,
         gradient=NATIVE_GRADIENT,
         autocast=untouched,

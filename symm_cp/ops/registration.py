@@ -57,8 +57,8 @@ def _register_kernels(op: Op) -> None:
     if op.kernel is None:
         return
     if op.native:
-        # csrc/kernels.h calls it in groups that span hosts, in torch's test mode, and where tests
-        # have streams serve CPU tensors.
+        # csrc/ops/kernels.h calls it in groups that span hosts, in torch's test mode, and where
+        # tests have streams serve CPU tensors.
         in_python.define(str(op.overload._schema).removeprefix("symm_mem::"))
         in_python.impl(op.name, op.kernel, "CPU")
     else:

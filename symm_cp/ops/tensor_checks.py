@@ -2,7 +2,7 @@
 
 A kernel reads the bytes of a dense tensor. Other kinds come with dispatch keys of their own
 (unsupported.py); what comes to a kernel all the same, and would make it read memory that is not
-there, is refused here. Native kernels say the same (csrc/kernels.cpp).
+there, is refused here. Native kernels say the same (csrc/ops/kernels.cpp).
 """
 
 from __future__ import annotations

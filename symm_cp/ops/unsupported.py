@@ -5,7 +5,7 @@ which torch would refuse a call before any kernel of ours knows of it: the peers
 rank until their time-out. So each op that runs on CPU tensors has a kernel there, which raises.
 
 What torch refuses elsewhere (named tensors, wrappers without a rule for the op) is told by the
-kernels of autograd, through which all calls go (common.py, csrc/kernels.cpp).
+kernels of autograd, through which all calls go (common.py, csrc/ops/kernels.cpp).
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from tests.patience import patient
 from tests.pool import Ranks
 
 OP = torch.ops.symm_mem.fused_matmul_all_reduce
-FEW_BYTES = 512 << 10  # kFewBytes of csrc/matmul_all_reduce.cpp
+FEW_BYTES = 512 << 10  # kFewBytes of csrc/ops/matmul_all_reduce.cpp
 #: Leading dimensions and columns: one row, none, several, two exchanges with 3 ranks and more, and
 #: parts that end within a row.
 SHAPES = (((1,), 1024), ((0,), 5), ((2, 3), 0), ((2, 5), 33), ((7,), 9_001), ((3, 1, 2), 10_000))

@@ -163,7 +163,7 @@ declare(
         schema=(
             f"(Tensor key, Tensor value, int seq_dim, str group_name, {SIZES}) -> (Tensor, Tensor)"
         ),
-        kernel=_gather_kernel,  # csrc/gather_kv.cpp serves CPU tensors
+        kernel=_gather_kernel,  # csrc/ops/gather_kv.cpp serves CPU tensors
         fake=_gather_fake,
         gradient=NATIVE_GRADIENT,
         autocast=autocast.widen,

@@ -1,4 +1,4 @@
-"""Collectives that are complete when they return; their kernels are in csrc/collectives.cpp.
+"""Collectives that are complete when they return; their kernels are in csrc/ops/collectives.cpp.
 
 torch's ops of these names take inputs in symmetric memory only; here a plain input goes
 through the workspace. The ops that torch gives a `symm_buffer` for that only check it.
@@ -49,7 +49,7 @@ _TWO_SHOT = "two_shot_all_reduce_"
 _TWO_SHOT_OUT = "two_shot_all_reduce_out"
 _SCATTER_OUT = "reduce_scatter_out"
 
-_NO_GRADIENT = Elsewhere("csrc/gradients.cpp refuses", differentiable=False)
+_NO_GRADIENT = Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False)
 
 
 def _refusing(op: str) -> Kernel:
@@ -228,7 +228,7 @@ def _native(
     functional: Kernel | None = None,
     **parts: Any,
 ) -> Op:
-    """An op whose kernel is in csrc/collectives.cpp."""
+    """An op whose kernel is in csrc/ops/collectives.cpp."""
     parts = {
         "schema": TORCHS,
         "kernel": _refusing(name),

@@ -225,7 +225,7 @@ def _reduce_scatter_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 _GATHER_OP = Op(
     name=_GATHER,
     schema=TORCHS,
-    kernel=_all_gather,  # csrc/low_contention.cpp serves CPU tensors
+    kernel=_all_gather,  # csrc/ops/low_contention.cpp serves CPU tensors
     fake=_all_gather_fake,
     gradient=NATIVE_GRADIENT,
     autocast=untouched,
@@ -250,7 +250,7 @@ def _into_out(op: Op, name: str, schema: str, **parts: Any) -> Op:
         op,
         name=name,
         schema=schema,
-        gradient=Elsewhere("csrc/gradients.cpp refuses", differentiable=False),
+        gradient=Elsewhere("csrc/ops/gradients.cpp refuses", differentiable=False),
         vmap=LEFT_TO_TORCH,
         replaces_torch=False,
         **parts,

@@ -331,7 +331,7 @@ declare(
     Op(
         name=ALL_REDUCE,
         schema="(Tensor A, Tensor B, Tensor? bias, str reduce_op, str group_name) -> Tensor",
-        # csrc/matmul_all_reduce.cpp serves CPU tensors with few rows.
+        # csrc/ops/matmul_all_reduce.cpp serves CPU tensors with few rows.
         kernel=_matmul_all_reduce_kernel,
         fake=_matmul_all_reduce_fake,
         gradient=NATIVE_GRADIENT,

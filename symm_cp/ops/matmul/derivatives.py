@@ -222,7 +222,7 @@ def _scatter_backward_backward(
     return grad_grad, grad_a, grad_weight, *_no_grads(ctx, 5)
 
 
-# --- _fused_matmuls_all_reduce; that of fused_matmul_all_reduce is in csrc/gradients.cpp ------
+# --- _fused_matmuls_all_reduce; that of fused_matmul_all_reduce is in csrc/ops/gradients.cpp ------
 
 
 def _all_reduced(ctx: Any, grad: torch.Tensor) -> torch.Tensor:

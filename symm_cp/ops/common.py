@@ -276,6 +276,26 @@ def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: to
     check_dense(op, name, out)
 
 
+def into_output(op: str, argument: str, fake: Kernel, call: Kernel) -> dict[str, Kernel]:
+    """Returns two parts of an op whose last argument takes the result: `fake` and `functional`.
+
+    The arguments are those of the same op without that argument: its fake kernel, and a call.
+    """
+
+    def checked(*args: Any) -> torch.Tensor:
+        *given, out = args
+        made = fake(*given)
+        check_out(op, argument, out, list(made.shape), made.dtype)
+        return out
+
+    def functional(*args: Any) -> torch.Tensor:
+        *given, out = args
+        checked(*args)
+        return out.copy_(call(*given))
+
+    return {"fake": checked, "functional": functional}
+
+
 def in_test_mode() -> bool:
     """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
     return torch_symm_mem._is_test_mode

@@ -155,10 +155,8 @@ def _backward(
         grad_weight = _new_matrix(place, weight, (inner, outer), is_transposed(weight))
     group = place.group
     if group is None:
-        none = weight.new_empty(0, 0)
-        return a.new_empty(
-            a.shape if need_a else (0, 0)
-        ), none if grad_weight is None else grad_weight
+        fake_a = a.new_empty(a.shape if need_a else (0, 0))
+        return fake_a, weight.new_empty(0, 0) if grad_weight is None else grad_weight
     split = gather_split(
         _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
     )

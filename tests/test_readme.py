@@ -22,6 +22,7 @@ PACKAGE = ROOT / "symm_cp"
 README = (ROOT / "README.md").read_text()
 PAGES = (
     ROOT / "README.md",
+    *(ROOT / ".github").glob("*.md"),
     *(page for folder in ("benchmarks", "tests") for page in (ROOT / folder).glob("README.md")),
     *PACKAGE.rglob("README.md"),
 )

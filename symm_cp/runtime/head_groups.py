@@ -2,7 +2,7 @@
 
 Step i is one call of `Runtime.exchange_and_consume`: every rank gives group i, works on group i-1,
 and gives back the results of group i-2, in one message to each peer. So there is memory for two
-groups on their way, and ranks wait for each other once a step, for what was sent before the work.
+groups in flight, and ranks wait for each other once a step, for data that was sent before the work.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 
 @dataclass
 class HeadGroup:
-    """What travels for one group of heads, and what is done with it.
+    """The data of one group of heads, and the work on it.
 
     `given` go `there`, to tensors that `new_arrivals` makes; `work` turns these into results, which
     go `back` to `outputs`.
@@ -38,15 +38,15 @@ class HeadGroup:
     _failure: Exception | None = field(default=None, init=False)
 
     def begin(self) -> _Trip:
-        """Returns the way there."""
+        """Returns the first trip, to the ranks that do the work."""
         self._arrived = self.new_arrivals()
         return _Trip(self.there, self.given, self._arrived)
 
     def consume(self) -> None:
-        """Does the work, with what has arrived.
+        """Does the work on the received tensors.
 
-        The next step raises what it raises, before it gives anything: in this one the peers may
-        have what they wait for, so they would not learn of it.
+        The next step raises its error, before it gives anything: in this step the peers may already
+        have all their data, so they would not learn of the error.
         """
         try:
             self._results = self.work(self._arrived)
@@ -55,7 +55,7 @@ class HeadGroup:
         self._arrived = ()
 
     def end(self) -> _Trip:
-        """Returns the way back."""
+        """Returns the trip of the results."""
         results, self._results = self._results, ()
         return _Trip(self.back, results, self.outputs, self._failure)
 
@@ -68,7 +68,7 @@ class _Trip:
     failure: Exception | None = None
 
     def check(self) -> None:
-        """Raises what the work has raised."""
+        """Raises the error of the work, if any."""
         if self.failure is not None:
             raise self.failure
 

@@ -15,6 +15,7 @@ runs has all others passed that have nothing to say.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Hashable
@@ -30,7 +31,6 @@ from symm_cp.context_parallel.inspectors import Inspector, Known, Limit
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import telling_peers
-from symm_cp.context_parallel.traced_functions import show_random_functions
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
@@ -195,6 +195,20 @@ def check_length(balancer: LoadBalancer) -> None:
 
 
 # --- hooks -------------------------------------------------------------------------------------
+
+
+# Those that take a tensor for its shape only: `torch.overrides` does not list them as overridable.
+# Dynamo itself adds `torch.zeros_like` and its kin.
+_MISSING = (torch.rand_like, torch.randn_like, torch.randint_like, torch.normal)
+
+
+def show_random_functions() -> None:
+    """Has Dynamo, if it is loaded, show them to modes of torch functions, as eager code does."""
+    module = sys.modules.get("torch._dynamo.variables.torch")
+    listed = getattr(module, "get_overridable_functions", None)
+    functions = listed() if listed is not None else None
+    if isinstance(functions, set):
+        functions.update(_MISSING)
 
 
 def _constant_when_traced(function: Any) -> Any:

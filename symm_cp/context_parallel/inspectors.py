@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -99,22 +99,21 @@ class BatchRules:
         return False
 
 
-class Inspector(Protocol):
-    """What a library knows of its modules.
+class Inspector:
+    """What a library knows of its modules; this class knows nothing."""
 
-    `attributes` are the names of the modules' attributes that verdicts depend on, besides their
-    class, children, forward pre-hooks, and all that their `config` holds. `mask_module` is the
-    module whose functions, where they capture no tensors, are masks of positions alone.
-    """
-
-    attributes: frozenset[str]
-    mask_module: str | None
+    #: The attributes of modules that verdicts depend on, besides their class, children, forward
+    #: pre-hooks, and all that their `config` holds.
+    attributes: frozenset[str] = frozenset()
+    #: A module whose functions, where they capture no tensors, are masks of positions alone.
+    mask_module: str | None = None
 
     def judge(self, module: nn.Module, state: Hashable) -> Verdict:
         """Judges a module that runs after others have left `state`."""
+        return Verdict()
 
     def check_call(self, watch: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Raises `NotImplementedError` if a module takes this rank's part for the whole.
+        """Raises `NotImplementedError` if a call takes this rank's part for the whole.
 
         `watch` is the `Watch` (guards.py) of the region.
         """
@@ -126,17 +125,14 @@ class Inspector(Protocol):
 
         Yields the modules of `models` that must run within it, or None if none is of the library.
         """
+        return nullcontext()
 
     def batch_rules(self, op: str, model: nn.Module) -> BatchRules | None:
-        """Returns the rules for a model, unless it is none of the library."""
+        """Returns the rules for a model, or None if the library has no models."""
+        return None
 
 
-class _Torch:
-    """Knows torch's own modules."""
-
-    attributes: frozenset[str] = frozenset()
-    mask_module = None
-
+class _Torch(Inspector):
     def judge(self, module: nn.Module, state: Hashable) -> Verdict:
         if not isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
             return Verdict()
@@ -147,15 +143,7 @@ class _Torch:
         )
         return Verdict((limit,))
 
-    def check_call(self, watch: Any, module: nn.Module, args: Any, kwargs: Any) -> None:
-        pass
-
-    def attending(
-        self, models: Sequence[nn.Module], *, spread: bool
-    ) -> AbstractContextManager[list[nn.Module] | None]:
-        return nullcontext()
-
-    def batch_rules(self, op: str, model: nn.Module) -> BatchRules | None:
+    def batch_rules(self, op: str, model: nn.Module) -> BatchRules:
         return BatchRules(op, model)
 
 

@@ -372,10 +372,12 @@ class Known:
     def select(self, is_chosen: Callable[[nn.Module], Any]) -> list[nn.Module]:
         """Returns the parts for which a function of a module is true, which is asked once."""
         numbers = self._chosen.get(is_chosen)
-        parts = self.parts()
         if numbers is None:
-            numbers = [number for number, part in enumerate(parts) if is_chosen(part)]
+            numbers = [number for number, part in enumerate(self.parts()) if is_chosen(part)]
             self._chosen[is_chosen] = numbers
+        if not numbers:
+            return []
+        parts = self.parts()
         return [parts[number] for number in numbers]
 
     def passing(
@@ -422,7 +424,9 @@ def known_of(model: nn.Module) -> Known:
             break
     else:
         known = Known(model)
-    _known[model] = [known, *(other for other in versions if other is not known)][:_MOST_VERSIONS]
+    if versions[:1] != [known]:
+        versions[:] = [known, *[other for other in versions if other is not known]]
+        del versions[_MOST_VERSIONS:]
     return known
 
 

@@ -153,20 +153,21 @@ class Watch:
 
 # --- the watches of a thread -------------------------------------------------------------------
 
-
 # `_local.compiled` records that compiled modules ran: the graph sets it, not the hook.
-class _Local(threading.local):
+_local = threading.local()
+
+
+class _Thread(threading.local):
     def __init__(self) -> None:
         self.watches: list[Watch] = []
-        self.compiled: str | None = None
 
 
-_local = _Local()
+_thread = _Thread()
 
 
 def current() -> Watch | None:
     """Returns the watch of the innermost region of this thread."""
-    return _local.watches[-1] if _local.watches else None
+    return _thread.watches[-1] if _thread.watches else None
 
 
 def enter(watch: Watch) -> None:
@@ -176,13 +177,13 @@ def enter(watch: Watch) -> None:
     outer = current()
     if outer is not None:
         outer.first_module = outer.first_module or _local.compiled
-    _local.watches.append(watch)
+    _thread.watches.append(watch)
     _local.compiled = None
 
 
 def leave() -> None:
     """Ends the innermost watch."""
-    _local.watches.pop()
+    _thread.watches.pop()
     _local.compiled = None
     _hooks.release()
 
@@ -248,13 +249,13 @@ def _complaint_after(module: nn.Module, shown: tuple[str, ...]) -> str | None:
 
 
 def _before(module: nn.Module, args: Any) -> None:
-    # As torch.compiler.is_compiling(), in one call: this runs for each module.
+    # As torch.compiler.is_compiling() does, in one call: this runs for each module.
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         if complaint := _complaint_before(module):
             raise NotImplementedError(complaint)
         _local.compiled = "A compiled module"  # whenever the graph runs
         return
-    watches = _local.watches
+    watches = _thread.watches
     if watches and watches[-1].world_size > 1 and module not in watches[-1].judged:
         watch = watches[-1]
         _untraced(watch, lambda compiling: _runs(watch, module, compiling))
@@ -274,7 +275,7 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         if complaint := _complaint_after(module, tuple(shown)):
             raise NotImplementedError(complaint)
         return
-    watches = _local.watches
+    watches = _thread.watches
     if watches and module in watches[-1].calls:
         watch = watches[-1]
         inspector = watch.calls[module]

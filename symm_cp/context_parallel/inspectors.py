@@ -211,6 +211,7 @@ Select = Callable[[Callable[[nn.Module], Any]], list[nn.Module]]
 
 _VALUES = {bool, int, float, str, types.NoneType}
 _CONTAINERS = {list, tuple, dict, set, frozenset}
+_MOST_LAYOUTS = 64  # for which the parts that pass are kept; then they are found anew
 _MOST_VERSIONS = 3  # of one model: as it is outside of contexts, and within those with `model=`
 
 
@@ -394,6 +395,8 @@ class Known:
         """
         key = (key, *states.items())
         if key not in self._passing:
+            if len(self._passing) >= _MOST_LAYOUTS:
+                self._passing.clear()
             self._passing[key] = self._find_passing(model, states, fits)
         passing, called = self._passing[key]
         return list(map(operator.call, passing)), {ref(): inspector for ref, inspector in called}
@@ -402,7 +405,11 @@ class Known:
         self, model: nn.Module, states: dict[Inspector, Hashable], fits: Callable[[Limit], bool]
     ) -> tuple[list[Any], list[Any]]:
         passing, called = [], []
-        own = {limit for i, state in states.items() for limit in self.judge(model, i, state).limits}
+        limits = [
+            limit for i, state in states.items() for limit in self.judge(model, i, state).limits
+        ]
+        # Of the others it matters whether the part is compiled.
+        own = {limit for limit in limits if limit.harmless_up_to is None}
         for reference, part in zip(self._refs, self.parts(), strict=True):
             each = [(i, self.judge(part, i, state)) for i, state in states.items()]
             if any(verdict.state != states[i] for i, verdict in each):

@@ -232,7 +232,7 @@ def imported_by_name(tree: ast.AST) -> Iterator[str]:
             continue
         function = node.func.attr if isinstance(node.func, ast.Attribute) else None
         function = node.func.id if isinstance(node.func, ast.Name) else function
-        if function is None or function.lstrip("_") not in ("import_module", "import"):
+        if function is None or function.strip("_") not in ("import_module", "import"):
             continue
         name = node.args[0]
         if isinstance(name, ast.JoinedStr):

@@ -9,7 +9,6 @@ loaded. So `import symm_cp` imports no library, and no floor imports a higher on
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import operator
 import sys
@@ -225,10 +224,16 @@ def _marks(values: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
         elif type(value) not in _VALUES:
             # A method is made anew whenever it is taken from an object.
             value = value.__func__ if type(value) is types.MethodType else value
-            with contextlib.suppress(TypeError):  # such as a dtype
-                value = weakref.ref(value)
+            value = _reference(value)
         marks[name] = value
     return marks
+
+
+def _reference(value: Any) -> Any:
+    try:
+        return weakref.ref(value)
+    except TypeError:  # such as a dtype
+        return value
 
 
 def _same(values: dict[str, Any], marks: dict[str, Any]) -> bool:
@@ -256,9 +261,9 @@ def _same(values: dict[str, Any], marks: dict[str, Any]) -> bool:
     return True
 
 
-def _held(values: dict[str, Any], watched: frozenset[str]) -> list[str]:
+def _held(module: nn.Module, watched: frozenset[str]) -> list[str]:
     """Returns which of the watched attributes are parameters or buffers of a module."""
-    stored = {**values["_parameters"], **values["_buffers"]}
+    stored = {**module._parameters, **module._buffers}
     return [name for name, tensor in stored.items() if tensor is not None and name in watched]
 
 
@@ -288,7 +293,7 @@ class Known:
         parts = list(model.modules())
         self._refs = [weakref.ref(part) for part in parts]
         self._rows: list[tuple[Any, ...]] = []
-        self._configs: dict[int, tuple[weakref.ref[Any], dict[str, Any]]] = {}
+        self._configs: dict[int, tuple[Any, dict[str, Any]]] = {}
         self._numbers = {id(part): number for number, part in enumerate(parts)}
         self._verdicts: dict[Any, Verdict] = {}
         self._chosen: dict[Any, list[int]] = {}
@@ -300,14 +305,14 @@ class Known:
             values = vars(part)
             names = watched.intersection(values)
             compiled = values.get("_compiled_call_impl") is not None
-            self.compiles |= compiled or "_orig_mod" in values["_modules"]
+            self.compiles |= compiled or "_orig_mod" in part._modules
             self._rows.append(
                 (
                     type(part),
-                    tuple(values["_modules"]),
-                    tuple(map(id, values["_modules"].values())),
-                    _held(values, watched),
-                    [weakref.ref(hook) for hook in values["_forward_pre_hooks"].values()],
+                    tuple(part._modules.keys()),
+                    tuple(map(id, part._modules.values())),
+                    _held(part, watched),
+                    [weakref.ref(hook) for hook in part._forward_pre_hooks.values()],
                     names,
                     _marks(values, names),
                 )
@@ -318,7 +323,7 @@ class Known:
         values = None if config is None else _settings(config)
         if not values or id(config) in self._configs:
             return
-        self._configs[id(config)] = weakref.ref(config), _marks(values, values)
+        self._configs[id(config)] = _reference(config), _marks(values, values)
         for value in values.values():
             if type(value) not in _VALUES and type(value) not in _CONTAINERS:
                 self._note_settings(value)
@@ -334,25 +339,25 @@ class Known:
             return False
         watched = self._watched
         for reference, marks in self._configs.values():
-            config = reference()
+            config = reference() if type(reference) is weakref.ref else reference
             values = None if config is None else object.__getattribute__(config, "__dict__")
             if values is None or len(values) != len(marks) or not _same(values, marks):
                 return False
         for part, row in zip(parts, self._rows, strict=True):
             kind, names, children, held, hooks, attributes, marks = row
             values = part.__dict__
-            modules, before = values["_modules"], values["_forward_pre_hooks"]
-            stored = values["_parameters"], values["_buffers"]
+            modules, before = part._modules, part._forward_pre_hooks
+            stored = part._parameters.keys(), part._buffers.keys()
             if (
                 type(part) is not kind
-                or tuple(modules) != names
+                or tuple(modules.keys()) != names
                 or tuple(map(id, modules.values())) != children
                 or watched.intersection(values) != attributes
                 or ((hooks or before) and list(map(weakref.ref, before.values())) != hooks)
             ):
                 return False
             may_hold = held or not (watched.isdisjoint(stored[0]) and watched.isdisjoint(stored[1]))
-            if may_hold and _held(values, watched) != held:
+            if may_hold and _held(part, watched) != held:
                 return False
             for name, mark in marks.items():
                 value = values[name]

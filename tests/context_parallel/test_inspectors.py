@@ -11,7 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,6 +113,28 @@ def test_training_changes_no_verdict() -> None:
     model.eval()
     assert known_of(model) is known
     assert known_of(copy.deepcopy(model)) is not known
+
+
+def test_modules_of_all_kinds_are_known() -> None:
+    linear = nn.Linear(2, 2)
+    kinds = [
+        torch.jit.script(nn.Linear(2, 2)),
+        torch.jit.trace(nn.Linear(2, 2), torch.zeros(2, 2)),  # type: ignore[no-untyped-call]
+        torch.compile(nn.Linear(2, 2)),
+        nn.Sequential(nn.utils.parametrizations.weight_norm(linear), nn.ModuleList()),
+        torch.fx.symbolic_trace(nn.Linear(2, 2)),
+    ]
+    for module in kinds:
+        assert known_of(module) is known_of(module)
+    for config in (SimpleNamespace(inner=SimpleNamespace(value=1)), SimpleNamespace(inner=[1])):
+        linear.config = config
+        known = known_of(linear)
+        assert known.still_true()
+        config.inner = SimpleNamespace(value=2)
+        assert not known.still_true()
+    config.inner.value, known = 3, known_of(linear)
+    config.inner.value = 4
+    assert not known.still_true()
 
 
 def test_it_keeps_no_model_alive() -> None:

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from symm_cp.group.memory import group_name, resolve
 from symm_cp.ops.attention.layouts import in_rank_order
 from symm_cp.ops.attention.methods import Method, split_by
-from symm_cp.ops.low_contention import low_contention_all_gather
+from symm_cp.ops.collectives.low_contention import low_contention_all_gather
 
 _OP = "enable_parallelism"
 _KEPT = "_symm_cp_spread"

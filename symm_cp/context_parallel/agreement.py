@@ -30,8 +30,9 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from symm_cp.context_parallel.inspectors import Known, plain
+from symm_cp.context_parallel.inspectors import plain
 from symm_cp.context_parallel.load_balancers import LoadBalancer
+from symm_cp.context_parallel.verdicts import Known
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 

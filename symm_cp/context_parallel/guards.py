@@ -27,10 +27,11 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from symm_cp.context_parallel import agreement, inspectors
-from symm_cp.context_parallel.inspectors import Inspector, Known, Limit
+from symm_cp.context_parallel.inspectors import Inspector, Limit
 from symm_cp.context_parallel.load_balancers import LoadBalancer, in_rank_order
 from symm_cp.context_parallel.noise_places import Seen
 from symm_cp.context_parallel.refusals import telling_peers
+from symm_cp.context_parallel.verdicts import Known, known_of
 from symm_cp.ops.common import attention_runs
 
 ON_UNFUSED = ("raise", "warn", "ignore")
@@ -83,7 +84,7 @@ class Watch:
             return None
         self.judged.add(module)
         inner = getattr(module, "_orig_mod", module)  # of torch.compile(module)
-        known = inspectors.known_of(inner)
+        known = known_of(inner)
         self.first_module = self.first_module or type(inner).__name__
         compiled = inner is not module or module._compiled_call_impl is not None
         for part in known.parts() if compiled else (inner,):

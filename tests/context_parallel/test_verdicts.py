@@ -22,7 +22,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import symm_cp
-from symm_cp.context_parallel.inspectors import known_of
+from symm_cp.context_parallel.verdicts import known_of
 from tests.context_parallel.common import mesh_of
 from tests.pool import Ranks
 
@@ -205,7 +205,11 @@ def test_changes_are_seen_in_models_that_have_run(ranks: Ranks) -> None:
 
 # --- how many calls it takes ---------------------------------------------------------------------
 
-JUDGING = ("context_parallel/inspectors.py", "integrations/transformers/limits.py")
+JUDGING = (
+    "context_parallel/inspectors.py",
+    "context_parallel/verdicts.py",
+    "integrations/transformers/limits.py",
+)
 ROOMS = ("context_parallel/", "integrations/")
 
 

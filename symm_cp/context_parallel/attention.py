@@ -163,7 +163,6 @@ def all_gather_attention(
 def _layout_options(
     keys: LoadBalancer | torch.Tensor | None, queries: LoadBalancer | None
 ) -> dict[str, Any]:
-    """Returns how keys and queries are spread as the op takes it."""
     if isinstance(keys, torch.Tensor):
         return {"layouts": keys}
     options = {}
@@ -175,14 +174,12 @@ def _layout_options(
 
 
 def _prefix_option(lengths: torch.Tensor | int | None) -> torch.Tensor | None:
-    """Returns the lengths of prefixes as the op takes them."""
     if lengths is None or isinstance(lengths, torch.Tensor):
         return lengths
     return torch.full((1,), lengths, dtype=torch.int64, device="cpu")
 
 
 def _document_options(cu_seqlens: Sequence[int]) -> dict[str, Any]:
-    """Returns the boundaries of documents as the op takes them."""
     for edge in cu_seqlens:
         if not isinstance(edge, int | torch.SymInt):
             raise TypeError(
@@ -194,7 +191,6 @@ def _document_options(cu_seqlens: Sequence[int]) -> dict[str, Any]:
 def _local_parts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: str
 ) -> tuple[torch.Tensor, ...]:
-    """Returns the shards of DTensors."""
     if not is_dtensor(query):
         raise TypeError(f"{_OP}: key or value is a DTensor and query is not")
     return tuple(_local(tensor, group) for tensor in (query, key, value))

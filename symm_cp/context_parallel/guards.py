@@ -259,7 +259,7 @@ def _before(module: nn.Module, args: Any) -> None:
     watches = _thread.watches
     if watches and watches[-1].world_size > 1 and module not in watches[-1].judged:
         watch = watches[-1]
-        _untraced(watch, lambda compiling: _runs(watch, module, compiling))
+        untraced(watch, lambda compiling: _runs(watch, module, compiling))
 
 
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
@@ -280,10 +280,10 @@ def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
     if watches and module in watches[-1].calls:
         watch = watches[-1]
         inspector = watch.calls[module]
-        _untraced(watch, lambda _: inspector.check_call(watch, module, args, kwargs))
+        untraced(watch, lambda _: inspector.check_call(watch, module, args, kwargs))
 
 
-def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
+def untraced(watch: Watch, check: Callable[[bool], None]) -> None:
     """Runs a check that Dynamo must not compile, and tells the peers what it refuses.
 
     `check` is told whether Dynamo is active. Code that Dynamo gave up on runs as usual, but Dynamo
@@ -298,7 +298,7 @@ def _untraced(watch: Watch, check: Callable[[bool], None]) -> None:
 
 # Dynamo must leave this function itself alone, too.
 _eval_frame.set_code_exec_strategy(
-    _untraced.__code__,
+    untraced.__code__,
     _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.DEFAULT),
 )
 

@@ -238,8 +238,6 @@ def _made(
 
 
 def _factory(method: str, *numbers: float) -> Callable[..., Any]:
-    """`torch.rand` and `torch.randn`."""
-
     def made(draw: Draw, *args: Any, **kwargs: Any) -> Any:
         size = _size(args, kwargs)
         return _made(draw, size, torch.get_default_dtype(), kwargs, method, numbers)

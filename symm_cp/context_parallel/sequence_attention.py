@@ -130,7 +130,6 @@ def _attend_batch(
     mask: SequenceMask,
     options: dict[str, Any],
 ) -> torch.Tensor:
-    """Attends with one layout for all samples."""
     if mask.mask_mod is not None:
         return _by_tiles(region, query, key, value, mask, options)
     dropout_p = options["dropout_p"]

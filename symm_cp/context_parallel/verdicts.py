@@ -6,7 +6,6 @@ outlive the context, and each context looks whether they are `still_true`, in a 
 
 from __future__ import annotations
 
-import operator
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
@@ -46,6 +45,10 @@ def _reference(value: Any) -> Any:
         return weakref.ref(value)
     except TypeError:  # such as a dtype
         return value
+
+
+def _alive(references: list[Any]) -> list[nn.Module]:
+    return [reference() for reference in references]
 
 
 def _same(values: dict[str, Any], marks: dict[str, Any]) -> bool:
@@ -142,7 +145,7 @@ class Known:
 
     def parts(self) -> list[nn.Module]:
         """Returns the parts of the model."""
-        return list(map(operator.call, self._refs))
+        return _alive(self._refs)
 
     def still_true(self) -> bool:
         """Tells whether nothing has changed that verdicts depend on."""
@@ -216,7 +219,7 @@ class Known:
                 self._passing.clear()
             self._passing[key] = self._find_passing(model, states, fits)
         passing, called = self._passing[key]
-        return list(map(operator.call, passing)), {ref(): inspector for ref, inspector in called}
+        return _alive(passing), {ref(): inspector for ref, inspector in called}
 
     def _find_passing(
         self, model: nn.Module, states: dict[Inspector, Hashable], fits: Callable[[Limit], bool]

@@ -126,7 +126,6 @@ def by_sample(
 
 
 def _attend_batch(call: _Call) -> torch.Tensor:
-    """Attends with one layout for all samples."""
     region, query, key, value, mask, options = call
     if mask.mask_mod is not None:
         return _by_tiles(call)

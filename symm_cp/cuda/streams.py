@@ -29,7 +29,7 @@ from symm_cp import env, runtime, wire
 from symm_cp.cuda import kernels
 from symm_cp.cuda.base import Device, DeviceWorkspace, Signals
 from symm_cp.cuda.in_place import found_in_place
-from symm_cp.cuda.registry import device_for, has_streams, kind_for, spans_hosts
+from symm_cp.cuda.registry import device_for, kind_for, kinds, spans_hosts
 from symm_cp.cuda.stream_launches import (
     CallMode,
     Exchange,
@@ -128,7 +128,7 @@ def add_rows(rows: torch.Tensor, out: torch.Tensor, *, mean: bool = False) -> No
 
 
 # Number of ranks from which on shards without `gathered` are pulled into two places in turn instead
-# of one place for each rank: with fewer ranks that saves too little memory for its waits.
+# of one place for each rank. With 3 ranks that would save one place, and cost waits.
 _BOUNDED_FROM = 4
 
 
@@ -429,14 +429,12 @@ _streams = StreamRuntime()
 _streams_over_hosts = HostsRuntime(_streams)
 
 
-def _choose(device: torch.device, group: Group) -> Runtime | None:
-    if not has_streams(device):
-        return None
+def _choose(device: torch.device, group: Group) -> Runtime:
     alone = spans_hosts(group, device) or hosts_of(group, device) is None
     return _streams if alone else _streams_over_hosts
 
 
-runtime.choosers.append(_choose)
+runtime.serve(kinds, _choose)
 
 
 class _Transfer(Work):

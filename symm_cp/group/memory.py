@@ -38,6 +38,7 @@ from symm_cp.group.stores import TimedStore, wait_limit_of
 from symm_cp.modes import ordinary_tensors
 from symm_cp.tensors.alignment import debug_offset
 
+# Cached tensors over a workspace; with more, all are dropped and made again.
 _MAX_VIEWS = 1024
 
 T = TypeVar("T")

@@ -268,8 +268,11 @@ class Runtime(ABC):
         of shape `shapes[r]` (by default the shape of `out`). Contributions are added in rank order,
         in float32 for the 16-bit types.
         """
-        partials = (tuple(out.shape),) * group.world_size if shapes is None else shapes
-        nbytes = _bytes_of(partials, out.element_size())
+        if shapes is None:
+            partials: Sequence[Shape] = (tuple(out.shape),) * group.world_size
+            nbytes = (out.nbytes,) * group.world_size
+        else:
+            partials, nbytes = shapes, _bytes_of(shapes, out.element_size())
         self._scatter(ScatterCall(group, produce, out, call_name, partials, nbytes, mean))
 
     def produce_and_all_reduce(

@@ -30,7 +30,7 @@ def attends(group: dist.ProcessGroup, seed: int) -> None:
     from symm_cp.ops.attention import arrival as arrival_attention
     from symm_cp.ops.attention.spec import AttentionSpec
     from symm_cp.schedule.layout import head_tail, sequential
-    from symm_cp.schedule.tiles import Mask
+    from symm_cp.schedule.mask import Mask
     from tests.cuda import interpreted
     from tests.cuda.simulated import simulation
 

@@ -15,7 +15,7 @@ from symm_cp import cuda
 from symm_cp.cuda.kept import HostReads
 from symm_cp.group import memory
 from symm_cp.ops.attention.arrival import _tables
-from symm_cp.ops.attention.spec import _host_edges
+from symm_cp.ops.attention.masks import _host_edges
 from symm_cp.ops.attention.tiles import _band
 from symm_cp.schedule.layout import head_tail
 from tests.cuda.graphs import graphed

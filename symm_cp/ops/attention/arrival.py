@@ -13,8 +13,8 @@ from symm_cp.ops.attention.pipeline import fake_results
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
+from symm_cp.schedule.mask import CAUSAL, NO_MASK
 from symm_cp.schedule.patterns import peers
-from symm_cp.schedule.tiles import CAUSAL, NO_MASK
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)

@@ -24,7 +24,9 @@ _RANK = re.compile(r"(?<!global )\brank (\d+)\b")
 
 
 @contextlib.contextmanager
-def telling(*groups: str, calling: str | None = None, mesh: bool = False) -> Iterator[None]:
+def propagates_failure(
+    *groups: str, calling: str | None = None, mesh: bool = False
+) -> Iterator[None]:
     """Tells the ranks of groups when the body raises; without groups does nothing.
 
     The body makes calls of the group `calling`, and of the others none: its ranks are told only if

@@ -26,7 +26,7 @@ def captured(function: Callable[..., Any]) -> dict[str, Any]:
     """
     if torch.compiler.is_dynamo_compiling():
         # Imported here because it loads Dynamo.
-        from symm_cp.context_parallel.closures_trace import captured_in_trace
+        from symm_cp.integrations.transformers.closures_trace import captured_in_trace
 
         contents = captured_in_trace(function, _cells)
     else:

@@ -1,19 +1,19 @@
 """What a module requires of attention that a region does not apply: windows, sinks, soft caps, ...
 
-Models of transformers state it in their `config`, their attention modules also in attributes. Other
-modules are judged by their type only.
+Models of transformers state it in their `config`, their attention modules also in attributes.
+transformers is not imported.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
-from symm_cp.context_parallel.model_batch import would_shift_labels
+from symm_cp.context_parallel.inspectors import Limit
+from symm_cp.integrations.transformers.batches import would_shift_labels
 
 #: The name of our implementation of attention in configurations of transformers.
 SYMM_CP = "symm_cp"
@@ -50,48 +50,21 @@ _RELATIVE = "relative_attention_bias"
 _ROUTER_LOGITS = "output_router_logits"
 #: Arguments of calls that `call_limits` judges.
 WATCHED = (_ROUTER_LOGITS, "start_positions", "labels", "shift_labels")
+#: The attributes of modules, besides their `config`, that limits depend on.
+ATTRIBUTES = frozenset(
+    (
+        *(*_SINKS, "sliding_window", "is_sliding", "rope_type", "original_max_seq_len"),
+        *("attn_temperature_tuning", "use_rope", "floor_scale", "padding_idx", "kernel_size"),
+        *("main_input_name", "base_model_prefix", "pooler", "lm_head", "forward", "compute_bias"),
+        *(_RELATIVE, "has_relative_attention_bias", SEES_ALL_RANKS, RECURRENCE_KNOWN),
+    )
+)
 _FULL_ATTENTION = "Use a model with full attention"
 _GATED_DELTA = (
     "Use a model with full attention or gated delta nets (Qwen3-Next), passed to "
     "context_parallel(model=...)"
 )
 _OURS = "Pass the model to context_parallel(model=...)"
-
-
-@dataclass(frozen=True)
-class Limit:
-    """Something that attention within a region does not apply.
-
-    `harmless_up_to` is the longest sequence for which that makes no difference; `shortest` the
-    smallest number of positions that a rank may hold; `in_order` says that it makes none where the
-    ranks hold the positions in rank order.
-    """
-
-    what: str
-    why: str
-    remedy: str
-    harmless_up_to: int | None = None
-    shortest: int = 0
-    in_order: bool = False
-
-    @property
-    def needs_length(self) -> bool:
-        """Whether it depends on the length of the sequence."""
-        return self.harmless_up_to is not None or self.shortest > 0
-
-    def fits(self, lengths: Sequence[int]) -> bool:
-        """Tells whether it makes no difference if ranks hold these numbers of positions."""
-        longest = self.harmless_up_to
-        reaches = longest is None or sum(lengths) <= longest
-        return reaches and min(lengths, default=0) >= self.shortest
-
-    def error(self, module: nn.Module, length: int | None = None) -> NotImplementedError:
-        """The error that refuses the module."""
-        whole = "" if length is None else f" (the sequence has {length} positions)"
-        return NotImplementedError(
-            f"context_parallel: {type(module).__name__} has {self.what}: {self.why}{whole}. "
-            f"{self.remedy}"
-        )
 
 
 def uses_transformers(module: nn.Module) -> bool:
@@ -110,24 +83,11 @@ def attends_with_symm_cp(module: nn.Module) -> bool:
     return implementation_of(module) == SYMM_CP
 
 
-def limits_of(
-    module: nn.Module, *, transformers: bool, chosen: str | None = None
-) -> Iterator[Limit]:
-    """Yields what a module itself, not its children, requires and a region does not apply.
+def limits_of(module: nn.Module, chosen: str | None) -> Iterator[Limit]:
+    """Yields what a part of a model itself, not its children, requires and a region does not apply.
 
-    Args:
-        module: any module.
-        transformers: whether it is part of a model of transformers, with known attributes.
-        chosen: how the model attends that it is part of, if it has no configuration itself.
+    `chosen` is how the model attends that it is part of, if it has no configuration itself.
     """
-    if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
-        yield Limit(
-            f"type torch.nn.{type(module).__name__}",
-            "it would attend to this rank's part of the sequence only",
-            "Use F.scaled_dot_product_attention or flex_attention",
-        )
-    if not transformers:
-        return
     yield from _input_and_output_limits(module)
     if uses_transformers(module):
         continues = getattr(module, RECURRENCE_KNOWN, False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from symm_cp.context_parallel.closures import captured
+from symm_cp.integrations.transformers.closures import captured
 
 Mask = Callable[..., Any]
 

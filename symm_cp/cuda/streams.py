@@ -63,11 +63,10 @@ from symm_cp.runtime.api import (
 )
 from symm_cp.runtime.hosts import HostsRuntime
 from symm_cp.runtime.program import Kernel
-from symm_cp.runtime.sums import real
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import peers
 from symm_cp.tensors.alignment import part_offsets, scratch, scratch_rows
-from symm_cp.tensors.dtypes import wide
+from symm_cp.tensors.dtypes import real, wide
 from symm_cp.tensors.shards import Extent, Shards, Split, ViewAt, viewing
 
 # The numbers of the calls that a group's ranks have compared.

@@ -56,7 +56,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.runtime.sums import real
+from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose

@@ -6,11 +6,7 @@ from symm_cp.ops import (
     attention,
     collectives,
     common,
-    delta_rule,
     equal_inputs,
-    exchange_heads,
-    halo,
-    head_projection,
     low_contention,
     matmul,
     matmul_all_reduce,
@@ -18,10 +14,12 @@ from symm_cp.ops import (
     matmul_grad,
     scaled_all_reduce,
     scaled_matmul,
-    scan,
     transforms,
     unsupported,
 )
+from symm_cp.ops.heads import exchange_heads
+from symm_cp.ops.heads import projection as head_projection
+from symm_cp.ops.recurrent import delta_rule, halo, scan
 
 
 def register() -> None:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from symm_cp import runtime
 from symm_cp.group.memory import resolve
-from symm_cp.ops.head_exchange import HeadPart, HeadRanges, head_exchange
-from symm_cp.runtime.head_groups import HeadGroup, Tensors, consume_in_groups
+from symm_cp.ops.heads.packing import HeadPart, HeadRanges, head_exchange
+from symm_cp.runtime.round_trips import HeadGroup, Tensors, consume_in_groups
 from symm_cp.schedule.layout import head_tail
 from symm_cp.tensors.shards import Split
 from tests import device

@@ -25,16 +25,16 @@ from symm_cp import runtime
 from symm_cp.devices import has_streams
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.attend import Added, Given
-from symm_cp.ops.attention.heads import HeadShares, shares_of
 from symm_cp.ops.attention.mesh_calls import telling
 from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.tiles import as_dtype, dense_features, empty_output, rows_first, wide
 from symm_cp.ops.common import group_of
-from symm_cp.ops.head_exchange import HeadPart, head_exchange
-from symm_cp.ops.head_exchange import rows_first as rows_of_heads
-from symm_cp.runtime.head_groups import HeadGroup, consume_in_groups
+from symm_cp.ops.heads.packing import HeadPart, head_exchange
+from symm_cp.ops.heads.packing import rows_first as rows_of_heads
+from symm_cp.ops.heads.shares import HeadShares, shares_of
+from symm_cp.runtime.round_trips import HeadGroup, consume_in_groups
 from symm_cp.schedule.layout import SequenceLayout, sequential
 
 #: Computes attention of a group of heads (its number), given query, key and value; its gradients,

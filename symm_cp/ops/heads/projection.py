@@ -19,8 +19,8 @@ import torch
 from symm_cp import runtime
 from symm_cp.ops import autocast
 from symm_cp.ops.common import group_of, lib, register_kernel
-from symm_cp.ops.exchange_heads import checked_exchange, exchange_fake, exchange_name
-from symm_cp.ops.head_exchange import HeadExchange
+from symm_cp.ops.heads.exchange_heads import checked_exchange, exchange_fake, exchange_name
+from symm_cp.ops.heads.packing import HeadExchange
 from symm_cp.ops.operands import check_matrices, check_multiplied
 from symm_cp.ops.products import Sum
 from symm_cp.ops.transforms import register_gradient

@@ -1,9 +1,9 @@
 """All-to-alls that exchange a sequence for heads become projections fused with the exchange.
 
-`heads.py` fuses `exchange_heads`; this does the same for programs that call torch's all-to-all
-between views and permutations of their own. Where each element goes decides, not which ops take it
-there: an all-to-all is an exchange of heads if it cuts the columns of a product, or of what a
-matmul takes as rows, into one run for each rank, in rank order.
+`fuse_projections.py` fuses `exchange_heads`; this file does the same for programs that call torch's
+all-to-all between views and permutations of their own. What counts is where each element goes, not
+which ops take it there: an all-to-all is an exchange of heads if it cuts the columns of a product,
+or of a matmul's left operand, into one run for each rank, in rank order.
 
 An all-to-all with equal splits has an input and a result of one shape, whose outermost part of
 dimension 0 counts the ranks. All `Axes` here describe tensors as arrangements of one of these two:
@@ -34,7 +34,7 @@ from symm_cp.inductor.axes import (
     sizes,
 )
 from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.heads import (
+from symm_cp.inductor.fuse_projections import (
     collect,
     is_laid_out,
     last_sum,

@@ -24,7 +24,7 @@ from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import entry_point, group_of, lib, register_kernel, what_is, world_size_of
-from symm_cp.ops.scan import pieces_of
+from symm_cp.ops.recurrent.scan import pieces_of
 from symm_cp.ops.transforms import register_gradient, register_no_gradient
 from symm_cp.tensors.results import contiguous, new_result
 

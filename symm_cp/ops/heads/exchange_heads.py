@@ -26,7 +26,7 @@ from symm_cp.ops.common import (
     register_planner,
     world_size_of,
 )
-from symm_cp.ops.head_exchange import HeadExchange, HeadPart, HeadRanges, head_exchange
+from symm_cp.ops.heads.packing import HeadExchange, HeadPart, HeadRanges, head_exchange
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.results import contiguous
 

@@ -73,36 +73,39 @@ class PlacedBox(NamedTuple):
     row: int
 
 
-class Parcels(Protocol):
-    """What each rank gives to each: parts of the caller's tensors, which it copies itself."""
+class PackedBoxes(Protocol):
+    """Which parts of its tensors each rank sends to each, packed into one message for each peer.
+
+    Kernels of torch copy the parts by `give`, `take` and `keep`, native code by `boxes`.
+    """
 
     def __hash__(self) -> int:
-        """Equal ones have equal boxes, which are made once."""
+        """Equal objects have equal boxes, which are made once."""
 
     @property
     def sizes(self) -> Sizes:
-        """How many bytes each rank (first index) gives to each (second index)."""
+        """The bytes of the message from each rank (first index) to each (second index)."""
 
     @property
     def joins(self) -> bool:
-        """Whether what comes from all ranks lies side by side, rather than what goes to all."""
+        """Whether the parts from all ranks lie side by side; else those for all ranks do."""
 
     def give(self, tensors: Sequence[torch.Tensor], to: int, memory: torch.Tensor) -> None:
-        """Writes what goes to a peer to memory of that size."""
+        """Writes the message for a peer to memory of that size."""
 
     def take(self, outputs: Sequence[torch.Tensor], source: int, memory: torch.Tensor) -> None:
-        """Writes what a peer has given to where it belongs."""
+        """Copies the parts in a peer's message to their places."""
 
     def keep(self, tensors: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> None:
-        """Copies what stays on this rank."""
+        """Copies the parts that stay on this rank."""
 
     def boxes(
         self, strides: Sequence[tuple[int, ...]], room: int
     ) -> tuple[list[PlacedBox], list[PlacedBox]]:
-        """The same as boxes: what is given and what is taken, in order of peers and pieces.
+        """Returns the parts that are sent and those that arrive, in order of peers and pieces.
 
-        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. What a
-        rank keeps it gives and takes in equal boxes.
+        `strides` are those of tensors and outputs. A piece has `room` bytes for each rank. A part
+        that stays is one box of both lists.
         """
 
 
@@ -220,7 +223,7 @@ class Runtime(Protocol):
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,

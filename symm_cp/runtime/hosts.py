@@ -32,7 +32,7 @@ from symm_cp.runtime.api import (
     Consume,
     ConsumeAndProduce,
     ConsumeHere,
-    Parcels,
+    PackedBoxes,
     Pass,
     Poll,
     Produce,
@@ -40,7 +40,7 @@ from symm_cp.runtime.api import (
     Runtime,
     Sizes,
 )
-from symm_cp.runtime.parcels import exchange_parcels
+from symm_cp.runtime.round_trips import exchange_in_messages
 from symm_cp.runtime.sums import wide
 from symm_cp.runtime.turns import relay_in_turns
 from symm_cp.tensors.alignment import part_offsets, scratch
@@ -350,13 +350,13 @@ class HostsRuntime:
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
         """See `Runtime`."""
-        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
+        exchange_in_messages(self, group, packed, tensors, outputs, call_name)
 
     def consume_and_reduce_scatter(
         self,

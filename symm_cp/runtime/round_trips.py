@@ -1,8 +1,9 @@
-"""A pipeline over groups of heads: one travels while the one before it is worked on.
+"""Exchanges in messages, and a pipeline of round trips: one travels while another is worked on.
 
-Step i is one call of `Runtime.exchange_and_consume`: every rank gives group i, works on group i-1,
-and gives back the results of group i-2, in one message to each peer. So there is memory for two
-groups on their way, and ranks wait for each other once a step, for what was sent before the work.
+Step i of the pipeline is one call of `Runtime.exchange_and_consume`: every rank sends the tensors
+of trip i, works on those of trip i-1, and sends back the results of trip i-2, in one message to
+each peer. So there is memory for two trips under way, and ranks wait for each other once a step,
+for messages that were sent before the work.
 """
 
 from __future__ import annotations
@@ -13,40 +14,55 @@ from dataclasses import dataclass, field
 import torch
 
 from symm_cp.group.memory import Group
-from symm_cp.runtime.api import Parcels, Runtime
+from symm_cp.runtime.api import PackedBoxes, Runtime
 from symm_cp.tensors.alignment import padded
 
 Tensors = Sequence[torch.Tensor]
 
 
-@dataclass
-class HeadGroup:
-    """What travels for one group of heads, and what is done with it.
+@dataclass(frozen=True)
+class _Leg:
+    """One exchange: `packed` says which parts of `tensors` go where in the peers' `outputs`."""
 
-    `given` go `there`, to tensors that `new_arrivals` makes; `work` turns these into results, which
-    go `back` to `outputs`.
+    packed: PackedBoxes
+    tensors: Tensors
+    outputs: Tensors
+    failure: Exception | None = None
+
+    def check(self) -> None:
+        """Raises the exception of the work whose results this is, if it failed."""
+        if self.failure is not None:
+            raise self.failure
+
+
+@dataclass
+class RoundTrip:
+    """Tensors that ranks exchange, the work on what arrives, and the exchange of its results.
+
+    `there` sends `tensors` to new tensors, made by `new_arrivals`; `work` turns these into results,
+    which `back` sends to `outputs`.
     """
 
-    there: Parcels
-    given: Tensors
+    there: PackedBoxes
+    tensors: Tensors
     new_arrivals: Callable[[], Tensors]
     work: Callable[[Tensors], Tensors]
-    back: Parcels
+    back: PackedBoxes
     outputs: Tensors
     _arrived: Tensors = field(default=(), init=False)
     _results: Tensors = field(default=(), init=False)
     _failure: Exception | None = field(default=None, init=False)
 
-    def begin(self) -> _Trip:
-        """Returns the way there."""
+    def begin(self) -> _Leg:
+        """Returns the leg there."""
         self._arrived = self.new_arrivals()
-        return _Trip(self.there, self.given, self._arrived)
+        return _Leg(self.there, self.tensors, self._arrived)
 
     def consume(self) -> None:
-        """Does the work, with what has arrived.
+        """Works on the arrived tensors.
 
-        The next step raises what it raises, before it gives anything: in this one the peers may
-        have what they wait for, so they would not learn of it.
+        An exception of the work is raised in the next step, before this rank sends anything: in
+        this step the peers may already have their messages, so they would not learn of it.
         """
         try:
             self._results = self.work(self._arrived)
@@ -54,73 +70,71 @@ class HeadGroup:
             self._failure = error
         self._arrived = ()
 
-    def end(self) -> _Trip:
-        """Returns the way back."""
+    def end(self) -> _Leg:
+        """Returns the leg back."""
         results, self._results = self._results, ()
-        return _Trip(self.back, results, self.outputs, self._failure)
+        return _Leg(self.back, results, self.outputs, self._failure)
 
 
-@dataclass(frozen=True)
-class _Trip:
-    parcels: Parcels
-    tensors: Tensors
-    outputs: Tensors
-    failure: Exception | None = None
-
-    def check(self) -> None:
-        """Raises what the work has raised."""
-        if self.failure is not None:
-            raise self.failure
-
-
-def consume_in_groups(
-    runtime: Runtime, group: Group, heads: Sequence[HeadGroup], device: torch.device, name: bytes
+def run_round_trips(
+    runtime: Runtime, group: Group, trips: Sequence[RoundTrip], device: torch.device, name: bytes
 ) -> None:
-    """Runs the pipeline. Collective; all ranks have equally many groups."""
-    for step in range(len(heads) + 2):
-        trips = [heads[step].begin()] if step < len(heads) else []
+    """Runs the pipeline. Collective; all ranks have equally many trips."""
+    for step in range(len(trips) + 2):
+        legs = [trips[step].begin()] if step < len(trips) else []
         if step >= 2:
-            trips.append(heads[step - 2].end())
-        here = heads[step - 1] if 1 <= step <= len(heads) else None
-        if here is not None and not trips:
-            here.consume()  # the only group: nothing travels meanwhile
+            legs.append(trips[step - 2].end())
+        here = trips[step - 1] if 1 <= step <= len(trips) else None
+        if here is not None and not legs:
+            here.consume()  # the only trip: nothing travels meanwhile
             continue
-        _run_step(runtime, group, trips, here, device, name + b" step %d" % step)
+        _run_step(runtime, group, legs, here, device, name + b" step %d" % step)
+
+
+def exchange_in_messages(
+    runtime: Runtime,
+    group: Group,
+    packed: PackedBoxes,
+    tensors: Tensors,
+    outputs: Tensors,
+    call_name: bytes,
+) -> None:
+    """`Runtime.exchange` through `exchange_and_consume`: each part is copied twice."""
+    leg = _Leg(packed, tensors, outputs)
+    _run_step(runtime, group, [leg], None, tensors[0].device, call_name)
 
 
 def _run_step(
     runtime: Runtime,
     group: Group,
-    trips: Sequence[_Trip],
-    here: HeadGroup | None,
+    legs: Sequence[_Leg],
+    here: RoundTrip | None,
     device: torch.device,
     name: bytes,
 ) -> None:
     ranks = range(group.world_size)
-    sizes = tuple(
-        tuple(sum(padded(trip.parcels.sizes[r][to]) for trip in trips) for to in ranks)
-        for r in ranks
-    )
 
-    def messages(memory: torch.Tensor, source: int, to: int) -> Sequence[torch.Tensor]:
-        lengths = [padded(trip.parcels.sizes[source][to]) for trip in trips]
-        return memory.split_with_sizes(lengths)
+    def lengths(source: int, to: int) -> list[int]:
+        return [padded(leg.packed.sizes[source][to]) for leg in legs]
 
     def give(to: int, memory: torch.Tensor) -> None:
-        for trip in trips:
-            trip.check()
-        for trip, part in zip(trips, messages(memory, group.rank, to), strict=True):
-            trip.parcels.give(trip.tensors, to, part)
+        for leg in legs:
+            leg.check()
+        parts = memory.split_with_sizes(lengths(group.rank, to))
+        for leg, part in zip(legs, parts, strict=True):
+            leg.packed.give(leg.tensors, to, part)
 
     def take(source: int, memory: torch.Tensor) -> None:
-        for trip, part in zip(trips, messages(memory, source, group.rank), strict=True):
-            trip.parcels.take(trip.outputs, source, part)
+        parts = memory.split_with_sizes(lengths(source, group.rank))
+        for leg, part in zip(legs, parts, strict=True):
+            leg.packed.take(leg.outputs, source, part)
 
     def consume() -> None:
-        for trip in trips:
-            trip.check()
-            trip.parcels.keep(trip.tensors, trip.outputs)
+        for leg in legs:
+            leg.check()
+            leg.packed.keep(leg.tensors, leg.outputs)
         if here is not None:
             here.consume()
 
+    sizes = tuple(tuple(sum(lengths(source, to)) for to in ranks) for source in ranks)
     runtime.exchange_and_consume(group, give, consume, take, device, name, sizes=sizes)

@@ -40,14 +40,14 @@ from symm_cp.runtime.api import (
     Consume,
     ConsumeAndProduce,
     ConsumeHere,
-    Parcels,
+    PackedBoxes,
     Pass,
     Poll,
     Produce,
     RelayStep,
     Sizes,
 )
-from symm_cp.runtime.parcels import exchange_parcels
+from symm_cp.runtime.round_trips import exchange_in_messages
 from symm_cp.runtime.stream_launches import (
     CallMode,
     Exchange,
@@ -375,13 +375,13 @@ class StreamRuntime:
     def exchange(
         self,
         group: Group,
-        parcels: Parcels,
+        packed: PackedBoxes,
         tensors: Sequence[torch.Tensor],
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
         """See `Runtime`. Kernels copy to the slot and from the memory that copy engines fill."""
-        exchange_parcels(self, group, parcels, tensors, outputs, call_name)
+        exchange_in_messages(self, group, packed, tensors, outputs, call_name)
 
     def consume_and_reduce_scatter(
         self,

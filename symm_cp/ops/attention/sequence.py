@@ -14,6 +14,7 @@ import torch
 from symm_cp import runtime
 from symm_cp.ops.attention.layouts import decoded, layout_held
 from symm_cp.ops.common import group_of, lib, register_kernel, what_is
+from symm_cp.schedule.layout import head_tail
 
 _GATHER = "_gather_sequence"
 
@@ -26,7 +27,7 @@ def _gather_kernel(
     """Returns the (B, S) tensor of which each rank holds some columns, S = `length`."""
     group = group_of(group_name)
     known = decoded(_GATHER, layouts, group.world_size)
-    layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size)
+    layout = layout_held(_GATHER, known, shard.shape[1], group.rank, group.world_size, head_tail)
     if (layout.length, layout.lengths[group.rank]) != (length, shard.shape[1]):
         raise ValueError(
             f"{_GATHER}: this rank has {shard.shape[1]} of {length} positions, but the load "

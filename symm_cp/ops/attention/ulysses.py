@@ -34,7 +34,7 @@ from symm_cp.ops.common import group_of
 from symm_cp.ops.heads.packing import HeadPart, head_exchange
 from symm_cp.ops.heads.packing import rows_first as rows_of_heads
 from symm_cp.ops.heads.shares import HeadShares, shares_of
-from symm_cp.runtime.round_trips import HeadGroup, consume_in_groups
+from symm_cp.runtime.round_trips import RoundTrip, run_round_trips
 from symm_cp.schedule.layout import SequenceLayout, sequential
 
 #: Computes attention of a group of heads (its number), given query, key and value; its gradients,
@@ -154,9 +154,9 @@ class UlyssesCall:
                 for to_heads, of, tensors in ((True, kinds, given), (False, kinds_back, outputs))
             )
             arrivals = partial(there.new_outputs, given)
-            steps.append(HeadGroup(there, given, arrivals, partial(work, index), back, outputs))
+            steps.append(RoundTrip(there, given, arrivals, partial(work, index), back, outputs))
         on = runtime.of(given[0], self.group)
-        consume_in_groups(on, self.group, steps, given[0].device, name)
+        run_round_trips(on, self.group, steps, given[0].device, name)
         return outputs
 
     def _at_once(

@@ -33,6 +33,7 @@ from symm_cp.ops.attention.spread import keys_held
 from symm_cp.ops.attention.tiles import wide
 from symm_cp.ops.common import attention_runs, group_of, lib
 from symm_cp.ops.transforms import check_transforms, once_differentiable
+from symm_cp.schedule.layout import head_tail
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -123,7 +124,7 @@ class _Arguments(NamedTuple):
         place = (group.rank, group.world_size)
         assert self.layouts is not None
         known = decoded(_FORWARD, self.layouts, group.world_size)
-        queries = layout_held(_FORWARD, known, local[0], *place)
+        queries = layout_held(_FORWARD, known, local[0], *place, head_tail)
         keys = keys_held(_FORWARD, group, local, known, ordered=ordered)
         block_mask, mask_mod = whole_mask(
             self.block_mask(mask),

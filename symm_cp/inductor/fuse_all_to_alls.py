@@ -16,7 +16,7 @@ import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, Node
@@ -36,21 +36,21 @@ from symm_cp.inductor.axes import (
 from symm_cp.inductor.decisions import Decision, record
 from symm_cp.inductor.fuse_projections import (
     collect,
-    is_laid_out,
     last_sum,
     project,
     replace_total,
     source_of,
-    strides_of,
     total_of,
     why_not_projected,
 )
-from symm_cp.inductor.matmuls import bias_of, left
+from symm_cp.inductor.matmuls import PLAIN, bias_of, left
 from symm_cp.inductor.neighbours import fed_by, feeding
 from symm_cp.inductor.nodes import (
     ALL_TO_ALL,
     WAIT,
     aten,
+    awaited,
+    group_of,
     is_dynamic,
     is_item,
     number_of,
@@ -58,7 +58,7 @@ from symm_cp.inductor.nodes import (
     value,
 )
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.origins import Tracer, start_of
+from symm_cp.inductor.origins import CUTS, Tracer, start_of
 from symm_cp.inductor.rewrite import (
     DynamicShapeError,
     Emitter,
@@ -68,15 +68,6 @@ from symm_cp.inductor.rewrite import (
     order_of,
 )
 
-_MATMULS = {aten.mm.default, aten.addmm.default}
-_PARTS = {
-    aten.split.Tensor,
-    aten.split_with_sizes.default,
-    aten.unbind.int,
-    aten.slice.Tensor,
-    aten.select.int,
-}
-
 #: Why most all-to-alls are left alone.
 _NO_EXCHANGE = "it does not exchange a sequence for equal runs of heads, in rank order"
 #: (batch, positions), two parts of the rows.
@@ -85,9 +76,9 @@ _Rows: TypeAlias = tuple[tuple[Factor, ...], tuple[Factor, ...]]
 
 @dataclass(frozen=True)
 class _Exchange:
-    """An all-to-all of the columns of a product (`to_heads`), or of what a matmul takes as rows.
+    """An all-to-all of the columns of a product (`to_heads`), or of a matmul's left operand.
 
-    `rows` and `columns`, those of one rank, are factors of the all-to-all's input and result.
+    `rows` and `columns` of one rank are factors of the all-to-all's input and result.
     """
 
     wait: Node
@@ -97,7 +88,6 @@ class _Exchange:
     ranks: Factor
     rows: _Rows
     columns: tuple[Factor, ...]
-    name: str
     group: str
 
     @property
@@ -121,40 +111,28 @@ class _Exchange:
 
 def fuse_all_to_alls(graph: Graph, options: Options) -> None:
     """Fuses all-to-alls with projections, and records a decision for each next to a matmul."""
-    waits = [
-        node
-        for node in graph.nodes
-        if node.target is WAIT and getattr(node.args[0], "target", None) is ALL_TO_ALL
-    ]
+    waits = awaited(graph, ALL_TO_ALL)
     if not waits:
         return
-    tracer = Tracer(graph, {*_MATMULS, WAIT})
-    found = [_exchange(tracer, wait) for wait in waits]
+    tracer = Tracer(graph, PLAIN | {WAIT})
+    found = [_exchange(tracer, wait) for wait, _ in waits]
     exchanges = [exchange for exchange in found if isinstance(exchange, _Exchange)]
     reasons = _fuse_all(graph, tracer, exchanges, options)
-    for wait, exchange in zip(waits, found, strict=True):
-        if not isinstance(exchange, _Exchange):
-            _leave(wait, exchange)
-        elif reason := reasons[wait]:
-            _leave(wait, reason)
-        else:
+    for (wait, node), exchange in zip(waits, found, strict=True):
+        reason = reasons[wait] if isinstance(exchange, _Exchange) else exchange
+        if isinstance(exchange, _Exchange) and not reason:
             into = "project_to_heads" if exchange.to_heads else "project_from_heads"
             text = "with the projections next to it"
-            record(Decision(exchange.name, exchange.group, into, text))
-
-
-def _leave(wait: Node, reason: str) -> None:
-    node: Node = wait.args[0]  # type: ignore[assignment]
-    path = fed_by(node) or feeding(node)
-    if path:  # Others are recorded with all other collectives.
-        text = f"{path[-1].name} is next to it, and {reason}"
-        record(Decision(node.name, str(node.args[3]), None, text, True))
+            record(Decision(node.name, exchange.group, into, text))
+        elif path := fed_by(node) or feeding(node):  # others are recorded with all collectives
+            text = f"{path[-1].name} is next to it, and {reason}"
+            record(Decision(node.name, group_of(node), None, text, True))
 
 
 def _fuse_all(
     graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Options
 ) -> dict[Node, str]:
-    """Fuses what can be; returns by their waits why others were left alone, or an empty text."""
+    """Fuses exchanges; returns for each, by its wait, why it could not, or an empty text."""
     together: defaultdict[Hashable, list[_Exchange]] = defaultdict(list)
     for exchange in exchanges:
         together[exchange.kind].append(exchange)
@@ -169,11 +147,11 @@ def _fuse_all(
     return reasons
 
 
-# --- what is an exchange of heads ------------------------------------------------------------
+# --- recognising exchanges of heads ----------------------------------------------------------
 
 
 def _exchange(tracer: Tracer, wait: Node) -> _Exchange | str:
-    """Returns the exchange of heads that an all-to-all is, or why it is none."""
+    """Returns an all-to-all as an exchange of heads, or why it is none."""
     node: Node = wait.args[0]  # type: ignore[assignment]
     shape, given, taken = static_shape(node), node.args[1], node.args[2]
     if shape is None or 0 in shape:
@@ -198,23 +176,22 @@ def _of_product(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     node: Node = wait.args[0]  # type: ignore[assignment]
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = tracer[sent]
-    if traced is None or traced.source.target not in _MATMULS or len(traced.dtypes) > 1:
-        start = start_of(sent).source
-        if (start.args[0] if is_item(start) else start).target in _PARTS:  # type: ignore[union-attr]
-            return "what it sends is a part of what is computed at once"
-        return ""
+    if traced is None or traced.source.target not in PLAIN or len(traced.dtypes) > 1:
+        start: Any = start_of(sent).source
+        part = (start.args[0] if is_item(start) else start).target in CUTS
+        return "what it sends is a part of what is computed at once" if part else ""
     product = traced.source
     axes = inverse(traced.axes, static_shape(product) or ())
     columns = None if axes is None else _of_one_rank(axes[1], ranks)
     if axes is None or columns is None:
         return ""
-    # The fused op writes the product where the other ranks read it, and returns none of that.
+    # The fused op writes the product where other ranks read it, and does not return it.
     if tracer.uses(product) != [(sent, node)]:
         return "the product that it sends has other uses"
     uses = sorted(tracer.uses(wait), key=lambda use: use[1].op == "output")
     order = _in_memory(uses[0][0], tracer[uses[0][0]].axes) if uses else ()  # type: ignore[union-attr]
     rows = _divided(axes[0], columns, ranks, order)
-    return _Exchange(wait, node, product, True, ranks, rows, columns, *_names(node))
+    return _Exchange(wait, node, product, True, ranks, rows, columns, group_of(node))
 
 
 def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
@@ -223,12 +200,12 @@ def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     for operand, matmul in uses:
         traced = tracer[operand]
         assert traced is not None
-        if matmul.target not in _MATMULS or left(matmul) is not operand or len(traced.dtypes) > 1:
+        if matmul.target not in PLAIN or left(matmul) is not operand or len(traced.dtypes) > 1:
             continue
         columns = _of_one_rank(traced.axes[1], ranks)
         if columns is not None:
             found.append((matmul, traced.axes[0], columns, operand))
-    if ranks.size == 1:  # also what is transposed, for the gradient of a weight
+    if ranks.size == 1:  # else also matmuls of the transposed result, for a weight's gradient
         found = [each for each in found if each[3].meta["val"].is_contiguous()]
     if len(found) > 1:
         return "several matmuls take its result"
@@ -238,11 +215,17 @@ def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     matmul, rows, columns, _ = found[0]
     node: Node = wait.args[0]  # type: ignore[assignment]
     divided = _divided(rows, columns, ranks, _in_memory(*_sent(wait)))
-    return _Exchange(wait, node, matmul, False, ranks, divided, columns, *_names(node))
+    return _Exchange(wait, node, matmul, False, ranks, divided, columns, group_of(node))
 
 
-def _names(node: Node) -> tuple[str, str]:
-    return node.name, str(node.args[3])
+def _strides(node: Node) -> list[int] | None:
+    """Returns strides as `static_shape` returns shapes; None if they are unknown."""
+    fake = value(node)
+    if fake is None or fake.storage_offset() != 0:
+        return None
+    numbers = [number_of(step) for step in fake.stride()]
+    known = [number for number in numbers if number is not None]
+    return known if len(known) == len(numbers) else None
 
 
 def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ...] | None:
@@ -254,7 +237,7 @@ def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ..
 
 
 def _sent(wait: Node) -> tuple[Node, Axes]:
-    """Returns what an all-to-all sends, before it was arranged for that, as arranged from it."""
+    """Returns the tensor that was arranged to be sent, and its axes, given the sent one."""
     sent: Node = wait.args[0].args[0]  # type: ignore[union-attr, assignment]
     traced = start_of(sent)
     axes = inverse(traced.axes, static_shape(traced.source) or ())
@@ -263,7 +246,7 @@ def _sent(wait: Node) -> tuple[Node, Axes]:
 
 def _in_memory(node: Node, axes: Axes) -> list[Factor]:
     """Returns the factors of a tensor in the order in which its memory has them."""
-    return flat(permute(axes, _outermost_first(strides_of(node) or range(len(axes), 0, -1))))
+    return flat(permute(axes, _outermost_first(_strides(node) or range(len(axes), 0, -1))))
 
 
 def _outermost_first(strides: Sequence[int]) -> list[int]:
@@ -289,7 +272,7 @@ def _divided(
     return joined(batch), joined(cut[len(batch) :])
 
 
-# --- what it becomes -------------------------------------------------------------------------
+# --- rewriting -------------------------------------------------------------------------------
 
 
 def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Options) -> str:
@@ -307,11 +290,9 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     if is_dynamic(sizes(exchanges[0].whole)[3]):
         return "the number of its columns is unknown at compile time"
     order = order_of(graph)
-    needed: list[Node]
-    if to_heads:
-        needed = [operand for matmul in matmuls for operand in matmul.args]  # type: ignore[misc]
-    else:
-        needed = [matmul.args[-1] for matmul in matmuls]  # type: ignore[misc]
+    needed: list[Any] = [operand for matmul in matmuls for operand in matmul.args]
+    if not to_heads:
+        needed = [matmul.args[-1] for matmul in matmuls]
         needed += [_sent(exchange.wait)[0] for exchange in exchanges]
     if depends(needed, [exchange.wait for exchange in exchanges], order):
         return "an operand depends on its result"
@@ -353,7 +334,7 @@ _Served: TypeAlias = tuple[Node, Node, Node]
 def _emit(
     emitter: Emitter, tracer: Tracer, exchanges: list[_Exchange], total: Node | None
 ) -> tuple[Node | None, list[_Served]] | None:
-    """Inserts the fused op; returns the sum of products, if any, and what other users take."""
+    """Inserts the fused op; returns the sum of products, if any, and inputs for other users."""
     first = exchanges[0]
     matmuls = [exchange.matmul for exchange in exchanges]
     result = None
@@ -383,7 +364,7 @@ def _emit(
 def _serve(
     emitter: Emitter, tracer: Tracer, exchange: _Exchange, tensor: Node
 ) -> list[_Served] | None:
-    """Arranges what a fused op returns as the other users of an exchange take it."""
+    """Arranges a result of the fused op for the other users of an exchange."""
     served: list[_Served] = []
     output = next(node for node in reversed(exchange.wait.graph.nodes) if node.op == "output")
     returned = {_memory_of(node) for node in output.all_input_nodes}
@@ -394,7 +375,7 @@ def _serve(
         arranged = _arranged(emitter, tracer, exchange, tensor, (node, user))
         if arranged is None:
             return None
-        # What a graph returns in memory of its own stays apart: its users may overwrite it.
+        # Results of a graph that were in different memory stay so: users may overwrite them.
         memory = _memory_of(node)
         if memory in returned and shared not in (None, memory):
             arranged = emitter.call(aten.clone.default, arranged)
@@ -412,7 +393,7 @@ def _memory_of(node: Node) -> int | None:
 def _arranged(
     emitter: Emitter, tracer: Tracer, exchange: _Exchange, tensor: Node, use: tuple[Node, Node]
 ) -> Node | None:
-    """Arranges what a fused op returns as one user takes it: the same elements and strides."""
+    """Arranges a result of the fused op for one user: the same elements and strides."""
     node, user = use
     traced = tracer[node]
     assert traced is not None
@@ -422,9 +403,12 @@ def _arranged(
         return None
     for dtype in traced.dtypes[1:]:
         arranged = emitter.cast(arranged, dtype)
-    strides = strides_of(node)
-    # The compiler gives what a graph returns the strides that it needs.
-    if strides is None or user.op == "output" or is_laid_out(arranged, strides):
+    strides, have_strides = _strides(node), _strides(arranged)
+    # The compiler gives results of a graph the strides that they need.
+    if strides is None or user.op == "output":
+        return arranged
+    steps = zip(static_shape(node) or (), strides, have_strides or (), strict=False)
+    if have_strides and all(size == 1 or want == got for size, want, got in steps):
         return arranged
     order = _outermost_first(strides)
     dense = emitter.call(aten.permute.default, arranged, order)

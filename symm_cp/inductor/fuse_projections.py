@@ -1,112 +1,85 @@
 """Exchanges of a sequence for heads next to projections become projections fused with them.
 
-`exchange_heads` of matmuls' products becomes `project_to_heads`, and matmuls of what it returns, or
-the sum of several, `project_from_heads`: in a forward graph those of queries, keys and values, and
-that behind attention; in a backward graph the same the other way round.
+`exchange_heads` of products becomes `project_to_heads`; `exchange_heads` whose results are
+multiplied (and the products added) becomes `project_from_heads`. A forward graph has the first for
+queries, keys and values and the second behind attention, a backward graph the reverse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from symm_cp.inductor.axes import Axes, origin, permute, view
 from symm_cp.inductor.decisions import Decision, record
-from symm_cp.inductor.matmuls import bias_of, left, why_too_small, why_unsupported
-from symm_cp.inductor.nodes import aten, is_dynamic, is_item, number_of, static_shape, value
+from symm_cp.inductor.matmuls import PLAIN, bias_of, left, why_too_small, why_unsupported
+from symm_cp.inductor.nodes import aten, group_of, is_dynamic, is_item, static_shape
 from symm_cp.inductor.options import Options
-from symm_cp.inductor.rewrite import DynamicShapeError, Emitter, depends, hoist, order_of
+from symm_cp.inductor.origins import ARRANGES, VIEWS, Tracer, rearranged_by
+from symm_cp.inductor.rewrite import Emitter, depends, explains_dynamic_shapes, hoist, order_of
 
 _EXCHANGE = torch.ops.symm_mem.exchange_heads.default
 _PROJECT = torch.ops.symm_mem.project_to_heads.default
 _COLLECT = torch.ops.symm_mem.project_from_heads.default
-_MATMULS = (aten.mm.default, aten.addmm.default)
-#: Ops that change shapes only.
-_SHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
-#: Ops that move nothing: where elements lie follows from the strides of the result.
-_VIEWS = _SHAPES | {
-    aten.permute.default,
-    aten.transpose.int,
-    aten.t.default,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-}
+#: Why an exchange without a projection next to it is left alone: not worth a line of the report.
+_NO_PROJECTION = "no projection"
 
 
 def fuse_projections(graph: Graph, options: Options) -> None:
     """Fuses exchanges of heads with the matmuls before or behind them; records what it did."""
-    for node in [n for n in graph.nodes if n.target is _EXCHANGE]:
-        to_heads = node.args[1]
-        try:
-            fuse = _fuse_before if to_heads else _fuse_behind
-            reason = fuse(graph, node, options)
-        except DynamicShapeError as error:
-            reason = str(error)
-        into = "project_to_heads" if to_heads else "project_from_heads"
-        if reason is None:
-            record(Decision(node.name, str(node.args[2]), into, "with the projections next to it"))
-        elif reason:
+    exchanges = graph.find_nodes(op="call_function", target=_EXCHANGE)
+    tracer = Tracer(graph, PLAIN, items_of={_EXCHANGE}) if exchanges else None
+    for node in exchanges:
+        assert tracer is not None
+        name, group = node.name, group_of(node)
+        fuse, into = (
+            (_fuse_before, "project_to_heads")
+            if node.args[1]
+            else (_fuse_behind, "project_from_heads")
+        )
+        reason = fuse(graph, tracer, node, options)
+        if not reason:
+            record(Decision(name, group, into, "with the projections next to it"))
+        elif reason is not _NO_PROJECTION:
             text = f"called by the program; not fused with its projections: {reason}"
-            record(Decision(node.name, str(node.args[2]), "exchange_heads", text))
+            record(Decision(name, group, "exchange_heads", text))
 
 
-def strides_of(node: Node) -> list[int] | None:
-    """Strides with numbers for unknown sizes, as in `static_shape`; None where they are unknown."""
-    fake = value(node)
-    if fake is None or fake.storage_offset() != 0:
-        return None
-    numbers = [number_of(step) for step in fake.stride()]
-    known = [number for number in numbers if number is not None]
-    return known if len(known) == len(numbers) else None
+def _heads_of_rows(shape: tuple[int, ...]) -> Axes | None:
+    """Returns how the heads (B, H, S, E) are arranged from rows (B * S, H * E)."""
+    batch, heads, rows, features = shape
+    by_row = view(origin((batch * rows, heads * features)), (batch, rows, heads, features))
+    return None if by_row is None else permute(by_row, (0, 2, 1, 3))
 
 
-def is_laid_out(node: Node, want: Sequence[int]) -> bool:
-    """Whether a result has these strides, in dimensions that are longer than 1."""
-    shape, strides = static_shape(node), strides_of(node)
-    if shape is None or strides is None or len(shape) != len(want):
-        return False
-    triples = zip(shape, strides, want, strict=True)
-    return all(size == 1 or stride == wanted for size, stride, wanted in triples)
-
-
-def _side_by_side(node: Node) -> bool:
-    """Whether (B, H, S, E) has the heads of a position in one run of memory, without gaps."""
-    shape = static_shape(node)
-    if shape is None or len(shape) != 4:
-        return False
-    _, heads, rows, features = shape
-    return is_laid_out(node, (rows * heads * features, features, heads * features, 1))
-
-
-def _product(tensor: Node) -> Node | None:
-    """Returns the matmul of which a tensor is a view that nothing else uses."""
-    while tensor.target in _VIEWS and len(tensor.users) == 1:
-        tensor = tensor.args[0]  # type: ignore[assignment]
-    alone = len(tensor.users) == 1
-    return tensor if tensor.target in _MATMULS and alone else None
-
-
-def _fuse_before(graph: Graph, node: Node, options: Options) -> str | None:
-    """Fuses an exchange of products; None if it did, else why not (empty: there are none)."""
+@explains_dynamic_shapes
+def _fuse_before(graph: Graph, tracer: Tracer, node: Node, options: Options) -> str:
+    """Fuses an exchange with the matmuls that it sends products of; returns why not, if not."""
     tensors: Sequence[Node] = node.args[0]  # type: ignore[assignment]
-    products = [_product(tensor) for tensor in tensors]
-    found = [product for product in products if product is not None]
-    if not found:
-        return ""
-    if len(found) < len(tensors) or not all(map(_side_by_side, tensors)):
-        return "not all of its tensors are products of matmuls alone"
     shapes = [static_shape(tensor) or () for tensor in tensors]
+    products = []
+    for tensor, shape in zip(tensors, shapes, strict=True):
+        traced = tracer[tensor]
+        if traced is None or traced.source.target not in PLAIN or len(traced.dtypes) > 1:
+            continue
+        if tracer.uses(traced.source) == [(tensor, node)] and traced.axes == _heads_of_rows(shape):
+            products.append(traced.source)
+    if not products:
+        return _NO_PROJECTION
+    if len(products) < len(tensors):
+        return "not all of its tensors are products of matmuls alone"
     if len({shape[3] for shape in shapes}) > 1 or is_dynamic(shapes[0][3]):
         return "its tensors have heads of different sizes"
-    if reason := why_not_projected(found, options):
+    if reason := why_not_projected(products, options):
         return reason
     batch, _, rows, features = shapes[0]
-    fused = project(Emitter(graph, node), found, (batch, rows), features, *node.args[2:])
+    fused = project(Emitter(graph, node), products, (batch, rows), features, *node.args[2:])
     node.replace_all_uses_with(fused)
     graph.erase_node(node)
-    return None
+    return ""
 
 
 def why_not_projected(products: list[Node], options: Options) -> str:
@@ -143,68 +116,58 @@ def _why_not(matmuls: list[Node], options: Options) -> str:
 def source_of(matmul: Node) -> Node:
     """Returns what was shaped as the rows of a matmul."""
     rows = left(matmul)
-    while rows.target in _SHAPES:
+    while rows.target in VIEWS:
         rows = rows.args[0]  # type: ignore[assignment]
     return rows
 
 
-def _views_of(node: Node) -> Iterator[Node]:
-    yield node
-    for user in node.users:
-        if user.target in _VIEWS:
-            yield from _views_of(user)
-
-
-def _matmul_of(item: Node) -> tuple[Node, str]:
+def _matmul_of(tracer: Tracer, item: Node) -> tuple[Node | None, str]:
     """Returns the one matmul that takes all heads of a position as a row, or why there is none."""
     batch, heads, rows, features = static_shape(item) or ()
-    columns = heads * features
+    heads_last = permute(origin((batch, heads, rows, features)), (0, 2, 1, 3))
+    wanted = view(heads_last, (batch * rows, heads * features))
     found = {
         user
-        for view in _views_of(item)
-        for user in view.users
-        if user.target in _MATMULS
-        and left(user) is view
-        and static_shape(view) == (batch * rows, columns)
-        and is_laid_out(view, (columns, 1))
+        for operand, user in tracer.uses(item)
+        if user.target in PLAIN
+        and left(user) is operand
+        and (traced := tracer[operand]) is not None
+        and (traced.axes, len(traced.dtypes)) == (wanted, 1)
     }
-    if len(found) != 1:
-        return item, "" if not found else "several matmuls take its result"
-    return found.pop(), ""
+    if len(found) == 1:
+        return found.pop(), ""
+    return None, "several matmuls take its result" if found else _NO_PROJECTION
 
 
-def _fuse_behind(graph: Graph, node: Node, options: Options) -> str | None:
-    """Fuses an exchange with the matmuls of its results; as `_fuse_before`."""
-    items: dict[int, Node] = {}
-    for user in node.users:
-        if is_item(user):
-            items[user.args[1]] = user  # type: ignore[index]
+@explains_dynamic_shapes
+def _fuse_behind(graph: Graph, tracer: Tracer, node: Node, options: Options) -> str:
+    """Fuses an exchange with the matmuls of its results; returns why not, if not."""
+    items = {user.args[1]: user for user in node.users if is_item(user)}
     tensors: Sequence[Node] = node.args[0]  # type: ignore[assignment]
-    if sorted(items) != list(range(len(tensors))):
-        return ""
     matmuls = []
     for index in range(len(tensors)):
-        if not _side_by_side(items[index]):
-            return "its results are arranged otherwise"
-        matmul, reason = _matmul_of(items[index])
-        if matmul is items[index]:
+        if index not in items:
+            return _NO_PROJECTION
+        matmul, reason = _matmul_of(tracer, items[index])
+        if matmul is None:
             return reason
         matmuls.append(matmul)
     total, reason = total_of(matmuls, options)
     if total is None:
         return reason
-    weights = [matmul.args[-1] for matmul in matmuls]
-    if depends(weights, [node], order_of(graph)):  # type: ignore[arg-type]
+    weights: list[Any] = [matmul.args[-1] for matmul in matmuls]
+    if depends(weights, [node], order_of(graph)):
         return "a weight depends on its result"
-    hoist(node, weights)  # type: ignore[arg-type]
+    hoist(node, weights)
     emitter = Emitter(graph, node)
     out, local = collect(emitter, tensors, matmuls, *node.args[2:])
-    for index, item in items.items():
-        batch, heads, rows, features = static_shape(item) or ()
-        heads_last = emitter.reshape(local[index], [batch, rows, heads, features])
-        item.replace_all_uses_with(emitter.call(aten.permute.default, heads_last, [0, 2, 1, 3]))
+    for index, tensor in enumerate(local):
+        batch, heads, rows, features = static_shape(items[index]) or ()
+        heads_last = emitter.reshape(tensor, [batch, rows, heads, features])
+        arranged = emitter.call(aten.permute.default, heads_last, [0, 2, 1, 3])
+        items[index].replace_all_uses_with(arranged)
     replace_total(total, emitter.reshape(out, static_shape(total) or ()), matmuls)
-    return None
+    return ""
 
 
 def collect(
@@ -259,7 +222,8 @@ def _last_view(term: Node) -> Node:
     """Follows a product through what only shapes its rows in batches."""
     while len(term.users) == 1:
         (user,) = term.users
-        if user.target not in _VIEWS or not user.meta["val"].is_contiguous():
+        shapes = user.target in ARRANGES and rearranged_by(user) is term
+        if not shapes or not user.meta["val"].is_contiguous():
             break
         term = user
     return term

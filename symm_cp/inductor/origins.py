@@ -28,7 +28,7 @@ VIEWS = {aten.view.default, aten.reshape.default, aten._unsafe_view.default}
 _SAME = {aten.clone.default, aten.alias.default, aten.contiguous.default, aten.detach.default}
 _CASTS = {torch.ops.prims.convert_element_type.default, aten._to_copy.default, aten.to.dtype}
 _SPLITS = {aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default}
-_CUTS = {*_SPLITS, aten.unbind.int, aten.slice.Tensor, aten.select.int, operator.getitem}
+CUTS = {*_SPLITS, aten.unbind.int, aten.slice.Tensor, aten.select.int, operator.getitem}
 
 _SQUEEZES = {
     aten.unsqueeze.default,
@@ -38,7 +38,7 @@ _SQUEEZES = {
 }
 _PERMUTES = {aten.permute.default, aten.transpose.int, aten.t.default}
 _SLICES = {aten.slice.Tensor, aten.select.int}
-_ARRANGES = {*VIEWS, *_SAME, *_SQUEEZES, *_PERMUTES, aten.copy.default}
+ARRANGES = {*VIEWS, *_SAME, *_SQUEEZES, *_PERMUTES, aten.copy.default}
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class Tracer:
             return (
                 user in arrangements
                 or (not user.users and not is_result(user))
-                or (user.target in _CUTS and all(map(rearranges, user.users)))
+                or (user.target in CUTS and all(map(rearranges, user.users)))
             )
 
         return [
@@ -264,7 +264,7 @@ def start_of(node: Node) -> Traced:
     """Traces a tensor back through views and permutations alone, to whatever computed it."""
     path: list[Node] = []
     start = node
-    while start.target in _ARRANGES and isinstance(operand := rearranged_by(start), Node):
+    while start.target in ARRANGES and isinstance(operand := rearranged_by(start), Node):
         path.append(start)
         start = operand
     traced = _whole(start)

@@ -1,7 +1,7 @@
 """All-reduces of products become fused matmul-all-reduces, all others the native all-reduce.
 
-The result of an all-reduce is arranged as its input is. So the fused op takes the place of the
-matmul, and what follows the all-reduce takes its input.
+The result of an all-reduce is arranged as its input. So the fused op replaces the matmul, and users
+of the all-reduce take its input.
 """
 
 from __future__ import annotations

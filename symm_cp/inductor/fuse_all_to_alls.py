@@ -7,7 +7,7 @@ or of a matmul's left operand, into one run for each rank, in rank order.
 
 An all-to-all with equal splits has an input and a result of one shape, whose outermost part of
 dimension 0 counts the ranks. All `Axes` here describe tensors as arrangements of one of these two:
-of the result, for what is sent on; of the input, for what was sent.
+of the result, for tensors made from it; of the input, for tensors that it was made from.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _fuse_all(
         together[exchange.kind].append(exchange)
     reasons: dict[Node, str] = {}
     for alike in together.values():
-        # One call costs less than several, where one can do what several do.
+        # One call for all of them costs less than several, where it is possible.
         if len(alike) > 1 and not _fuse(graph, tracer, alike, options):
             reasons.update((exchange.wait, "") for exchange in alike)
             continue
@@ -256,7 +256,7 @@ def _outermost_first(strides: Sequence[int]) -> list[int]:
 def _divided(
     rows: tuple[Factor, ...], columns: tuple[Factor, ...], ranks: Factor, order: Sequence[Factor]
 ) -> _Rows:
-    """Divides rows into batch and positions: what `order` has outside of the ranks is the batch.
+    """Divides rows into batch and positions: factors outside of the ranks in `order` are the batch.
 
     Any division is right. With this one (batch, ranks, positions, columns) is the order of the
     tensor next to the exchange, wherever there is such a division, and nothing has to be copied.
@@ -306,7 +306,7 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     if emitted is None:
         for node in reversed([node for node in graph.nodes if node not in known]):
             graph.erase_node(node)
-        return reason or "what it exchanges cannot be arranged"
+        return reason or "the exchanged tensors cannot be arranged"
     # From here on the graph changes.
     result, served = emitted
     for user, before, after in served:

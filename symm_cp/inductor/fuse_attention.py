@@ -305,7 +305,7 @@ def _part(tracer: Tracer, operand: Node, ranks: Factor) -> tuple[int, Axes] | No
 
 
 def _replace_grads(graph: Graph, emitter: Emitter, backward: _Grads, grads: Node) -> None:
-    """Uses the gradients of the fused op instead of those of the backward pass."""
+    """Replaces the gradients of the backward pass by the gradients of the fused op."""
     for item in [user for user in backward.node.users if user.args[1] == 0]:
         item.replace_all_uses_with(emitter.item(grads, 0))
     for scatter in backward.scatters:

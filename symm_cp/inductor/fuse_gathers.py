@@ -194,7 +194,7 @@ def _rewrite(
 
 
 def _why_not_served(tracer: Tracer, traced: Traced, others: list[tuple[Node, Node]]) -> str:
-    """Returns why other users cannot take what the fused op gathers, or an empty text."""
+    """Returns why other users cannot take the gathered result of the fused op, or an empty text."""
     for node, _ in others:
         other = tracer[node]
         assert other is not None

@@ -29,7 +29,7 @@ _NO_PROJECTION = "no projection"
 
 
 def fuse_projections(graph: Graph, options: Options) -> None:
-    """Fuses exchanges of heads with the matmuls before or behind them; records what it did."""
+    """Fuses exchanges of heads with the matmuls before or behind them; records each decision."""
     exchanges = graph.find_nodes(op="call_function", target=_EXCHANGE)
     tracer = Tracer(graph, PLAIN, items_of={_EXCHANGE}) if exchanges else None
     for node in exchanges:
@@ -114,7 +114,7 @@ def _why_not(matmuls: list[Node], options: Options) -> str:
 
 
 def source_of(matmul: Node) -> Node:
-    """Returns what was shaped as the rows of a matmul."""
+    """Returns the tensor that was reshaped to the rows of a matmul."""
     rows = left(matmul)
     while rows.target in VIEWS:
         rows = rows.args[0]  # type: ignore[assignment]
@@ -173,7 +173,7 @@ def _fuse_behind(graph: Graph, tracer: Tracer, node: Node, options: Options) -> 
 def collect(
     emitter: Emitter, tensors: Sequence[Node], matmuls: list[Node], *options: Any
 ) -> tuple[Node, list[Node]]:
-    """Inserts what exchanges, multiplies and adds; returns the sum, and what was multiplied."""
+    """Inserts the fused exchange and projections; returns their sum, and their inputs."""
     fused = emitter.call(_COLLECT, tensors, [matmul.args[-1] for matmul in matmuls], *options)
     local = emitter.item(fused, 1)
     return emitter.item(fused, 0), [emitter.item(local, index) for index in range(len(matmuls))]
@@ -190,7 +190,7 @@ def total_of(matmuls: list[Node], options: Options) -> tuple[Node | None, str]:
 
 
 def replace_total(total: Node, result: Node, matmuls: list[Node]) -> None:
-    """Replaces the sum of matmuls by what was collected, to which it adds their bias."""
+    """Replaces the sum of matmuls by a result, to which it adds their bias."""
     bias = bias_of(matmuls[0])
     if bias is not None:
         result = Emitter(total.graph, total).call(aten.add.Tensor, result, bias)
@@ -199,7 +199,7 @@ def replace_total(total: Node, result: Node, matmuls: list[Node]) -> None:
 
 
 def _sum_of(matmuls: list[Node]) -> Node | None:
-    """Returns what adds up matmuls and nothing else; the matmul itself if it is one."""
+    """Returns the sum of these matmuls and of nothing else; the matmul itself if it is one."""
     terms = list(matmuls)
     while len(terms) > 1:
         terms = [_last_view(term) for term in terms]
@@ -219,7 +219,7 @@ def _sum_of(matmuls: list[Node]) -> Node | None:
 
 
 def _last_view(term: Node) -> Node:
-    """Follows a product through what only shapes its rows in batches."""
+    """Follows a product through ops that only reshape its rows into batches."""
     while len(term.users) == 1:
         (user,) = term.users
         shapes = user.target in ARRANGES and rearranged_by(user) is term
@@ -230,7 +230,7 @@ def _last_view(term: Node) -> Node:
 
 
 def last_sum(term: Node) -> Node:
-    """Follows a product through all sums that it alone is a term of."""
+    """Follows a product through sums, as long as nothing else uses it."""
     while True:
         term = _last_view(term)
         user = next(iter(term.users), None)

@@ -1,8 +1,8 @@
 """Which matmul a collective is next to: only ops that move or cast elements lie between them.
 
-The passes fuse what they can follow exactly. This looks further, through any op that only moves or
-casts elements, so that `strict` and `explain` also report collectives that could not be followed to
-the matmul that they feed or that feeds them.
+The passes fuse where they can follow each element. This module looks further, through any op that
+only moves or casts elements, so that `strict` and `explain` also report collectives that no pass
+could follow to the matmul that they feed, or that feeds them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the nodes of a graph are: collectives, shapes, arguments."""
+"""Properties of the nodes of a graph: which op they call, its arguments, shapes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def awaited(graph: Graph, collective: Any) -> list[tuple[Node, Node]]:
 
 
 # A size that is unknown when a graph is compiled is represented by a large prime: products and
-# quotients of primes are equal, or divide each other, exactly where those of the unknown sizes do.
+# quotients of primes are equal, or divide each other, exactly where the unknown sizes do.
 _FIRST_PRIME = 1_000_003
 _stand_ins: dict[str, int] = {}
 

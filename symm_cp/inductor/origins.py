@@ -58,7 +58,7 @@ class Bits:
 
 @dataclass(frozen=True)
 class Sliced:
-    """A part of what each rank contributes: `target` applied to `of`."""
+    """A slice of each rank's shard: `target` applied to `of`."""
 
     of: Traced
     target: Any
@@ -70,9 +70,9 @@ class Traced:
     """A tensor that holds the elements of another one, in another order.
 
     `source` is the node where the trace ended: the wait for an all-gather, or a matmul. The origin
-    of `axes` is the source's result or, after a slice, the slice of it. `dtypes` are those of the
-    source and of each cast. For a gather `ranks` is the factor of the origin that counts the ranks;
-    what each rank contributes is the input of the gather, or the slice `sliced` of it.
+    of `axes` is the source's result or, after a slice, the slice of it. `dtypes` are the dtypes of
+    the source and of each cast. For a gather `ranks` is the factor of the origin that counts the
+    ranks; each rank's shard is the input of the gather, or the slice `sliced` of it.
     """
 
     source: Node
@@ -88,15 +88,15 @@ class Traced:
 
     @property
     def shard(self) -> Node:
-        """What this rank contributes to the all-gather."""
+        """This rank's shard, which the all-gather gathers."""
         return self.gather.args[0]  # type: ignore[return-value]
 
 
 class Tracer:
     """Traces each node of a graph once.
 
-    Besides waits for gathers, traces end at nodes that call one of `ends`, and at the results of
-    those that call one of `items_of`.
+    Traces end at waits for gathers, at calls of one of `ends`, and at single results of calls of
+    one of `items_of`.
     """
 
     def __init__(self, graph: Graph, ends: set[Any], items_of: set[Any] | None = None) -> None:
@@ -230,7 +230,7 @@ class Tracer:
     def _sliced_by(
         self, node: Node, operand: Traced, dim: int, target: Any, args: tuple[Any, ...]
     ) -> Traced | None:
-        """Takes a slice of what each rank contributes as the new origin, if it keeps all ranks."""
+        """Takes a slice of each rank's shard as the new origin, if it keeps all ranks."""
         shape = static_shape(node)
         if shape is None or operand.ranks is None or not all(isinstance(a, int) for a in args):
             return None
@@ -249,11 +249,11 @@ class Tracer:
 
 
 def rearranged_by(node: Node) -> Any:
-    """Returns the operand that a node arranges, if it is one that arranges a tensor."""
+    """Returns the tensor that a node would rearrange: its first operand, or the copied one."""
     if not node.args:
         return None
     if node.target is aten.copy.default:
-        # What a collective with an output of the caller's becomes: it overwrites all elements.
+        # A collective with an `out` argument ends in such a copy, which overwrites all elements.
         into, copied = value(node.args[0]), value(node.args[1])
         same = into is not None and copied is not None and into.dtype == copied.dtype
         return node.args[1] if same else None

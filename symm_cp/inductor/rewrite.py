@@ -178,7 +178,7 @@ def replace_collective(graph: Graph, node: Node, result: Any) -> None:
 
 
 def erase_unused(graph: Graph, tracer: Tracer, wait: Node) -> None:
-    """Erases a gather with all arrangements of its result, except those that are still used."""
+    """Erases a gather and the arrangements of its result, unless they are still used."""
     if wait not in graph.find_nodes(op="call_function", target=WAIT):
         return
     _erase(graph, reversed(tracer.of(wait)))

@@ -89,7 +89,7 @@ def reduced_products(
 def _why_not_fused(
     tracer: Tracer, reduction: Node, traced: Traced, terms: list[Node], options: Options
 ) -> str:
-    """Returns why products are not fused with what reduces their sum, or an empty text."""
+    """Returns why products are not fused with the reduction of their sum, or an empty text."""
     if users_of(tracer, traced.source) != [reduction]:
         return f"{traced.source.name} is used elsewhere, too"
     item_sizes = [dtype.itemsize for dtype in traced.dtypes]

@@ -25,7 +25,7 @@ _LEAST = 64
 
 @lru_cache(maxsize=64)
 def encoded(layouts: tuple[SequenceLayout, ...]) -> torch.Tensor:
-    """Returns the layout of the only sequence, or those of several lengths, as one tensor."""
+    """Returns the layout of the only sequence, or the layouts of several lengths, as one tensor."""
     numbers = [len(layouts)]
     for layout in layouts:
         numbers += [len(layout.chunk_order), *layout.chunk_order, *layout.chunk_lengths]

@@ -1,8 +1,9 @@
 """Projections fused with the exchange of a sequence for heads, and of heads for a sequence.
 
-Before attention the heads of each rank are multiplied straight into what is sent there, while
-what the peers have multiplied is on its way. Behind it, the product of a rank's heads with their
-rows of the output projection is added as soon as they arrive. Each is the gradient of the other.
+Before attention, the heads of each rank are multiplied straight into the message for that rank,
+while the messages of the peers are under way. Behind attention, the product of a rank's heads with
+their rows of the output projection is added as soon as they arrive. Each op is the gradient of the
+other.
 
 B batch, S positions, D features of the model, H heads of E features each; s and h are this rank's
 part of positions and heads.
@@ -30,7 +31,7 @@ from symm_cp.tensors.shards import viewing
 PROJECT = "project_to_heads"
 COLLECT = "project_from_heads"
 
-# Those of `exchange_heads`.
+# The options of `exchange_heads`.
 _OPTIONS = (
     "str group_name, int[]? head_ranges=None, int[]? chunk_order=None, "
     "SymInt[]? chunk_lengths=None, int? rank=None"
@@ -39,7 +40,7 @@ lib.define(
     f"{PROJECT}(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {_OPTIONS})"
     " -> Tensor[]"
 )
-# Returns also what was multiplied: all heads of this rank's positions, (B, s, H * E) of each.
+# Returns also the exchanged tensors: all heads of this rank's positions, (B, s, H * E) each.
 lib.define(f"{COLLECT}(Tensor[] tensors, Tensor[] weights, {_OPTIONS}) -> (Tensor, Tensor[])")
 
 
@@ -107,7 +108,7 @@ class _Projection:
             torch.mm(self.x, weight, out=out)
 
     def give(self, to: int, memory: torch.Tensor) -> None:
-        """Multiplies what goes to a peer."""
+        """Multiplies a peer's heads into the message for it."""
         offsets, view_at = self.exchange.offsets(self.exchange.rank, to), viewing(memory)
         for index, part in enumerate(self.exchange.parts):
             shape = len(self.x), part.heads(to) * part.shape[3]
@@ -115,7 +116,7 @@ class _Projection:
                 self.multiply(index, to, view_at(offsets[index], shape, part.dtype))
 
     def keep(self) -> None:
-        """Multiplies what stays here."""
+        """Multiplies this rank's heads."""
         rank = self.exchange.rank
         for index, (part, output) in enumerate(zip(self.exchange.parts, self.outputs, strict=True)):
             columns = part.heads(rank) * part.shape[3]
@@ -126,7 +127,7 @@ class _Projection:
             self._place(index, rank, memory)
 
     def take(self, source: int, memory: torch.Tensor) -> None:
-        """Copies what a peer has multiplied to its positions."""
+        """Copies a peer's products to their positions."""
         offsets, view_at = self.exchange.offsets(source, self.exchange.rank), viewing(memory)
         for index, part in enumerate(self.exchange.parts):
             rows = self.batch * part.layout.lengths[source]
@@ -291,7 +292,7 @@ def _collect_fake(
 
 
 def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    # vmap knows it, unlike `flatten`; of an empty tensor -1 rows would be any number.
+    # vmap supports it, unlike `flatten`; -1 rows would be ambiguous for an empty tensor.
     return tensor.reshape(math.prod(tensor.shape[:-1]), tensor.shape[-1])
 
 

@@ -87,9 +87,8 @@ def _fused_op(terms: list[Node]) -> str:
 @explains_dynamic_shapes
 def _fuse(graph: Graph, tracer: Tracer, node: Node, terms: list[Node]) -> str:
     """Replaces a sum of products and its all-reduce; returns why it could not, or an empty text."""
-    traced = tracer[node.args[0]]
-    assert traced is not None
-    total, first, reduction = traced.source, terms[0], node.args[1:]
+    total = tracer.arrangement(node.args[0]).source  # type: ignore[arg-type]
+    first, reduction = terms[0], node.args[1:]
     emitter, name = Emitter(graph, total), _fused_op(terms)
     lefts, rights = operands_of(emitter, terms, (static_shape(first) or ())[:-1])
     args: tuple[Any, ...]

@@ -115,7 +115,7 @@ def fuse_all_to_alls(graph: Graph, options: Options) -> None:
     if not waits:
         return
     tracer = Tracer(graph, PLAIN | {WAIT})
-    found = [_exchange(tracer, wait) for wait, _ in waits]
+    found = [_exchange(tracer, wait, node) for wait, node in waits]
     exchanges = [exchange for exchange in found if isinstance(exchange, _Exchange)]
     reasons = _fuse_all(graph, tracer, exchanges, options)
     for (wait, node), exchange in zip(waits, found, strict=True):
@@ -150,9 +150,8 @@ def _fuse_all(
 # --- recognising exchanges of heads ----------------------------------------------------------
 
 
-def _exchange(tracer: Tracer, wait: Node) -> _Exchange | str:
+def _exchange(tracer: Tracer, wait: Node, node: Node) -> _Exchange | str:
     """Returns an all-to-all as an exchange of heads, or why it is none."""
-    node: Node = wait.args[0]  # type: ignore[assignment]
     shape, given, taken = static_shape(node), node.args[1], node.args[2]
     if shape is None or 0 in shape:
         return "its shape is unknown at compile time, or it is empty"
@@ -164,16 +163,15 @@ def _exchange(tracer: Tracer, wait: Node) -> _Exchange | str:
     if len(node.users) > 1:
         return "it is waited for several times"
     ranks = Factor(0, each, world_size)
-    before = _of_product(tracer, wait, ranks)
+    before = _of_product(tracer, wait, node, ranks)
     if isinstance(before, _Exchange):
         return before
-    behind = _of_operand(tracer, wait, ranks)
+    behind = _of_operand(tracer, wait, node, ranks)
     return behind if isinstance(behind, _Exchange) else before or behind
 
 
-def _of_product(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
+def _of_product(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
     """Returns the exchange of the columns of a matmul's product, or why it is none."""
-    node: Node = wait.args[0]  # type: ignore[assignment]
     sent: Node = node.args[0]  # type: ignore[assignment]
     traced = tracer[sent]
     if traced is None or traced.source.target not in PLAIN or len(traced.dtypes) > 1:
@@ -189,17 +187,16 @@ def _of_product(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
     if tracer.uses(product) != [(sent, node)]:
         return "the product that it sends has other uses"
     uses = sorted(tracer.uses(wait), key=lambda use: use[1].op == "output")
-    order = _in_memory(uses[0][0], tracer[uses[0][0]].axes) if uses else ()  # type: ignore[union-attr]
+    order = _in_memory(uses[0][0], tracer.arrangement(uses[0][0]).axes) if uses else ()
     rows = _divided(axes[0], columns, ranks, order)
     return _Exchange(wait, node, product, True, ranks, rows, columns, group_of(node))
 
 
-def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
-    """Returns the exchange that makes up the rows of a matmul, or why it is none."""
+def _of_operand(tracer: Tracer, wait: Node, node: Node, ranks: Factor) -> _Exchange | str:
+    """Returns the exchange whose result is the left operand of a matmul, or why it is none."""
     found, uses = [], tracer.uses(wait)
     for operand, matmul in uses:
-        traced = tracer[operand]
-        assert traced is not None
+        traced = tracer.arrangement(operand)
         if matmul.target not in PLAIN or left(matmul) is not operand or len(traced.dtypes) > 1:
             continue
         columns = _of_one_rank(traced.axes[1], ranks)
@@ -213,8 +210,7 @@ def _of_operand(tracer: Tracer, wait: Node, ranks: Factor) -> _Exchange | str:
         joins = any(user.target is aten.cat.default for _, user in uses)
         return "its result is put side by side with others" if joins else _NO_EXCHANGE
     matmul, rows, columns, _ = found[0]
-    node: Node = wait.args[0]  # type: ignore[assignment]
-    divided = _divided(rows, columns, ranks, _in_memory(*_sent(wait)))
+    divided = _divided(rows, columns, ranks, _in_memory(*_sent(node)))
     return _Exchange(wait, node, matmul, False, ranks, divided, columns, group_of(node))
 
 
@@ -236,9 +232,9 @@ def _of_one_rank(columns: tuple[Factor, ...], ranks: Factor) -> tuple[Factor, ..
     return cut[1][0] if cut is not None and cut[0] == ranks else None
 
 
-def _sent(wait: Node) -> tuple[Node, Axes]:
+def _sent(node: Node) -> tuple[Node, Axes]:
     """Returns the tensor that was arranged to be sent, and its axes, given the sent one."""
-    sent: Node = wait.args[0].args[0]  # type: ignore[union-attr, assignment]
+    sent: Node = node.args[0]  # type: ignore[assignment]
     traced = start_of(sent)
     axes = inverse(traced.axes, static_shape(traced.source) or ())
     return (sent, origin(static_shape(sent) or ())) if axes is None else (traced.source, axes)
@@ -293,7 +289,7 @@ def _fuse(graph: Graph, tracer: Tracer, exchanges: list[_Exchange], options: Opt
     needed: list[Any] = [operand for matmul in matmuls for operand in matmul.args]
     if not to_heads:
         needed = [matmul.args[-1] for matmul in matmuls]
-        needed += [_sent(exchange.wait)[0] for exchange in exchanges]
+        needed += [_sent(exchange.node)[0] for exchange in exchanges]
     if depends(needed, [exchange.wait for exchange in exchanges], order):
         return "an operand depends on its result"
     first = min((exchange.node for exchange in exchanges), key=order.__getitem__)
@@ -346,7 +342,7 @@ def _emit(
     else:
         tensors = []
         for exchange in exchanges:
-            tensor = emitter.rearrange(*_sent(exchange.wait), exchange.whole)
+            tensor = emitter.rearrange(*_sent(exchange.node), exchange.whole)
             if tensor is None:
                 return None
             tensors.append(tensor)
@@ -395,8 +391,7 @@ def _arranged(
 ) -> Node | None:
     """Arranges a result of the fused op for one user: the same elements and strides."""
     node, user = use
-    traced = tracer[node]
-    assert traced is not None
+    traced = tracer.arrangement(node)
     have = exchange.whole if exchange.to_heads else exchange.local
     arranged = emitter.rearrange(tensor, have, traced.axes)
     if arranged is None:

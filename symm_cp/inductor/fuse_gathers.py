@@ -96,8 +96,7 @@ def _matches(tracer: Tracer, wait: Node, options: Options) -> tuple[list[_Match]
     matches: list[_Match] = []
     reasons: list[str] = []
     for node in tracer.of(wait):
-        traced = tracer[node]
-        assert traced is not None
+        traced = tracer.arrangement(node)
         for user in node.users:
             if user.target not in MATMULS:
                 continue
@@ -196,8 +195,7 @@ def _rewrite(
 def _why_not_served(tracer: Tracer, traced: Traced, others: list[tuple[Node, Node]]) -> str:
     """Returns why other users cannot take the gathered result of the fused op, or an empty text."""
     for node, _ in others:
-        other = tracer[node]
-        assert other is not None
+        other = tracer.arrangement(node)
         if other.dtypes != traced.dtypes:
             return f"it is also used as {other.dtypes[-1]}, not only as {traced.dtypes[-1]}"
         if other.sliced is not traced.sliced:
@@ -258,8 +256,7 @@ def _serve(
     """Arranges the gathered tensor for its other users: (user, old input, new input)."""
     served = []
     for node, user in others:
-        traced, parent = tracer[node], node.args[0]
-        assert traced is not None
+        traced, parent = tracer.arrangement(node), node.args[0]
         before = tracer[parent]
         # A node that only permutes the tensor (as for a gradient of weights) stays: it copies
         # nothing.

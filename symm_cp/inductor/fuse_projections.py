@@ -131,8 +131,8 @@ def _matmul_of(tracer: Tracer, item: Node) -> tuple[Node | None, str]:
         for operand, user in tracer.uses(item)
         if user.target in PLAIN
         and left(user) is operand
-        and (traced := tracer[operand]) is not None
-        and (traced.axes, len(traced.dtypes)) == (wanted, 1)
+        and tracer.arrangement(operand).axes == wanted
+        and len(tracer.arrangement(operand).dtypes) == 1
     }
     if len(found) == 1:
         return found.pop(), ""

@@ -113,6 +113,10 @@ class Tracer:
     def __getitem__(self, node: Any) -> Traced | None:
         return self._traced.get(node) if isinstance(node, Node) else None
 
+    def arrangement(self, node: Node) -> Traced:
+        """Returns the trace of a node that has one, such as the nodes of `of` and `uses`."""
+        return self._traced[node]
+
     def of(self, source: Node) -> list[Node]:
         """Returns all nodes that are arrangements of a source, in graph order."""
         return self._arrangements.get(source, [])

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.harness import Case, main
-from symm_cp.commands.bench.measure import Row
-from symm_cp.commands.bench.report import Written
+from symm_cp.commands.harness.measure import Row
+from symm_cp.commands.harness.report import Written
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer, Sequential
 
 HEADS, FEATURES, TOKENS, WINDOW = 8, 64, 8192, 512

@@ -32,8 +32,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch.testing._internal.distributed import fake_pg
 
-from symm_cp import devices, kernels, native, tuning
-from symm_cp.devices.cuda import CudaDevice
+from symm_cp import cuda, native, tuning
+from symm_cp.cuda import kernels
+from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import liveness, memory
 from symm_cp.group.hosts import SPREADS
 from symm_cp.ops.attention import kernels as attention_kernels
@@ -81,7 +82,7 @@ class IdleStream:
     def record(self, stream: object = None) -> None: ...
 
 
-class _Workspace(devices.DeviceWorkspace):
+class _Workspace(cuda.DeviceWorkspace):
     """A workspace that every rank has at the same address."""
 
     def allocate(self, group: memory.Group, nbytes: int) -> tuple[torch.Tensor, Sequence[int]]:
@@ -89,7 +90,7 @@ class _Workspace(devices.DeviceWorkspace):
         return memory, [memory.data_ptr()] * self.world_size
 
 
-_ALL_WORKS = devices.Verdict()
+_ALL_WORKS = cuda.Verdict()
 
 
 class IdleDevice(CudaDevice):
@@ -109,7 +110,7 @@ class IdleDevice(CudaDevice):
     def used_by_copies(self, channel: str, *tensors: torch.Tensor) -> None:
         """Does nothing: CPU tensors know no streams."""
 
-    def verdict(self, group: memory.Group) -> devices.Verdict:
+    def verdict(self, group: memory.Group) -> cuda.Verdict:
         """All of the driver works."""
         return _ALL_WORKS
 
@@ -120,8 +121,8 @@ class IdleDevice(CudaDevice):
         slot_bytes: int,
         *,
         graph: bool,
-        verdict: devices.Verdict,
-    ) -> devices.DeviceWorkspace:
+        verdict: cuda.Verdict,
+    ) -> cuda.DeviceWorkspace:
         """Makes a workspace of this rank's memory alone."""
         return _Workspace(group, self, channel, slot_bytes, graph=graph, verdict=verdict)
 
@@ -254,7 +255,7 @@ def idle() -> Iterator[IdleDevice]:
         ]
         for patch in patches:
             stack.enter_context(patch)
-        stack.enter_context(devices.replaced(torch.device("cpu"), device))
+        stack.enter_context(cuda.replaced(torch.device("cpu"), device))
         yield device
 
 

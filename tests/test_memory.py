@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import symm_cp
 from symm_cp import wire
 from symm_cp.group import memory
-from symm_cp.runtime.probe import probing
+from symm_cp.runtime.program import probing
 from tests.exhaustive import some
 from tests.faults import soak
 from tests.faults.ops import ALL, results

@@ -30,8 +30,8 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from symm_cp.context_parallel.inspectors import Known, plain
 from symm_cp.context_parallel.load_balancers import LoadBalancer
-from symm_cp.context_parallel.model_batch import plain
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
 
@@ -153,6 +153,16 @@ def compare_model(op: str, group: dist.ProcessGroup | str, model: nn.Module) -> 
         _compare_gradients(op, group, known, plain(model))
     else:
         _await_step(group, known, plain(model))
+
+
+def compare_parts(op: str, group: str, model: Known) -> None:
+    """Compares the parts of a model that it has got since the model was compared. Collective."""
+    process_group = _resolve_process_group(group)  # type: ignore[arg-type]
+    if process_group in model.compared or not equal_inputs.enabled() or _transformed():
+        return
+    for part in model.parts():
+        compare_model(op, process_group, part)
+    model.compared.add(process_group)
 
 
 def _awaits_step(known: _Known, model: nn.Module) -> bool:

@@ -55,6 +55,7 @@ def all_gather_attention(
     query_load_balancer: LoadBalancer | None = None,
     method: MethodLike | Method | None = None,
     return_lse: bool = False,
+    prefix_lengths: torch.Tensor | int | None = None,
 ) -> Any:
     """Attends to the keys of all ranks without gathering them first.
 
@@ -107,6 +108,9 @@ def all_gather_attention(
             "allgather"). By default what `set_rotate_method` chose.
         return_lse: also return the log-sum-exp of the scores, (B, H, S_q), in float32 (or float64);
             it includes the sinks and knows nothing of dropout.
+        prefix_lengths: how many first keys of each sample all queries see, beside those that
+            `is_causal` and the window show them: (B or 1,) of int32 or int64, or an int for all
+            samples. The host reads it. Not together with documents.
 
     Inputs may be DTensors that are sharded along the sequence over this group; then the results
     are, too. Float64, float32, bfloat16 and float16; parts are merged in float32 (float64).
@@ -143,6 +147,7 @@ def all_gather_attention(
         dropout_seed=dropout_seed,
         document_ids=document_ids,
         key_mask=key_mask,
+        prefix_lengths=_prefix_option(prefix_lengths),
         **_layout_options(load_balancer, query_load_balancer),
         **documents,
         **split.as_options(),
@@ -164,6 +169,13 @@ def _layout_options(
             options[f"{prefix}chunk_order"] = balancer.chunk_order
             options[f"{prefix}chunk_lengths"] = balancer.chunk_lengths
     return options
+
+
+def _prefix_option(lengths: torch.Tensor | int | None) -> torch.Tensor | None:
+    """Returns the lengths of prefixes as the op takes them."""
+    if lengths is None or isinstance(lengths, torch.Tensor):
+        return lengths
+    return torch.full((1,), lengths, dtype=torch.int64, device="cpu")
 
 
 def _document_options(cu_seqlens: torch.Tensor | Sequence[int] | None) -> dict[str, Any]:

@@ -407,12 +407,8 @@ _REFUSED: tuple[Any, ...] = (
     torch._sample_dirichlet,
     torch.randperm,
 )
-_RANDOM = dict.fromkeys([*_FUNCTIONS, *_REFUSED])
-
-
-def is_random(func: Any) -> bool:
-    """Whether a function draws random numbers."""
-    return func in _RANDOM
+#: All that draw random numbers.
+RANDOM = dict.fromkeys([*_FUNCTIONS, *_REFUSED])
 
 
 def call(region: ParallelRegion, watch: Watch, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp.context_parallel import model_batch
 from symm_cp.context_parallel.batch import LossReduction, sequence_of, shard_batch
 from symm_cp.context_parallel.context import context_parallel
+from symm_cp.context_parallel.inspectors import batch_rules, of_library, plain
 from symm_cp.context_parallel.lengths import BalancersByLength
-from symm_cp.context_parallel.model_limits import uses_transformers
 from symm_cp.group.memory import GroupLike
 from symm_cp.modes import ordinary_tensors
 from symm_cp.ops import equal_inputs
@@ -96,7 +95,7 @@ def training_step(
     """
     group = _resolve_process_group(split_by(_OP, mesh, method)[0])  # type: ignore[arg-type]
     by_model = loss_function is None
-    transformers = any(uses_transformers(part) for part in model.modules())
+    transformers = of_library(model)
     whole, shift_labels = _prepared(group, model, batch, by_model, transformers, shift_labels)
     if average_gradients is None:
         average_gradients = _averages(model, group)
@@ -139,23 +138,24 @@ def _prepared(
     whole = dict(batch)
     if by_model and not transformers and shift_labels is None:
         raise ValueError(
-            f"{_OP}: {type(model_batch.plain(model)).__name__} is no model of transformers, and "
+            f"{_OP}: {type(plain(model)).__name__} is no model of transformers, and "
             "may shift labels by itself: pass loss_function=, which computes the mean loss of the "
             "model's output and of labels that are shifted already, or shift_labels if the model "
             "takes such labels"
         )
+    rules = batch_rules(_OP, model)
     if not by_model and transformers:
-        model_batch.add_decoder_input(_OP, model, whole)
-        model_batch.add_positions(model, whole, sequence_of(whole, 1))
+        rules.add_decoder_input(whole)
+        rules.add_positions(whole, sequence_of(whole, 1))
     if not by_model and shift_labels is None:
-        shift_labels = not (model_batch.has_decoder(model) or "decoder_input_ids" in whole)
+        shift_labels = not (rules.has_decoder or "decoder_input_ids" in whole)
     return whole, shift_labels
 
 
 def _inputs(model: nn.Module, local: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what a model takes of a batch whose loss is computed from its output."""
     inputs = {n: v for n, v in local.items() if n not in ("labels", "shift_labels")}
-    names = inspect.signature(model_batch.plain(model).forward).parameters
+    names = inspect.signature(plain(model).forward).parameters
     anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in names.values())
     if not anything and "position_ids" not in names:
         inputs.pop("position_ids", None)
@@ -175,7 +175,7 @@ def _loss(
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ValueError(
-            f"{_OP}: {type(model_batch.plain(model)).__name__} returned no loss for a batch of "
+            f"{_OP}: {type(plain(model)).__name__} returned no loss for a batch of "
             f"{sorted(local)}: pass labels, or loss_function="
         )
     return reduce_loss(loss)

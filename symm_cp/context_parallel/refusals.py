@@ -35,7 +35,7 @@ def telling_peers(
         return _telling(group, function, *args, **kwargs)
     if torch.compiler.is_compiling():
         return function(*args, **kwargs)
-    with mesh_calls.telling(*group):
+    with mesh_calls.propagates_failure(*group):
         return function(*args, **kwargs)
 
 

@@ -16,6 +16,7 @@ from symm_cp.context_parallel import guards
 from symm_cp.context_parallel.layouts import enter_cuts, last_cut
 from symm_cp.context_parallel.lengths import Balancers, check_balancer, known_balancers
 from symm_cp.context_parallel.load_balancers import HeadTail, LoadBalancer
+from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import GroupLike, resolve
 from symm_cp.ops.attention.layouts import (
     encoded,
@@ -24,7 +25,6 @@ from symm_cp.ops.attention.layouts import (
     must_count_keys,
 )
 from symm_cp.ops.attention.methods import ALLGATHER, Method, MethodLike, split_by
-from symm_cp.runtime.numbers import numbers_of_all
 
 _OP = "context_parallel"
 

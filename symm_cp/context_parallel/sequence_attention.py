@@ -84,27 +84,42 @@ def _attend(
             f"{_OP}: query has {query.shape[2]} rows and key {key.shape[2]}: causal masks, windows "
             "and documents require equal lengths"
         )
+
+    def attend(
+        own: ParallelRegion, index: int | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        of_sample = mask if index is None else mask.sample(index)
+        return _attend_batch(own, q, k, v, of_sample, options)
+
+    return by_sample(_OP, region, (query, key, value), attend)
+
+
+def by_sample(
+    op: str,
+    region: ParallelRegion,
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    attend: Callable[..., torch.Tensor],
+) -> torch.Tensor:
+    """Calls `attend(region, index, *tensors)` for each sample that has a layout of its own.
+
+    For all samples at once, without an index, if they have one layout.
+    """
     balancers = [balancer for balancer in region.balancers if balancer.samples]
     if not balancers:
-        return _attend_batch(region, query, key, value, mask, options)
+        return attend(region, None, *tensors)
+    query = tensors[0]
     for balancer in balancers:
         if len(balancer.samples) != query.shape[0]:
             raise ValueError(
-                f"{_OP}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
+                f"{op}: query of shape {list(query.shape)} has {query.shape[0]} samples, "
                 f"{balancer} is for {len(balancer.samples)}"
             )
-    outs = [
-        _attend_batch(
-            region.of_sample(b),
-            query[b : b + 1],
-            key[b : b + 1],
-            value[b : b + 1],
-            mask.sample(b),
-            options,
-        )
-        for b in range(query.shape[0])
-    ]
-    return torch.cat(outs)
+    return torch.cat(
+        [
+            attend(region.of_sample(b), b, *(tensor[b : b + 1] for tensor in tensors))
+            for b in range(query.shape[0])
+        ]
+    )
 
 
 def _attend_batch(
@@ -137,12 +152,7 @@ def _attend_batch(
         key,
         value,
         group=region.group,
-        is_causal=mask.is_causal,
-        window_left=mask.window_left,
-        window_right=mask.window_right,
-        cu_seqlens=mask.cu_seqlens,
-        document_ids=mask.document_ids,
-        key_mask=mask.key_mask,
+        **mask.arguments(),
         method=region.method,
         dropout_seed=seed_of_dropout() if dropout_p > 0 else None,
         **options,

@@ -1,8 +1,8 @@
 """Groups and their workspaces: the only place that knows how bytes are laid out.
 
 A group has up to two workspaces for CPU tensors, one for each *channel*: `"sync"` for ops that run
-in the calling thread, `"async"` for those that a copy engine carries out, so that both kinds may be
-in flight at once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
+in the calling thread, `"async"` for ops of a copy engine, so that both kinds may be in flight at
+once. The calls of a channel are numbered 1, 2, 3, ... identically on every rank; a
 call that a rank refuses counts as well. The calls of a workspace are numbered from 1, too (the
 *epoch*); call e uses slot e % 2. A workspace takes
 
@@ -10,9 +10,9 @@ call that a rank refuses counts as well. The calls of a workspace are numbered f
         + 2 * 4096 * ceil(slot / 4096)
 
 bytes on each rank for a slot of `slot` bytes and W ranks: flags (a cache line for each name and
-writer), records (what each of the two calls under way is), the reasons of the last failed calls,
-how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is as
-large as the largest call so far; a larger call replaces the workspace, which is collective but
+writer), records (the identity of each of the two calls in flight), the reasons of the last failed
+calls, how many bytes the rank gives to each rank in the two calls, then the two slots. The slot is
+as large as the largest call so far; a larger call replaces the workspace, which is collective but
 happens inside an op that is collective anyway, on sizes that all ranks know. So does the call after
 `wire.LAST_CPU_EPOCH`. Nothing is collective when memory is returned.
 """
@@ -24,8 +24,7 @@ import ctypes
 import math
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -92,7 +91,7 @@ def group_name(group: GroupLike) -> str:
 
 
 def tensor_at(address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a contiguous tensor over memory that somebody else keeps alive."""
+    """Returns a contiguous tensor over memory that its owner keeps alive."""
     count = math.prod(shape)
     with ordinary_tensors():
         if count == 0:
@@ -138,7 +137,7 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """What the workspace takes on each rank; 0 before the first call."""
+        """The bytes of the workspace on each rank; 0 before the first call."""
         size: int = self._library.symm_cp_workspace_bytes(self.handle, self._index)
         return size
 
@@ -156,10 +155,9 @@ class Workspace:
         """Releases the memory; the next call allocates it anew. Collective. For tests."""
         self._library.symm_cp_move(self.handle, self._index, debug_offset("slots"))
 
-    def began(self, epoch: int) -> None:
-        """Tells the workspace that a call has begun."""
-        if epoch == 1:
-            self._views.clear()  # they were of the memory that this one has replaced
+    def forget_views(self) -> None:
+        """Drops cached tensors: they lie in memory that was replaced."""
+        self._views.clear()
 
     def view(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Returns a cached tensor over workspace or peer memory; never hand it to the user."""
@@ -172,14 +170,15 @@ class Workspace:
         return tensor
 
     def slot(self) -> int:
-        """Returns the address of this rank's slot in the call that is under way."""
-        return self._address(self._library.symm_cp_slot(self.handle))
+        """Returns the address of this rank's slot in the current call."""
+        address: int | None = self._library.symm_cp_slot(self.handle)
+        if address is None:
+            raise reported(RuntimeError(native.error()))
+        return address
 
     def shard(self, peer: int) -> int:
         """Returns where the shard of `peer` lies, after its ready flag was waited for."""
-        return self._address(self._library.symm_cp_shard(self.handle, peer))
-
-    def _address(self, address: int | None) -> int:
+        address: int | None = self._library.symm_cp_shard(self.handle, peer)
         if address is None:
             raise reported(RuntimeError(native.error()))
         return address
@@ -202,7 +201,7 @@ def is_reported(error: BaseException) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class StateKey(Generic[T]):
-    """Names what one module keeps with each group; that module owns the key.
+    """Names the state that one module has with each group; that module owns the key.
 
     `close` is called with the state when it is dropped, or when the process group is gone.
     """
@@ -227,8 +226,41 @@ class _CallLock:
         self._unlock(self._handle)
 
 
+class _Call:
+    """The context manager of `Group.call`: a class, which takes half the calls of a generator."""
+
+    def __init__(self, group: Group, slot_bytes: int, call_name: bytes) -> None:
+        self._group, self._slot_bytes, self._name = group, slot_bytes, call_name
+        group.own_lock()  # raises in a forked process
+        self._library, self._handle = group._library, group.handle
+
+    def __enter__(self) -> tuple[Workspace, int]:
+        if self._library.symm_cp_lock(self._handle) < 0:
+            raise reported(RuntimeError(native.error()))
+        try:
+            epoch = self._library.symm_cp_begin(self._handle, self._slot_bytes, self._name)
+            if epoch < 0:
+                raise reported(RuntimeError(native.error()))
+            workspace = self._group.workspace("sync")
+            if epoch == 1:
+                workspace.forget_views()
+        except BaseException:
+            self._library.symm_cp_unlock(self._handle)
+            raise
+        return workspace, epoch
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        try:
+            if error is not None:
+                reason = _reason(self._group, self._name, error)
+                self._library.symm_cp_fail(self._handle, reason)
+                reported(error)
+        finally:
+            self._library.symm_cp_unlock(self._handle)
+
+
 class Group:
-    """One process group: its workspaces for CPU tensors, and what other modules keep with it."""
+    """One process group: its workspaces for CPU tensors, and the states of other modules."""
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
         self.name = str(process_group.group_name)
@@ -256,20 +288,20 @@ class Group:
             prepare(self)
 
     def state(self, key: StateKey[T], make: Callable[[], T]) -> T:
-        """Returns what is kept under a key; made at the first call. Not collective."""
+        """Returns the state under a key; makes it at the first call. Not collective."""
         state: T | None = self._states.get(key)
         return self._states.setdefault(key, make()) if state is None else state
 
     def find(self, key: StateKey[T]) -> T | None:
-        """Returns what is kept under a key, or None."""
+        """Returns the state under a key, or None."""
         return self._states.get(key)
 
     def put(self, key: StateKey[T], state: T) -> None:
-        """Keeps something under a key, instead of what was there; that is not closed."""
+        """Sets the state under a key. Does not close the previous one."""
         self._states[key] = state
 
     def drop(self, key: StateKey[T]) -> None:
-        """Closes and forgets what is kept under a key, if anything."""
+        """Closes and forgets the state under a key, if any."""
         state = self._states.pop(key, None)
         if state is not None and key.close is not None:
             key.close(state)
@@ -310,25 +342,13 @@ class Group:
                 if self._library.symm_cp_reserve(self.handle, index, slot_bytes) < 0:
                     raise reported(RuntimeError(native.error()))
 
-    @contextmanager
-    def call(self, slot_bytes: int, call_name: bytes) -> Iterator[tuple[Workspace, int]]:
-        """Begins a call of the channel `"sync"`; yields its workspace and epoch.
+    def call(self, slot_bytes: int, call_name: bytes) -> _Call:
+        """Begins a call of the channel `"sync"`; gives its workspace and epoch to `with`.
 
         An exception inside the `with` block ends the call on this rank: peers that wait for it
         raise an error with the reason. The next call uses the same workspace.
         """
-        with self.own_lock():
-            workspace = self._workspaces["sync"]
-            epoch = self._library.symm_cp_begin(self.handle, slot_bytes, call_name)
-            if epoch < 0:
-                raise reported(RuntimeError(native.error()))
-            workspace.began(epoch)
-            try:
-                yield workspace, epoch
-            except BaseException as error:
-                self._library.symm_cp_fail(self.handle, _reason(self, call_name, error))
-                reported(error)
-                raise
+        return _Call(self, slot_bytes, call_name)
 
     def refuse(self, channel: str, error: BaseException) -> None:
         """Tells the peers that this rank does not make the call that they may be making now.
@@ -350,7 +370,7 @@ class Group:
 
 
 def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
-    """What peers are told of an error on this rank."""
+    """Returns the text of an error on this rank for its peers."""
     op = f"{call_name.decode()}: " if call_name else ""
     return f"{op}{type(error).__name__} on rank {group.rank}: {error}".encode()
 
@@ -359,7 +379,7 @@ def _reason(group: Group, call_name: bytes, error: BaseException) -> bytes:
 on_creation: list[Callable[[Group], object]] = []
 
 #: Called when a group is first used, whichever op comes first; not collective. They publish in the
-#: group's store what peers may ask of this rank.
+#: group's store the facts that peers may need of this rank.
 on_first_use: list[Callable[[Group], object]] = []
 
 _groups: dict[str, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from symm_cp.context_parallel import HeadTail, LoadBalancer, context_parallel
-from symm_cp.context_parallel.model_batch import plain
+from symm_cp.context_parallel.inspectors import plain
 from symm_cp.ops.attention.methods import (
     METHODS,
     MethodName,

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.amp.autocast_mode import _cast
 
-from symm_cp import devices
+from symm_cp import cuda
 from symm_cp.ops.common import Op, device_kernels, keys_of_ours, lib, named_with_sizes
 
 #: Takes the arguments of an op and the device; returns the arguments to use under autocast.
@@ -68,7 +68,7 @@ def register(prepare: Prepare, *names: str) -> None:
     The kernels are called only while autocast is on for the device of an input. Where torch has
     kernels, autocast leaves the inputs of torch's ops alone until ours are installed instead.
     """
-    kinds = ((kind.torch_type, kind.dispatch_key) for kind in devices.known())
+    kinds = ((kind.torch_type, kind.dispatch_key) for kind in cuda.known())
     for device, dispatch_key in (("cpu", "CPU"), *kinds):
         key = f"Autocast{dispatch_key}"
         for name in named_with_sizes(*names):

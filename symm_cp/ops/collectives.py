@@ -12,7 +12,7 @@ import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 from torch._subclasses.functional_tensor import CppFunctionalizeAPI
 
-from symm_cp.devices import has_streams
+from symm_cp.cuda import has_streams
 from symm_cp.group.hosts import hosts_of, no_common_memory
 from symm_cp.group.memory import resolve
 from symm_cp.ops.common import (

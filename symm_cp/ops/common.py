@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from symm_cp import devices, native, wire
+from symm_cp import cuda, native, wire
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
@@ -31,7 +31,8 @@ from symm_cp.group.memory import (
 from symm_cp.ops.compiled import called_in_order
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
-from symm_cp.runtime.api import REDUCIBLE, Collective
+from symm_cp.runtime.api import Collective
+from symm_cp.tensors.dtypes import REDUCIBLE
 from symm_cp.tensors.shards import Split
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.
@@ -46,7 +47,7 @@ _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 # Dispatch keys at which no call is made: fake kernels, what records calls, what other keys follow.
 _NOT_CALLS = ("Meta", "Functionalize", "Composite", "ADInplaceOrView")
-_DEVICES = tuple(kind.dispatch_key for kind in devices.known())
+_DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 
 
 class _Library(torch.library.Library):
@@ -203,7 +204,7 @@ def keys_of_ours() -> tuple[str, ...]:
     What is registered for the others changes torch's ops there. Importing must not do that, except
     to add what is right for torch's kernels as well.
     """
-    kinds = [kind.dispatch_key for kind in devices.known() if not kind.torch_has_kernels]
+    kinds = [kind.dispatch_key for kind in cuda.known() if not kind.torch_has_kernels]
     return ("CPU", *kinds)
 
 
@@ -227,7 +228,7 @@ def register_device_kernel(name: str, kernel: Op, *, replaces_torch: bool = Fals
     """As `register_kernel`, but not for CPU tensors."""
     if replaces_torch:
         device_kernels[name] = kernel
-    for device in devices.known():
+    for device in cuda.known():
         if not (replaces_torch and device.torch_has_kernels):
             lib.impl(name, kernel, device.dispatch_key)
 
@@ -498,7 +499,7 @@ def op_for(name: str, device: torch.device) -> Any:
     gathered or scattered, negative dimensions, float8 results), round more often (the last
     dimension in 16 bits), and wait without end.
     """
-    kind = devices.kind_for(device)
+    kind = cuda.kind_for(device)
     of_torch = kind is not None and kind.torch_has_kernels
     return getattr(torch.ops.symm_mem, WITH_SIZES[name] if of_torch else name)
 

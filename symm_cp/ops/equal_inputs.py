@@ -21,8 +21,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from symm_cp import env, runtime
-from symm_cp.devices import has_streams
-from symm_cp.devices.kept import capturing, kept
+from symm_cp.cuda import has_streams
+from symm_cp.cuda.kept import capturing, kept
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import GroupLike, reported, resolve
 from symm_cp.modes import ordinary_tensors

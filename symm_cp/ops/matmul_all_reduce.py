@@ -13,7 +13,7 @@ import torch
 import torch.distributed._functional_collectives as funcol
 
 from symm_cp import runtime
-from symm_cp.devices import has_streams
+from symm_cp.cuda import has_streams
 from symm_cp.group import memory
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from symm_cp.ops.common import SUMMABLE, device_behind, summable
-from symm_cp.runtime.api import REDUCIBLE
+from symm_cp.tensors.dtypes import REDUCIBLE
 
 # What GPUs' matmuls take. CPUs multiply integers as well.
 _MULTIPLIED = (

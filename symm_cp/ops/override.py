@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as torch_symm_mem
 
-from symm_cp import devices, native
-from symm_cp.devices.selftest import known_verdict
+from symm_cp import cuda, native
+from symm_cp.cuda.selftest import known_verdict
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
@@ -37,7 +37,7 @@ def _serves(group: Group, device: torch.device) -> bool:
     elif group.world_size == 1:
         reason = ""
     else:
-        verdict = devices.device_for(group, device).verdict(group)
+        verdict = cuda.device_for(group, device).verdict(group)
         reason = "" if verdict.passed else verdict.reason
     if not reason:
         return True
@@ -68,7 +68,7 @@ def _or_torchs(name: str, ours: Op) -> Op:
 class CudaOverride:
     """Our kernels, installed; `undo()`, or the end of a `with` block, restores torch's."""
 
-    def __init__(self, kinds: list[type[devices.Device]]) -> None:
+    def __init__(self, kinds: list[type[cuda.Device]]) -> None:
         self._library: torch.library.Library | None = torch.library.Library("symm_mem", "IMPL")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that there is a kernel already
@@ -108,7 +108,7 @@ def fake_kernel(ours: Op, torchs: str) -> Op:
 
     @functools.wraps(ours)
     def fake(*args: Any, **kwargs: Any) -> Any:
-        kind = devices.kind_for(device_behind(args[0]))
+        kind = cuda.kind_for(device_behind(args[0]))
         of_torch = kind is not None and kind.torch_has_kernels and _installed is None
         return (getattr(torch_symm_mem, torchs) if of_torch else ours)(*args, **kwargs)
 
@@ -128,7 +128,7 @@ def override_cuda_ops() -> CudaOverride:
     driver_level = native.load().symm_cp_driver
     kinds = [
         kind
-        for kind in devices.known()
+        for kind in cuda.known()
         if kind.torch_has_kernels and driver_level(kind.driver.encode()) >= 0
     ]
     if not kinds:

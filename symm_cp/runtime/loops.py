@@ -29,7 +29,7 @@ PATTERNS: dict[_Kind, tuple[Pattern, Pattern]] = {
     _Kind.REDUCE_SCATTER: (patterns.REDUCE_SCATTER, patterns.BACKGROUND_REDUCE_SCATTER),
     _Kind.ALL_TO_ALL: (patterns.ALL_TO_ALL, patterns.BACKGROUND_ALL_TO_ALL),
 }
-#: In the calling thread only. What it produces itself is one piece.
+#: In the calling thread only. Its own contribution is one piece.
 IN_CALLER: dict[_Kind, Variant] = {
     _Kind.PRODUCED_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(one_shot=True),
     _Kind.PRODUCED_TWO_SHOT_ALL_REDUCE: patterns.PRODUCE_AND_ALL_REDUCE.direct(whole=True),

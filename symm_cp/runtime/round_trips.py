@@ -1,6 +1,6 @@
-"""Exchanges in messages, and a pipeline of round trips: one travels while another is worked on.
+"""A pipeline of round trips: one travels while another is worked on.
 
-Step i of the pipeline is one call of `Runtime.exchange_and_consume`: every rank sends the tensors
+Step i is one call of `Runtime.exchange_and_consume`: every rank sends the tensors
 of trip i, works on those of trip i-1, and sends back the results of trip i-2, in one message to
 each peer. So there is memory for two trips under way, and ranks wait for each other once a step,
 for messages that were sent before the work.
@@ -89,19 +89,6 @@ def run_round_trips(
             here.consume()  # the only trip: nothing travels meanwhile
             continue
         _run_step(runtime, group, legs, here, device, name + b" step %d" % step)
-
-
-def exchange_in_messages(
-    runtime: Runtime,
-    group: Group,
-    packed: PackedBoxes,
-    tensors: Tensors,
-    outputs: Tensors,
-    call_name: bytes,
-) -> None:
-    """`Runtime.exchange` through `exchange_and_consume`: each part is copied twice."""
-    leg = _Leg(packed, tensors, outputs)
-    _run_step(runtime, group, [leg], None, tensors[0].device, call_name)
 
 
 def _run_step(

@@ -16,11 +16,13 @@ import torch
 
 from symm_cp import native
 
-_POOLED_BYTES = 1 << 20  # csrc/pool.h: smaller results come from torch's allocator
+# Bytes from which on results come from the pool (csrc/pool.h has the same number). Smaller ones fit
+# into pages that torch's allocator has touched already, and would fill the pool with small blocks.
+_POOLED_BYTES = 1 << 20
 
 
 class ResultMemory(NamedTuple):
-    """Memory of results in this process, in bytes: in use, kept for later, and the most to keep."""
+    """Memory of results in this process, in bytes: in use, cached, and the most to cache."""
 
     in_use: int
     kept: int

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from symm_cp import wire
-from symm_cp.kernels import signals
+from symm_cp.cuda.kernels import signals
 from tests.cuda.launches import recorded
 
 ARCHITECTURES = pytest.mark.parametrize("architecture", [80, 90, 100])

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use torch's collectives, and let torch.compile fuse them",
     )
-    # Sizes have no default here: it depends on what is asked for, and some are for one thing only.
+    # Sizes have no default here: training and decoding have different ones.
     add("--dim", type=positive, help="features of the model (512; with --decode 1024)")
     add("--layers", type=positive, help="layers (4; with --decode 8)")
     training = parser.add_argument_group("training")

@@ -12,11 +12,11 @@ from transformers import AttentionMaskInterface, masking_utils
 
 from symm_cp.context_parallel import flex
 from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.model_limits import FLEX_ATTENTION
 from symm_cp.context_parallel.refusals import telling_peers
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.context_parallel.sequence_mask import SequenceMask
 from symm_cp.integrations.transformers.attention import mask_of_region
+from symm_cp.integrations.transformers.limits import FLEX_ATTENTION
 from symm_cp.integrations.transformers.masks import with_packing
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from symm_cp.context_parallel.flex_hook import current_region
+from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import positions_on
 from symm_cp.context_parallel.region import ParallelRegion
 from symm_cp.integrations.transformers.in_use import InUse
@@ -30,22 +31,22 @@ _computed, _has_table = InUse(), InUse()
 
 
 @contextmanager
-def by_position_in_sequence(modules: Iterable[nn.Module]) -> Iterator[None]:
+def by_position_in_sequence(select: Select) -> Iterator[None]:
     """Within it, and within a region, tables of positions are those of the whole sequence."""
     with ExitStack() as stack:
-        for module in modules:
-            if _has_relative_bias(module):
-                _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
-                stack.callback(_computed.release, module, _COMPUTE)
-                # Without a table transformers would allocate zeros for each pair of positions.
-                _has_table.acquire(module, _HAS_TABLE, True)
-                stack.callback(_has_table.release, module, _HAS_TABLE)
+        for module in select(_has_relative_bias):
+            _computed.acquire(module, _COMPUTE, types.MethodType(_compute_bias, module))
+            stack.callback(_computed.release, module, _COMPUTE)
+            # Without a table transformers would allocate zeros for each pair of positions.
+            _has_table.acquire(module, _HAS_TABLE, True)
+            stack.callback(_has_table.release, module, _HAS_TABLE)
+        for module in select(_counted_tables):
             for table in _counted_tables(module):
                 hook = table.register_forward_pre_hook(_with_positions, with_kwargs=True)
                 stack.callback(hook.remove)
-            if _makes_decoder_input(module):
-                hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
-                stack.callback(hook.remove)
+        for module in select(_makes_decoder_input):
+            hook = module.register_forward_pre_hook(_check_decoder_input, with_kwargs=True)
+            stack.callback(hook.remove)
         yield
 
 

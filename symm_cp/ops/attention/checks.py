@@ -127,23 +127,3 @@ def check_bias_length(
             f"entry for each distance of the {queries.length} queries and {keys.length} keys of "
             "the whole sequence"
         )
-
-
-def check_over_sequence(
-    op: str,
-    name: str,
-    tensor: torch.Tensor,
-    query: torch.Tensor,
-    length: int,
-    dtypes: tuple[torch.dtype, ...],
-) -> None:
-    """Raises unless a tensor has an entry of these dtypes for each position of each sample."""
-    if tensor.dtype not in dtypes:
-        expected = " or ".join(str(dtype)[6:] for dtype in dtypes)
-        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {expected}")
-    batch = query.shape[0]
-    if tensor.dim() != 2 or tensor.shape[0] not in (1, batch) or tensor.shape[1] != length:
-        raise ValueError(
-            f"{op}: {name} has shape {list(tensor.shape)}, must be [{batch} or 1, {length}]: the "
-            "samples and the positions of the whole sequence"
-        )

@@ -11,7 +11,7 @@ from symm_cp.ops.attention.options import Options
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.schedule.attention_work import AttentionWork
 from symm_cp.schedule.layout import SequenceLayout
-from symm_cp.schedule.tiles import Mask
+from symm_cp.schedule.mask import Mask
 
 
 def settled(

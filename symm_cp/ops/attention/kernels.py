@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from symm_cp import devices, kernels
+from symm_cp import cuda
+from symm_cp.cuda import kernels
 
 _aten = torch.ops.aten
 _cpu = _aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -165,7 +166,7 @@ def _for_masks(
 
 def merge(out: torch.Tensor, lse: torch.Tensor, part: torch.Tensor, part_lse: torch.Tensor) -> None:
     """Merges attention over further keys into `out` and `lse`, by log-sum-exp."""
-    device = devices.kind_for(out.device)
+    device = cuda.kind_for(out.device)
     if device is None:
         torch.ops.symm_cp.merge_attention(out, lse, part, part_lse)
     elif device.triton:

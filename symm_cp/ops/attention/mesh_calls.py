@@ -24,7 +24,9 @@ _RANK = re.compile(r"(?<!global )\brank (\d+)\b")
 
 
 @contextlib.contextmanager
-def telling(*groups: str, calling: str | None = None, mesh: bool = False) -> Iterator[None]:
+def propagates_failure(
+    *groups: str, calling: str | None = None, mesh: bool = False
+) -> Iterator[None]:
     """Reports to the ranks of groups when the body raises; without groups does nothing.
 
     The body calls ops over the group `calling` only; that group gets a report only if none of these

@@ -19,7 +19,7 @@ from functools import cache
 import torch
 
 from symm_cp.ops.attention import kernels, tiles_by_matmuls
-from symm_cp.ops.attention.scoring import Gradients, Scoring, Sight
+from symm_cp.ops.attention.scoring import Gradients, Scoring, TileMask
 
 
 @cache
@@ -28,18 +28,18 @@ def has_blocks(dtype: torch.dtype) -> bool:
     return bool(torch.ops.symm_cp.attention_has_blocks(dtype))
 
 
-def _options(scoring: Scoring, sight: Sight) -> tuple[object, ...]:
+def _options(scoring: Scoring, tile_mask: TileMask) -> tuple[object, ...]:
     """The arguments of the native ops behind their tensors."""
     return (
-        sight.mask,
-        sight.low,
-        sight.high,
+        tile_mask.mask,
+        tile_mask.low,
+        tile_mask.high,
         scoring.scale,
         scoring.softcap,
         scoring.bias,
         scoring.bias_zero,
-        sight.query_positions,
-        sight.key_positions,
+        tile_mask.query_positions,
+        tile_mask.key_positions,
         scoring.dropout_p,
         scoring.dropout_seed,
         scoring.sample_offset,
@@ -52,7 +52,7 @@ def attend(
     key: torch.Tensor,
     value: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
     out: torch.Tensor,
     lse: torch.Tensor,
 ) -> None:
@@ -63,10 +63,10 @@ def attend(
     has 0.
     """
     if query.device.type == "cpu":
-        options = _options(scoring, sight)
+        options = _options(scoring, tile_mask)
         torch.ops.symm_cp.attention_tile(query, key, value, out, lse, *options)
         return
-    kernels.merge(out, lse, *tiles_by_matmuls.forward(query, key, value, scoring, sight))
+    kernels.merge(out, lse, *tiles_by_matmuls.forward(query, key, value, scoring, tile_mask))
 
 
 def inner_products(
@@ -91,7 +91,7 @@ def add_gradients(
     lse: torch.Tensor,
     inner: torch.Tensor,
     scoring: Scoring,
-    sight: Sight,
+    tile_mask: TileMask,
     grads: Gradients,
 ) -> None:
     """Adds the gradients by a tile to `grads`, which have lse's dtype.
@@ -101,7 +101,9 @@ def add_gradients(
     """
     if query.device.type == "cpu":
         torch.ops.symm_cp.attention_tile_backward(
-            grad_out, query, key, value, lse, inner, *grads, *_options(scoring, sight)
+            grad_out, query, key, value, lse, inner, *grads, *_options(scoring, tile_mask)
         )
         return
-    tiles_by_matmuls.add_gradients(grad_out, query, key, value, lse, inner, scoring, sight, grads)
+    tiles_by_matmuls.add_gradients(
+        grad_out, query, key, value, lse, inner, scoring, tile_mask, grads
+    )

@@ -23,7 +23,7 @@ import torch
 from symm_cp.group.memory import Group
 from symm_cp.ops import autocast
 from symm_cp.ops.attention import arrival, choice, mesh_calls, ulysses
-from symm_cp.ops.attention.attend import Added, Given, attend, attend_backward
+from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms, attend, attend_backward
 from symm_cp.ops.attention.checks import check_scores, check_tensors
 from symm_cp.ops.attention.options import OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_results, heads_in_rows
@@ -65,11 +65,11 @@ def _by_heads(
     backward: bool = False,
 ) -> ulysses.UlyssesCall | None:
     """Returns the call of a method that exchanges heads, None of one that does not."""
-    given = Options(**options)
-    if given.method == "allgather":
+    parsed = Options(**options)
+    if parsed.method == "allgather":
         return None
-    queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), given)
-    method = choice.settled(op, group, query, key, spec, given, queries=queries, backward=backward)
+    queries = spread_of_queries(op, group, query, (spec.layout, spec.queries), parsed)
+    method = choice.settled(op, group, query, key, spec, parsed, queries=queries, backward=backward)
     if method.name == "allgather":
         return None
     heads, layouts = (query.shape[1], key.shape[1]), (queries, spec.layout)
@@ -82,23 +82,23 @@ def _attention_kernel(
     attention_runs.count += 1
     group = group_of(group_name)
     tensors = query, key, value
-    with mesh_calls.telling(*options.get("method_groups") or ()):
+    with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_FORWARD, group, *tensors, **options)
         call = _by_heads(_FORWARD, group, spec, query, key, options)
-    added = Added(options.get("sinks"), options.get("bias"))
+    terms = ScoreTerms(options.get("sinks"), options.get("bias"))
     if call is not None:
         by_heads = call
 
         def attend_group(
-            index: int, tensors: Tensors, added: Added
+            index: int, tensors: Tensors, terms: ScoreTerms
         ) -> tuple[torch.Tensor, torch.Tensor]:
-            return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, added)
+            return attend(_FORWARD, by_heads.specs[index], by_heads.of_keys, tensors, terms)
 
-        with mesh_calls.telling(*call.mesh_groups):
-            return call.attend(_FORWARD, tensors, added, attend_group)
+        with mesh_calls.propagates_failure(*call.mesh_groups):
+            return call.attend(_FORWARD, tensors, terms, attend_group)
     if arrival.takes(group, query, key, spec):
         return arrival.attend(group, *tensors, spec, spec.call_name(_FORWARD, key))
-    return attend(_FORWARD, spec, group, tensors, added)
+    return attend(_FORWARD, spec, group, tensors, terms)
 
 
 def _attention_backward_kernel(
@@ -116,26 +116,26 @@ def _attention_backward_kernel(
     **options: Any,
 ) -> tuple[torch.Tensor, ...]:
     group = group_of(group_name)
-    with mesh_calls.telling(*options.get("method_groups") or ()):
+    with mesh_calls.propagates_failure(*options.get("method_groups") or ()):
         spec = AttentionSpec.of(_BACKWARD, group, query, key, value, **options)
         call = _by_heads(_BACKWARD, group, spec, query, key, options, backward=True)
-    sinks, _ = added = Added(options.get("sinks"), options.get("bias"))
-    given = Given(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
+    sinks, _ = terms = ScoreTerms(options.get("sinks"), options.get("bias"))
+    inputs = AttentionInputs(query, key, value, out, logsumexp, grad_out, grad_logsumexp)
     if call is not None:
         by_heads = call
 
         def backward_of_group(
-            index: int, given: Given, added: Added, wide_keys: bool
+            index: int, inputs: AttentionInputs, terms: ScoreTerms, wide_keys: bool
         ) -> tuple[Tensors, Grad]:
             spec, of_keys = by_heads.specs[index], by_heads.of_keys
             return attend_backward(
-                _BACKWARD, spec, of_keys, given, added, wide_keys, bias_grad=bias_grad
+                _BACKWARD, spec, of_keys, inputs, terms, wide_keys, bias_grad=bias_grad
             )
 
-        with mesh_calls.telling(*call.mesh_groups):
-            grads, of_bias = call.attend_backward(_BACKWARD, given, added, backward_of_group)
+        with mesh_calls.propagates_failure(*call.mesh_groups):
+            grads, of_bias = call.attend_backward(_BACKWARD, inputs, terms, backward_of_group)
     else:
-        grads, of_bias = attend_backward(_BACKWARD, spec, group, given, added, bias_grad=bias_grad)
+        grads, of_bias = attend_backward(_BACKWARD, spec, group, inputs, terms, bias_grad=bias_grad)
     grad_sinks, grad_bias = query.new_empty(0), query.new_empty(0)
     if sinks is not None and sinks_grad:
         grad_sinks = grad_of_sinks(sinks, grad_out, grad_logsumexp, out, logsumexp)
@@ -152,9 +152,9 @@ def _attention_fake(
     group_name: str,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    given = Options(**options)
-    check_tensors(_FORWARD, query, key, value, given.enable_gqa)
-    check_scores(_FORWARD, query, given)
+    parsed = Options(**options)
+    check_tensors(_FORWARD, query, key, value, parsed.enable_gqa)
+    check_scores(_FORWARD, query, parsed)
     return fake_results(query, value)
 
 

@@ -7,12 +7,12 @@ from functools import lru_cache
 
 import torch
 
-from symm_cp.devices import has_streams
+from symm_cp.cuda import has_streams
+from symm_cp.group.hosts import numbers_of_all
 from symm_cp.group.memory import Group
 from symm_cp.ops.attention.layouts import decoded, layout_held, layout_of_keys, must_count_keys
 from symm_cp.ops.attention.methods import Method
 from symm_cp.ops.attention.options import Options
-from symm_cp.runtime.numbers import numbers_of_all
 from symm_cp.schedule.layout import SequenceLayout, head_tail, sequential
 
 

@@ -22,10 +22,10 @@ from typing import TypeAlias
 import torch
 
 from symm_cp import runtime
-from symm_cp.devices import has_streams
+from symm_cp.cuda import has_streams
 from symm_cp.group.memory import Group
-from symm_cp.ops.attention.attend import Added, Given
-from symm_cp.ops.attention.mesh_calls import telling
+from symm_cp.ops.attention.attend import AttentionInputs, ScoreTerms
+from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.methods import Grid, Method
 from symm_cp.ops.attention.pipeline import Grad, Tensors
 from symm_cp.ops.attention.spec import AttentionSpec
@@ -39,8 +39,8 @@ from symm_cp.schedule.layout import SequenceLayout, sequential
 
 #: Computes attention of a group of heads (its number), given query, key and value; its gradients,
 #: given whether the gradients of keys and values are wanted in the dtype for sums.
-Attend: TypeAlias = Callable[[int, Tensors, Added], tuple[torch.Tensor, torch.Tensor]]
-AttendBackward: TypeAlias = Callable[[int, Given, Added, bool], tuple[Tensors, Grad]]
+Attend: TypeAlias = Callable[[int, Tensors, ScoreTerms], tuple[torch.Tensor, torch.Tensor]]
+AttendBackward: TypeAlias = Callable[[int, AttentionInputs, ScoreTerms, bool], tuple[Tensors, Grad]]
 
 # The kinds of query, key and value, in `UlyssesCall._pipeline`.
 _INPUTS = "qkk"
@@ -80,7 +80,7 @@ class UlyssesCall:
         return () if self.of_keys is None else (self.group.name, self.of_keys.name)
 
     def attend(
-        self, op: str, tensors: Tensors, added: Added, attend: Attend
+        self, op: str, tensors: Tensors, terms: ScoreTerms, attend: Attend
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the output and its log-sum-exp of all heads. Collective."""
         query, key, value = tensors
@@ -91,7 +91,7 @@ class UlyssesCall:
 
         def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             q, k, v = self._repeated(index, *arrived)
-            out, lse = attend(index, (q, k, v), self._slice(index, added))
+            out, lse = attend(index, (q, k, v), self._slice(index, terms))
             return out, lse.unsqueeze(-1)
 
         name = self._name(op, query, key)
@@ -99,29 +99,29 @@ class UlyssesCall:
         return out, lse.squeeze(-1)
 
     def attend_backward(
-        self, op: str, given: Given, added: Added, attend_backward: AttendBackward
+        self, op: str, inputs: AttentionInputs, terms: ScoreTerms, attend_backward: AttendBackward
     ) -> tuple[Tensors, Grad]:
         """Returns the gradients of query, key and value, and of the bias. Collective."""
-        query, key, value, out, lse, grad_out, grad_lse = given
+        query, key, value, out, lse, grad_out, grad_lse = inputs
         tensors = [query, key, value, out, grad_out, lse.unsqueeze(-1)]
         if grad_lse is not None:
             tensors.append(grad_lse.unsqueeze(-1))
-        of_bias = None if added.bias is None else torch.zeros_like(added.bias)
+        of_bias = None if terms.bias is None else torch.zeros_like(terms.bias)
         # Gradients that several ranks add to are rounded once, after the sum.
         summed = self.shares[0].keys_overlap
         dtype = wide(key.dtype) if summed else key.dtype
         dtypes = query.dtype, dtype, dtype
 
         def new_results() -> Tensors:
-            inputs = zip(given[:3], dtypes, strict=True)
-            return tuple(rows_first(t, t.shape, dtype) for t, dtype in inputs)
+            pairs = zip(inputs[:3], dtypes, strict=True)
+            return tuple(rows_first(t, t.shape, dtype) for t, dtype in pairs)
 
         def work(index: int, arrived: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             q, k, v, out, grad_out, *of_rows = arrived
             q, k, v = self._repeated(index, q, k, v)
             lse, *of_lse = (rows.squeeze(-1) for rows in of_rows)
-            inner = Given(q, k, v, out, lse, grad_out, of_lse[0] if of_lse else None)
-            grads, of_heads = attend_backward(index, inner, self._slice(index, added), summed)
+            inner = AttentionInputs(q, k, v, out, lse, grad_out, of_lse[0] if of_lse else None)
+            grads, of_heads = attend_backward(index, inner, self._slice(index, terms), summed)
             if of_bias is not None and of_heads is not None:
                 of_bias[slice(*self.heads(index))] = of_heads
             return grads[0], *(self._summed(index, grad).to(dtype) for grad in grads[1:])
@@ -173,13 +173,13 @@ class UlyssesCall:
         there = head_exchange(rank, True, self._parts(shares, kinds, given))
         heads, mesh = self.group.name, self.of_keys is not None
         keys = () if self.of_keys is None else (self.of_keys.name,)
-        with telling(*keys, calling=heads, mesh=mesh):
+        with propagates_failure(*keys, calling=heads, mesh=mesh):
             arrived = there.new_outputs(given)
             on.exchange(self.group, there, given, arrived, name)
-        with telling(heads, calling=keys[0] if keys else None, mesh=mesh):
+        with propagates_failure(heads, calling=keys[0] if keys else None, mesh=mesh):
             results = [dense_features(result) for result in work(arrived)]
         arrived.clear()  # before there is memory for more
-        with telling(*keys, calling=heads, mesh=mesh):
+        with propagates_failure(*keys, calling=heads, mesh=mesh):
             outputs = new_outputs()
             back = head_exchange(rank, False, self._parts(shares, kinds_back, outputs))
             places = [
@@ -204,10 +204,10 @@ class UlyssesCall:
             parts.append(HeadPart((B, N, layout.length, E), tensor.dtype, layout, ranges))
         return tuple(parts)
 
-    def _slice(self, index: int, added: Added) -> Added:
+    def _slice(self, index: int, terms: ScoreTerms) -> ScoreTerms:
         """Returns sinks and biases of this rank's heads in a group."""
         heads = slice(*self.heads(index))
-        return Added(*(None if tensor is None else tensor[heads] for tensor in added))
+        return ScoreTerms(*(None if tensor is None else tensor[heads] for tensor in terms))
 
     def _name(self, op: str, query: torch.Tensor, key: torch.Tensor, *details: object) -> bytes:
         return self.whole.call_name(op, key, "ulysses", self.queries, query.shape[1], *details)

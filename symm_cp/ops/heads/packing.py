@@ -18,9 +18,9 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from symm_cp.runtime.api import PlacedBox
-from symm_cp.runtime.sums import wide
 from symm_cp.schedule.layout import SequenceLayout, Span
 from symm_cp.tensors.alignment import padded, part_offsets
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import Shape, viewing
 

@@ -27,7 +27,7 @@ from symm_cp.ops.common import (
     world_size_of,
 )
 from symm_cp.ops.transforms import register_gradient
-from symm_cp.runtime.sums import wide
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Split
 

@@ -18,7 +18,7 @@ from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
 from symm_cp.ops.common import entry_point, group_of, lib, register_kernel, what_is, world_size_of
 from symm_cp.ops.transforms import register_gradient
-from symm_cp.runtime.sums import wide
+from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 

@@ -26,8 +26,8 @@ from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
 from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
 from symm_cp.ops.attention.layouts import decoded, layout_held
-from symm_cp.ops.attention.mesh_calls import telling
-from symm_cp.ops.attention.options import METHOD_OPTIONS, Options
+from symm_cp.ops.attention.mesh_calls import propagates_failure
+from symm_cp.ops.attention.options import FLEX_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
 from symm_cp.ops.attention.tiles import wide
@@ -53,19 +53,15 @@ _REST = (
     "Tensor[] mask_tensors, SymInt[] mask_numbers, str modifiers, str group_name, Tensor layouts, "
     "float? scale, bool enable_gqa, bool by_position"
 )
-_OPTIONS = (
-    "float? softcap=None, Tensor? sinks=None, Tensor? bias=None, float dropout_p=0.0, "
-    f"Tensor? dropout_seed=None, SymInt head_offset=0, {METHOD_OPTIONS}"
-)
 _TENSORS = ("sinks", "bias", "dropout_seed")
 lib.define(
-    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
     " -> (Tensor, Tensor)"
 )
 # `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
 lib.define(
     f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
-    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {_OPTIONS})"
+    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
     " -> (Tensor, Tensor, Tensor, Tensor[])"
 )
 
@@ -183,10 +179,10 @@ def _kernel(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     attention_runs.count += 1  # also when it is refused
     with _transforms():
-        with telling(*options.get("method_groups") or ()):
+        with propagates_failure(*options.get("method_groups") or ()):
             attention = _Arguments(*rest).attention(query, key, value, options)
-        added = options.get("sinks"), options.get("bias")
-        out, lse = attention.forward(query, key, value, *added)
+        terms = options.get("sinks"), options.get("bias")
+        out, lse = attention.forward(query, key, value, *terms)
     return heads_in_rows(out), lse
 
 
@@ -205,16 +201,16 @@ def _backward_kernel(
     arguments = _Arguments(*rest)
     *of_score, of_sinks, of_bias = wanted
     captured = itertools.compress(arguments.score_tensors, of_score)
-    added = options.get("sinks"), options.get("bias")
+    terms = options.get("sinks"), options.get("bias")
     # Collective: every rank takes part, also without a gradient of its own.
     grad_out = torch.zeros_like(out) if grad_out is None else grad_out
     with _transforms(), torch.no_grad():
-        with telling(*options.get("method_groups") or ()):
+        with propagates_failure(*options.get("method_groups") or ()):
             attention = arguments.attention(query, key, value, options, of_score)
         saved = (query, key, value, out, lse, *captured)
-        grads, of_added, of_captured = attention.backward(saved, *added, grad_out, grad_lse)
+        grads, of_terms, of_captured = attention.backward(saved, *terms, grad_out, grad_lse)
     of_query, of_key, of_value = (heads_in_rows(grad, own_memory=True) for grad in grads)
-    found = [*of_captured, *itertools.compress(of_added, (of_sinks, of_bias))]
+    found = [*of_captured, *itertools.compress(of_terms, (of_sinks, of_bias))]
     return of_query, of_key, of_value, [t.contiguous() for t in found if t is not None]
 
 

@@ -165,18 +165,22 @@ def _layout_of(
     return layout
 
 
-def checked_exchange(
+def exchange_of(
     tensors: Sequence[torch.Tensor],
     to_heads: bool,
-    group: Group,
-    head_ranges: Sequence[int] | None,
-    chunk_order: Sequence[int] | None,
-    chunk_lengths: Sequence[int] | None,
+    group_name: str,
+    head_ranges: Sequence[int] | None = None,
+    chunk_order: Sequence[int] | None = None,
+    chunk_lengths: Sequence[int] | None = None,
+    rank: int | None = None,
+    *,
     op: str = OP,
-) -> HeadExchange:
-    """Returns the exchange of an op's arguments; raises `ValueError` or `TypeError`."""
+) -> tuple[Group, HeadExchange]:
+    """Returns group and exchange of an op's arguments; raises `ValueError` or `TypeError`."""
+    group = group_of(group_name, rank)
     options = [None if o is None else tuple(o) for o in (head_ranges, chunk_order, chunk_lengths)]
-    return _checked(op, _Kind.of(tensors), to_heads, group.rank, group.world_size, *options)
+    kinds = _Kind.of(tensors)
+    return group, _checked(op, kinds, to_heads, group.rank, group.world_size, *options)
 
 
 @lru_cache(maxsize=512)
@@ -203,24 +207,10 @@ def _checked(
     return head_exchange(rank, to_heads, tuple(parts))
 
 
-def _of_call(
-    tensors: list[torch.Tensor],
-    to_heads: bool,
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
-) -> tuple[Group, HeadExchange]:
-    group = group_of(group_name, rank)
-    options = head_ranges, chunk_order, chunk_lengths
-    return group, checked_exchange(tensors, to_heads, group, *options)
-
-
 def _kernel(
     tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
 ) -> list[torch.Tensor]:
-    group, exchange = _of_call(tensors, to_heads, group_name, *options)
+    group, exchange = exchange_of(tensors, to_heads, group_name, *options)
     return run_exchange(group, exchange, tensors)
 
 
@@ -232,7 +222,7 @@ def _plan(
     Returns the bytes of the boxes that are sent and received, the sizes of all results and the
     call's name; no sizes where results are sums, which the native kernel cannot compute.
     """
-    group, exchange = _of_call(tensors, to_heads, group_name, *options)
+    group, exchange = exchange_of(tensors, to_heads, group_name, *options)
     if not exchange.copies_only:
         return torch.empty(0), torch.empty(0), [], ""
     outputs = exchange.new_outputs([t.to("meta") for t in tensors])

@@ -19,8 +19,8 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops import autocast
-from symm_cp.ops.common import group_of, lib, register_kernel
-from symm_cp.ops.heads.exchange_heads import checked_exchange, exchange_fake, exchange_name
+from symm_cp.ops.common import lib, register_kernel
+from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_name, exchange_of
 from symm_cp.ops.heads.packing import HeadExchange
 from symm_cp.ops.operands import check_matrices, check_multiplied
 from symm_cp.ops.products import Sum
@@ -150,17 +150,10 @@ def _project_kernel(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     features: int,
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
+    *options: Any,
 ) -> list[torch.Tensor]:
-    group = group_of(group_name, rank)
     products = _projected(x, weights, biases, features)
-    exchange = checked_exchange(
-        products, True, group, head_ranges, chunk_order, chunk_lengths, PROJECT
-    )
+    group, exchange = exchange_of(products, True, *options, op=PROJECT)
     projection = _Projection(exchange, x, weights, biases)
     runtime.of(x, group).exchange_and_consume(
         group,
@@ -179,11 +172,10 @@ def _project_fake(
     weights: list[torch.Tensor],
     biases: list[torch.Tensor],
     features: int,
-    group_name: str,
     *options: Any,
 ) -> list[torch.Tensor]:
     products = _projected(x, weights, biases, features)
-    return exchange_fake(products, True, group_name, *options, op=PROJECT)
+    return exchange_fake(products, True, *options, op=PROJECT)
 
 
 def _check_collected(tensors: list[torch.Tensor], weights: list[torch.Tensor]) -> None:
@@ -216,19 +208,10 @@ def _check_rows(index: int, weight: torch.Tensor, heads: int, features: int) -> 
 
 
 def _collect_kernel(
-    tensors: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    group_name: str,
-    head_ranges: list[int] | None = None,
-    chunk_order: list[int] | None = None,
-    chunk_lengths: list[int] | None = None,
-    rank: int | None = None,
+    tensors: list[torch.Tensor], weights: list[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    group = group_of(group_name, rank)
     _check_collected(tensors, weights)
-    exchange = checked_exchange(
-        tensors, False, group, head_ranges, chunk_order, chunk_lengths, COLLECT
-    )
+    group, exchange = exchange_of(tensors, False, *options, op=COLLECT)
     for index, (part, weight) in enumerate(zip(exchange.parts, weights, strict=True)):
         _check_rows(index, weight, part.shape[1], part.shape[3])
     arrived = exchange.new_outputs(tensors)
@@ -274,13 +257,10 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _collect_fake(
-    tensors: list[torch.Tensor],
-    weights: list[torch.Tensor],
-    group_name: str,
-    *options: Any,
+    tensors: list[torch.Tensor], weights: list[torch.Tensor], *options: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     _check_collected(tensors, weights)
-    results = exchange_fake(tensors, False, group_name, *options, op=COLLECT)
+    results = exchange_fake(tensors, False, *options, op=COLLECT)
     for index, (result, weight) in enumerate(zip(results, weights, strict=True)):
         _check_rows(index, weight, result.shape[1], result.shape[3])
     batch, _, rows, _ = results[0].shape

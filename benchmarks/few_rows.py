@@ -2,7 +2,7 @@
 
     python benchmarks/few_rows.py --ranks 2 --json benchmarks/results/few_rows.json
 
-Those with an all-reduce are served natively up to 512 KiB of result (csrc/matmul_all_reduce.cpp):
+Those with an all-reduce are served natively up to 512 KiB (csrc/ops/matmul_all_reduce.cpp):
 "chosen" is the bare call; the ways that are forced are carried out by the kernel in Python.
 """
 

@@ -2,7 +2,7 @@
 
 What is stubbed, and nothing else:
 
-- the driver: a library in which each function that csrc/driver.cpp looks up returns 0 at once;
+- the driver: a library in which each function that csrc/cuda/driver.cpp looks up returns 0 at once;
 - torch.cuda: streams, events, the current device and stream are constants in Python;
 - the peers: there are none. A "fake" process group has the ranks, every rank's workspace is this
   rank's memory, and nobody answers;
@@ -60,7 +60,8 @@ _BY_HAND = ("cuMemAllocHost_v2", "cuDriverGetVersion")
 @cache
 def build_driver(folder: Path) -> str:
     """Compiles the driver; returns the library's path."""
-    names = set(re.findall(r'"(cu[A-Z]\w+)"', (native.source_dir() / "driver.cpp").read_text()))
+    text = (native.source_dir() / "cuda/driver.cpp").read_text()
+    names = set(re.findall(r'"(cu[A-Z]\w+)"', text))
     idle = (f"int {name}() {{ ++calls; return 0; }}" for name in sorted(names - {*_BY_HAND}))
     source, library = folder / "idle.cpp", folder / "idle.so"
     source.write_text("\n".join(["#include <cstdint>", _SOURCE, *idle, "}", ""]))

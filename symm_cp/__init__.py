@@ -47,15 +47,22 @@ if _everything:
     from symm_cp.group.memory import get_workspace
     from symm_cp.ops.attention import set_rotate_method
     from symm_cp.ops.attention.gather_kv import all_gather_kv
-    from symm_cp.ops.low_contention import low_contention_all_gather, low_contention_reduce_scatter
-    from symm_cp.ops.matmul import all_gather_matmul, matmul_reduce_scatter
-    from symm_cp.ops.matmul_all_reduce import matmul_all_reduce
+    from symm_cp.ops.collectives.low_contention import (
+        low_contention_all_gather,
+        low_contention_reduce_scatter,
+    )
+    from symm_cp.ops.matmul import (
+        all_gather_matmul,
+        matmul_all_reduce,
+        matmul_reduce_scatter,
+        scaled_all_gather_matmul,
+        scaled_matmul_all_reduce,
+        scaled_matmul_reduce_scatter,
+    )
     from symm_cp.ops.override import override_cuda_ops
     from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
     from symm_cp.ops.recurrent.halo import exchange_halo
     from symm_cp.ops.recurrent.scan import scan_states
-    from symm_cp.ops.scaled_all_reduce import scaled_matmul_all_reduce
-    from symm_cp.ops.scaled_matmul import scaled_all_gather_matmul, scaled_matmul_reduce_scatter
     from symm_cp.runtime.recorder import Recording, trace
     from symm_cp.tensors.results import empty_cache
 

@@ -347,7 +347,11 @@ def choose(group: Group, device: torch.device, question: Question) -> str:
     if group.world_size == 1:
         return "shards"
     way = _forced.get(WAYS) or env.way()
-    choice = Choice(way, "forced") if way is not None else _cached(group, device, question)
+    if way is not None:
+        choice = Choice(way, "forced")
+    else:
+        facts = facts_of(group)
+        choice = facts.choice(question, lambda: _choice(group, device, question, facts))
     if _listening is not None:
         _listening[_on(device, question.key)] = choice
     return choice.way
@@ -422,18 +426,13 @@ def listening() -> Iterator[dict[str, Choice]]:
         _listening = before
 
 
-def _cached(group: Group, device: torch.device, question: Question) -> Choice:
-    facts = facts_of(group)
-
-    def measured_or_simulated() -> Choice:
-        machine, simulated = _machine_of(device, facts.machine)
-        predicted = question.seconds(machine, group.world_size, device=device.type)
-        measured = facts.tuned.get(_on(device, question.key))
-        if measured in WAYS:
-            return Choice(measured, "measured", predicted)
-        return _fastest(predicted, simulated)
-
-    return facts.choice(question, measured_or_simulated)
+def _choice(group: Group, device: torch.device, question: Question, facts: Facts) -> Choice:
+    machine, simulated = _machine_of(device, facts.machine)
+    predicted = question.seconds(machine, group.world_size, device=device.type)
+    measured = facts.tuned.get(_on(device, question.key))
+    if measured in WAYS:
+        return Choice(measured, "measured", predicted)
+    return _fastest(predicted, simulated)
 
 
 def _fastest(predicted: Mapping[str, float], source: str) -> Choice:

@@ -14,8 +14,8 @@ from torch.distributed import _symmetric_memory as symm_mem
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import symm_cp
-from symm_cp import wire
 from symm_cp.group import memory
+from symm_cp.native import wire
 from symm_cp.runtime.program import probing
 from tests.exhaustive import some
 from tests.faults import soak

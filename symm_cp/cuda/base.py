@@ -31,11 +31,12 @@ from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.cuda import kernels
 from symm_cp.group.liveness import share, wait_limit, watched_processes
 from symm_cp.group.memory import Calls, Group, pages
 from symm_cp.modes import ordinary_tensors
+from symm_cp.native import wire
 from symm_cp.runtime.recorder import Mark
 from symm_cp.tensors.alignment import debug_offset
 
@@ -94,7 +95,7 @@ class Device(ABC):
     #: The type of its torch devices, and the key by which torch dispatches to kernels on them.
     torch_type: ClassVar[str]
     dispatch_key: ClassVar[str]
-    #: A library that exports the functions listed in csrc/driver.h.
+    #: A library that exports the functions listed in csrc/cuda/driver.h.
     driver: str
     #: Whether torch has kernels of its own for the ops of `torch.ops.symm_mem`.
     torch_has_kernels: ClassVar[bool] = False
@@ -235,7 +236,7 @@ class Device(ABC):
         kernels.wait(flags, first, count, needed, reset=reset)
 
     def streams_can_wait(self) -> bool:
-        """Whether its driver lets streams wait in symmetric memory (csrc/driver.h).
+        """Whether its driver lets streams wait in symmetric memory (csrc/cuda/driver.h).
 
         Raises `RuntimeError` when the driver does not load.
         """

@@ -22,13 +22,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import accelerators, native, wire
+from symm_cp import accelerators, native
 from symm_cp.cuda.base import Device, DeviceWorkspace, Verdict
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.cuda.registry import choose
 from symm_cp.cuda.workspaces import workspaces_of
 from symm_cp.group.liveness import share_made
 from symm_cp.group.memory import Group, GroupLike, pages, resolve
+from symm_cp.native import wire
 
 
 def library() -> tuple[Any, Any]:

@@ -14,9 +14,9 @@ from functools import partial
 from itertools import groupby
 from typing import TypeAlias
 
-from symm_cp import wire
 from symm_cp.cuda.base import LANES, DeviceWorkspace, Signals, events_needed
 from symm_cp.cuda.workspaces import give_up_on
+from symm_cp.native import wire
 from symm_cp.runtime import recorder
 from symm_cp.runtime.program import Binding, Kernel, Place, copied_parts
 from symm_cp.schedule.patterns import Variant
@@ -265,7 +265,7 @@ class StreamLowering:
             self._add(wire.StreamKind.RECORD, lane, event=event)
             return
         # The word that streams copy to flags is its lane's, whose streams follow one another only
-        # where calls are joined (csrc/streams.h).
+        # where calls are joined (csrc/cuda/streams.h).
         assert self.joined or lane == "copy", step
         if self.by_kernels:
             self._exchange(step, lane)

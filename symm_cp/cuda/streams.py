@@ -9,9 +9,9 @@ input alone until the transfer was waited for).
 While a graph is captured, calls take another workspace (base.py) and read nothing in place.
 
 With `SYMM_CP_DEBUG=1` ranks compare their calls before any data moves. On CPU each call carries a
-record of itself (csrc/channel.h). Streams compare nothing but flags: ranks that disagree would wait
-for each other, or mix their bytes. In debug mode they compare their calls through the group's
-store, which takes a round trip for each call.
+record of itself (csrc/channel/channel.h). Streams compare nothing but flags: ranks that disagree
+would wait for each other, or mix their bytes. In debug mode they compare their calls through the
+group's store, which takes a round trip for each call.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 import torch
 from torch._C._distributed_c10d import Work, _register_work
 
-from symm_cp import env, runtime, wire
+from symm_cp import env, runtime
 from symm_cp.cuda import kernels
 from symm_cp.cuda.base import Device, DeviceWorkspace, Signals
 from symm_cp.cuda.in_place import found_in_place
@@ -47,6 +47,7 @@ from symm_cp.cuda.workspaces import give_up, hold, workspace
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.liveness import generation, wait_limit
 from symm_cp.group.memory import Group, StateKey, reported
+from symm_cp.native import wire
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import (
     AllReduceCall,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch._C._distributed_c10d import _SymmetricMemory
 
-from symm_cp import wire
 from symm_cp.cuda.base import DeviceWorkspace, Signals
 from symm_cp.cuda.rendezvous import map_peers
 from symm_cp.group.memory import Group, StateKey
+from symm_cp.native import wire
 
 # The flags that ranks raise at each other.
 _PADS = (*wire.FLAGS, "ready in place")

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from symm_cp import wire
 from symm_cp.cuda.base import LANES, TRIAL, Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.schedule.patterns import peers
 
 #: What each rank puts into its slot: bytes, in this many copies.

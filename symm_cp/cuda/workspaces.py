@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from symm_cp import wire
 from symm_cp.cuda.base import Device, DeviceWorkspace, Signals, Verdict
 from symm_cp.cuda.registry import device_for, spans_hosts
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike, StateKey, resolve
+from symm_cp.native import wire
 
 #: A device, its driver, a channel, and how the workspace is signalled.
 _Key = tuple[torch.device, str, str, Signals]

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _register_process_group, _unregister_process_group
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from symm_cp import accelerators, env, native, wire
+from symm_cp import accelerators, env, native
 from symm_cp.group.liveness import host_identity, read, share, wait_limit
 from symm_cp.group.memory import Group, StateKey, on_first_use, reported, resolve
 from symm_cp.group.stores import TimedStore, timeout_of
+from symm_cp.native import wire
 
 _CPU = torch.device("cpu")
 #: The numbers of each rank.
@@ -349,5 +350,5 @@ _callback = native.FindGroup(_find_by_name)  # C++ calls it as long as the proce
 
 
 def register() -> None:
-    """Lets kernels in C++ look groups up by name (csrc/groups.h)."""
+    """Lets kernels in C++ look groups up by name (csrc/channel/groups.h)."""
     native.load().symm_cp_on_unknown_group(_callback)

@@ -2,7 +2,7 @@
 
 Ranks exchange facts through the group's store before they share memory. Reading there ends when
 the group's time-out has elapsed, or when a rank is lost: the native part keeps a link to each rank
-from `init_process_group` on (csrc/group.h), which breaks when that rank's process exits.
+from `init_process_group` on (csrc/channel/group.h), which breaks when that rank's process exits.
 
 A store may hold keys of an earlier group of the same name, perhaps of processes that are gone.
 So the ranks of a group first agree on its *generation*, a random text in all their keys.

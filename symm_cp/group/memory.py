@@ -33,9 +33,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _get_process_group_store, _resolve_process_group
 
-from symm_cp import env, native, wire
+from symm_cp import env, native
 from symm_cp.group.stores import TimedStore, wait_limit_of
 from symm_cp.modes import ordinary_tensors
+from symm_cp.native import wire
 from symm_cp.tensors.alignment import debug_offset
 
 _MAX_VIEWS = 1024
@@ -119,8 +120,8 @@ class Calls:
 class Workspace:
     """Symmetric memory of one channel of a group, with two slots that its calls take in turn.
 
-    The first call allocates the memory, and a call that needs more replaces it (csrc/group.h). Not
-    thread-safe: `Group.lock` serialises calls.
+    The first call allocates the memory, and a call that needs more replaces it
+    (csrc/channel/group.h). Not thread-safe: `Group.lock` serialises calls.
     """
 
     def __init__(self, group: Group, channel: str) -> None:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import torch
@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._pytree import tree_leaves
 
-from symm_cp import cuda, native, wire
+from symm_cp import cuda, native
 from symm_cp.group.hosts import on_this_host
 from symm_cp.group.memory import (
     Group,
@@ -28,11 +28,12 @@ from symm_cp.group.memory import (
     resolve,
     unknown_group,
 )
-from symm_cp.ops.compiled import called_in_order
+from symm_cp.native import wire
+from symm_cp.ops.op import Kernel
 from symm_cp.ops.tensor_checks import TensorArguments, checking_memory, concerns_peers
 from symm_cp.runtime import process_group
 from symm_cp.runtime.api import Collective
-from symm_cp.tensors.dtypes import REDUCIBLE
+from symm_cp.tensors.dtypes import SUMMABLE, summable
 from symm_cp.tensors.shards import Split
 
 #: What a checkpoint raises as soon as it has recomputed what it needs.
@@ -40,9 +41,7 @@ END_OF_RECOMPUTATION = getattr(torch.utils.checkpoint, "_StopRecomputationError"
 
 P = ParamSpec("P")
 R = TypeVar("R")
-T = TypeVar("T")
 
-SUMMABLE = "an integer, a complex or a floating dtype of at least 16 bits"
 _MAX_PLANS = 512
 _LONG_SIZES = 48  # of the characters of a call's name that peers compare
 # Dispatch keys at which no call is made: fake kernels, what records calls, what other keys follow.
@@ -51,7 +50,7 @@ _DEVICES = tuple(kind.dispatch_key for kind in cuda.known())
 
 
 class _Library(torch.library.Library):
-    """Kernels for CPU tensors tell the peers when they refuse a call; graphs keep the order."""
+    """Kernels for CPU tensors tell the peers when they refuse a call."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -62,8 +61,6 @@ class _Library(torch.library.Library):
     ) -> None:
         if not dispatch_key.startswith(_NOT_CALLS) and dispatch_key not in _DEVICES:
             fn = self._telling(str(op_name), fn, dispatch_key, bool(kwargs.get("with_keyset")))
-        if dispatch_key == "Meta" and self.ns == "symm_mem":
-            fn = called_in_order(str(op_name).rpartition("::")[2], fn)
         super().impl(op_name, fn, dispatch_key, *args, **kwargs)
 
     def _telling(self, name: str, kernel: Any, dispatch_key: str, with_keyset: bool) -> Any:
@@ -98,7 +95,7 @@ def tells_peers(
     def group_of_call(args: Any, kwargs: Any) -> Any:
         return signature.bind(*args, **kwargs).arguments[group]
 
-    return _telling(function, group_of_call, channel, op)
+    return _telling(function, group_of_call, channel, op, traced=True)
 
 
 def entry_point(function: Callable[P, R]) -> Callable[P, R]:
@@ -108,17 +105,26 @@ def entry_point(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _telling(
-    function: Callable[P, R], group_of_call: Callable[[Any, Any], Any], channel: str, op: str
+    function: Callable[P, R],
+    group_of_call: Callable[[Any, Any], Any],
+    channel: str,
+    op: str,
+    *,
+    traced: bool = False,
 ) -> Callable[P, R]:
+    """`traced`: compilers read the function, which kernels and gradients are hidden from."""
+
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling():
+        if traced and torch.compiler.is_compiling():
             return function(*args, **kwargs)
         try:
             return function(*args, **kwargs)
         except END_OF_RECOMPUTATION:  # nothing failed
             raise
         except Exception as error:
+            if torch.compiler.is_compiling():
+                raise
             if op:
                 _name_op(op, error)
             with contextlib.suppress(Exception):  # no group, nobody to tell
@@ -188,14 +194,11 @@ PLANS: StateKey[Plans] = StateKey("plans")
 lib = _Library("symm_mem", "FRAGMENT")
 
 #: Holds kernels in Python of ops whose kernels for CPU tensors are native, under the same names.
-_in_python = _Library("symm_cp", "FRAGMENT")
-_with_native_kernels: list[str] = []
-
-Op: TypeAlias = Callable[..., Any]
+in_python = _Library("symm_cp", "FRAGMENT")
 
 #: Kernels for devices, by name, of ops that torch has kernels for as well:
 #: `symm_cp.override_cuda_ops` installs ours.
-device_kernels: dict[str, Op] = {}
+device_kernels: dict[str, Kernel] = {}
 
 
 def keys_of_ours() -> tuple[str, ...]:
@@ -214,56 +217,6 @@ def device_behind(tensor: torch.Tensor) -> torch.device:
     return tensor.device if fake is None else fake
 
 
-def register_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
-    """Registers an op's kernel for CPU tensors and for those of every known device.
-
-    With `replaces_torch`, torch has a kernel for some devices; ours is kept in `device_kernels`,
-    and `override_cuda_ops` installs it.
-    """
-    lib.impl(name, kernel, "CPU")
-    register_device_kernel(name, kernel, replaces_torch=replaces_torch)
-
-
-def register_device_kernel(name: str, kernel: Op, *, replaces_torch: bool = False) -> None:
-    """As `register_kernel`, but not for CPU tensors."""
-    if replaces_torch:
-        device_kernels[name] = kernel
-    for device in cuda.known():
-        if not (replaces_torch and device.torch_has_kernels):
-            lib.impl(name, kernel, device.dispatch_key)
-
-
-def register_in_python(name: str, kernel: Op) -> None:
-    """Registers what a native kernel (csrc/kernels.h) calls where it cannot serve CPU tensors.
-
-    In groups that span hosts, in torch's test mode, and where tests have streams serve them.
-    """
-    schema = str(getattr(torch.ops.symm_mem, name).default._schema)
-    _in_python.define(schema.removeprefix("symm_mem::"))
-    _in_python.impl(name, kernel, "CPU")
-    lib.on_cpu.add(name)
-    _with_native_kernels.append(name)
-
-
-def register_planner(name: str, schema: str, plan: Op) -> None:
-    """Registers what a native kernel asks once for each kind of arguments, as the overload `plan`.
-
-    It checks the arguments. `schema` is its own, without a name.
-    """
-    _in_python.define(f"{name}.plan{schema}")
-    _in_python.impl(f"{name}.plan", plan, "CPU")
-
-
-def register_without_native() -> None:
-    """Has ops whose kernels are native say why the native part is missing."""
-
-    def refuses(*args: Any) -> Any:
-        native.load()
-
-    for name in _with_native_kernels:
-        lib.impl(name, refuses, "CPU")
-
-
 def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail: str = "") -> bytes:
     """Names a call for errors, and so that ranks notice when theirs differ.
 
@@ -273,9 +226,11 @@ def what_is(op: str, *tensors: torch.Tensor, split: Split | None = None, detail:
     return _name_of(op, tuple([(t.dtype, t.shape) for t in tensors]), split, detail)
 
 
-def name_of(op: str, dtype: torch.dtype, shape: Sequence[int], detail: str) -> bytes:
-    """As `what_is`, for a result that is not made yet."""
-    return _name_of(op, ((dtype, torch.Size(shape)),), None, detail)
+def name_of(
+    op: str, dtype: torch.dtype, shape: Sequence[int], detail: str, split: Split | None = None
+) -> bytes:
+    """As `what_is`, for a tensor that is not there."""
+    return _name_of(op, ((dtype, torch.Size(shape)),), split, detail)
 
 
 @functools.lru_cache(maxsize=_MAX_PLANS)
@@ -331,11 +286,6 @@ def check_dim(op: str, name: str, dim: int, ndim: int) -> int:
     if not -ndim <= dim < ndim:
         raise ValueError(f"{op}: {name}={dim} is out of range for a {ndim}-D tensor")
     return dim % ndim
-
-
-def summable(dtype: torch.dtype) -> bool:
-    """Returns whether elements of a dtype can be added up."""
-    return dtype.to_real() in REDUCIBLE
 
 
 def check_reduce_op(op: str, name: str, dtype: torch.dtype, reduce_op: str = "sum") -> bool:
@@ -482,16 +432,6 @@ def public_name(op: str) -> str:
     return next((name for name, split in WITH_SIZES.items() if split == op), op)
 
 
-def named_with_sizes(*ops: str) -> tuple[str, ...]:
-    """Returns the names of ops, and of their counterparts that take sizes."""
-    return (*ops, *(WITH_SIZES[op] for op in ops if op in WITH_SIZES))
-
-
-def with_sizes(by_op: Mapping[str, T]) -> dict[str, T]:
-    """Returns what there is for each op, which serves its counterpart with sizes as well."""
-    return {name: value for op, value in by_op.items() for name in named_with_sizes(op)}
-
-
 def op_for(name: str, device: torch.device) -> Any:
     """Returns the op that runs our kernel on a device: torch's of that name, or else ours.
 
@@ -506,8 +446,9 @@ def op_for(name: str, device: torch.device) -> Any:
 
 def call_op(name: str, tensor: torch.Tensor, *args: Any, uneven: Uneven, **kwargs: Any) -> Any:
     """Runs our kernel on the device of a tensor, the first argument."""
-    ours = getattr(torch.ops.symm_mem, WITH_SIZES[name]) if uneven else op_for(name, tensor.device)
-    return ours(tensor, *args, *uneven, **kwargs)
+    kind = cuda.kind_for(tensor.device)
+    ours = WITH_SIZES[name] if uneven or (kind is not None and kind.torch_has_kernels) else name
+    return getattr(torch.ops.symm_mem, ours)(tensor, *args, *uneven, **kwargs)
 
 
 # Renamed in torch 2.13, where the old names warn.

@@ -15,7 +15,8 @@ from symm_cp.cuda.selftest import known_verdict
 from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, StateKey, resolve
 from symm_cp.ops.autocast import device_autocast
-from symm_cp.ops.common import Op, device_behind, device_kernels
+from symm_cp.ops.common import device_behind, device_kernels
+from symm_cp.ops.op import Kernel
 
 _installed: CudaOverride | None = None
 
@@ -51,9 +52,9 @@ def _serves(group: Group, device: torch.device) -> bool:
     return False
 
 
-def _or_torchs(name: str, ours: Op) -> Op:
+def _or_torchs(name: str, ours: Kernel) -> Kernel:
     """Returns our kernel of an op, and torch's for groups that ours do not serve."""
-    torchs: Op = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
+    torchs: Kernel = getattr(torch_symm_mem, name if name.startswith("_") else f"_{name}")
     arguments = getattr(torch.ops.symm_mem, name).default._schema.arguments
     group_name = [argument.name for argument in arguments].index("group_name")
 
@@ -100,7 +101,7 @@ class CudaOverride:
         self.undo()
 
 
-def fake_kernel(ours: Op, torchs: str) -> Op:
+def fake_kernel(ours: Kernel, torchs: str) -> Kernel:
     """Returns a fake kernel of torch's op: torch's own for devices where torch's kernel runs.
 
     `torchs` is its name in torch.distributed._symmetric_memory.

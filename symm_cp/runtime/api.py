@@ -53,7 +53,7 @@ Sizes: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 class PlacedBox(NamedTuple):
-    """`planes` times `rows` runs of `row` bytes of a tensor; see `Box` in csrc/wire.h."""
+    """`planes` times `rows` runs of `row` bytes of a tensor; see `Box` in csrc/channel/wire.h."""
 
     peer: int
     piece: int
@@ -450,7 +450,7 @@ def _bytes_of(shapes: Sequence[Shape], item: int) -> tuple[int, ...]:
 
 
 class BackgroundRuntime(Runtime):
-    """Runs collectives in the background, where that is not native (csrc/low_contention.cpp)."""
+    """Runs collectives in the background unless that is native (csrc/ops/low_contention.cpp)."""
 
     @abstractmethod
     def prepare_all_gather(

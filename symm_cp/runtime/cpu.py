@@ -10,9 +10,10 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.hosts import QUESTION, numbers_on_host
 from symm_cp.group.memory import Group, has_symmetric, is_symmetric, reported
+from symm_cp.native import wire
 from symm_cp.runtime import loops as _loops  # noqa: F401 - gives every new group its loops
 from symm_cp.runtime.all_reduce import AllReduceVariant, all_reduce_variant
 from symm_cp.runtime.api import (
@@ -285,7 +286,7 @@ class CpuRuntime(Runtime):
         outputs: Sequence[torch.Tensor],
         call_name: bytes,
     ) -> None:
-        """See `Runtime`. One copy into the slot and one out of it, in pieces (csrc/boxes.h)."""
+        """See `Runtime`. One copy into the slot and one out of it (csrc/exchange/boxes.h)."""
         used = (*tensors, *outputs)
         strides = tuple([t.stride() for t in used])
         given, taken = boxes_of(packed, strides, group.world_size)

@@ -1,6 +1,7 @@
-"""Lowers looped patterns to the steps of one piece, which csrc/exchange.cpp runs for each piece.
+"""Lowers looped patterns to the steps of one piece.
 
-They know no sizes and no addresses, so each group gets them once, when it is made.
+csrc/exchange/exchange.cpp runs them for each piece. They know no sizes and no addresses, so each
+group gets them once, when it is made.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.memory import Group, on_creation
+from symm_cp.native import wire
 from symm_cp.schedule import patterns
 from symm_cp.schedule.patterns import Pattern, Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Wait, accesses
@@ -38,7 +40,7 @@ IN_CALLER: dict[_Kind, Variant] = {
 
 
 class Loop(NamedTuple):
-    """The lowered steps of one piece; see `Loop` in csrc/exchange.h."""
+    """The lowered steps of one piece; see `Loop` in csrc/exchange/exchange.h."""
 
     steps: ctypes.Array[wire.LoopStep]
     sources: ctypes.Array[wire.Area]

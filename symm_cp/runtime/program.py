@@ -12,8 +12,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.memory import Workspace
+from symm_cp.native import wire
 from symm_cp.runtime import recorder
 from symm_cp.schedule.patterns import Variant
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait

@@ -1,8 +1,8 @@
 """Records when the lanes of this rank ran each step: `symm_cp.trace()`.
 
-Steps that run in Python are recorded here, native ones in csrc/trace.cpp. Both read the monotonic
-clock, which all processes of a host share, so the ranks' recordings fit together. When nothing is
-recorded, a native batch costs the test of one flag.
+Steps that run in Python are recorded here, native ones in csrc/exchange/trace.cpp. Both read the
+monotonic clock, which all processes of a host share, so the ranks' recordings fit together. When
+nothing is recorded, a native batch costs the test of one flag.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Protocol, TypeAlias
 
 import torch.distributed as dist
 
-from symm_cp import native, wire
+from symm_cp import native
 from symm_cp.group.memory import GroupLike, group_name
+from symm_cp.native import wire
 from symm_cp.schedule import trace as drawing
 from symm_cp.schedule.simulate import Event, Timeline
 from symm_cp.schedule.steps import Compute, Copy, Region, Signal, Step, Wait

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import group_name
-from symm_cp.ops.low_contention import low_contention_all_gather
+from symm_cp.ops.collectives.low_contention import low_contention_all_gather
 
 
 class Seat(NamedTuple):

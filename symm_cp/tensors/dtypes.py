@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from symm_cp import wire
+from symm_cp.native import wire
 
 #: The dtypes whose elements can be summed, and what native reductions call them. Complex numbers
 #: are summed as pairs of these.

@@ -2,7 +2,8 @@
 
 Fresh memory costs more than a transfer: the kernel clears each page and maps it at the first
 access. So memory of freed results of at least 1 MiB is kept, in huge pages where the system has
-them, for the next result of about that size (csrc/blocks.h). The tensors behave as all others do.
+them, for the next result of about that size (csrc/memory/blocks.h). The tensors
+behave as all others do.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import torch
 
 from symm_cp import native
 
-# Bytes from which on results come from the pool (csrc/pool.h has the same number). Smaller ones fit
-# into pages that torch's allocator has touched already, and would fill the pool with small blocks.
+# Bytes from which on results come from the pool (csrc/memory/pool.h has the same number). Smaller
+# ones fit into pages that torch's allocator has touched already, and would fill the pool with small
+# blocks.
 _POOLED_BYTES = 1 << 20
 
 

@@ -22,7 +22,7 @@ import torch.distributed._symmetric_memory as symm_mem
 import symm_cp
 from symm_cp import cuda, tuning
 from symm_cp.group import memory
-from symm_cp.ops.scaled_mm import torch_scales_rows_on_cpu
+from symm_cp.ops.matmul.scaled_mm import torch_scales_rows_on_cpu
 from symm_cp.tensors import alignment
 from tests import device as test_device
 from tests.bits.products import watched

@@ -14,9 +14,10 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
 import symm_cp
-from symm_cp import cuda, wire
+from symm_cp import cuda
 from symm_cp.cuda.gpu import CudaDevice
 from symm_cp.group import memory
+from symm_cp.native import wire
 from symm_cp.ops.common import device_kernels
 from tests.cuda.simulated import simulated_device, simulation
 from tests.exhaustive import exhaustive

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from symm_cp import cuda, wire
+from symm_cp import cuda
 from symm_cp.commands.first_run.checks import checks
 from symm_cp.cuda import Signals, Verdict, selftest
 from symm_cp.cuda.symmetric import SymmetricWorkspace
 from symm_cp.group import memory
+from symm_cp.native import wire
 from tests.cuda.simulated import SimulatedDevice, simulation
 from tests.pool import Ranks
 

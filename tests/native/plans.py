@@ -12,7 +12,7 @@ import random
 import struct
 from collections.abc import Sequence
 
-from symm_cp import wire
+from symm_cp.native import wire
 from symm_cp.runtime import loops
 from symm_cp.runtime.program import Binding, Lowering, Program, Reduction
 from symm_cp.schedule.patterns import Variant, variants

@@ -532,9 +532,17 @@ def test_bits_do_not_depend_on_vectors(options: str, tmp_path: Path) -> None:
         pytest.skip("options of x86-64 compilers")
     if missing := {name[2:] for name in options.split()} - processors.features():
         pytest.skip(f"no {missing} here")
-    sources = [Path(__file__).with_name("philox_bits.cpp"), native.source_dir() / "philox.cpp"]
+    csrc = native.source_dir()
+    sources = [Path(__file__).with_name("philox_bits.cpp"), csrc / "attention" / "philox.cpp"]
     library = tmp_path / "philox.so"
-    command = [*shlex.split(native.find_compiler()), "-std=c++20", "-O2", "-fPIC", "-shared"]
+    command = [
+        *shlex.split(native.find_compiler()),
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-shared",
+        f"-I{csrc}",
+    ]
     subprocess.run([*command, *options.split(), *sources, "-o", library], check=True)
     kept_bits = ctypes.CDLL(str(library)).kept_bits
     for _ in range(20):

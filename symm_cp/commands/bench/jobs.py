@@ -31,7 +31,7 @@ from symm_cp.commands.harness.measure import (
 from symm_cp.context_parallel import all_gather_attention
 from symm_cp.cuda import read_in_place
 from symm_cp.ops.common import device_kernels, unfused_all_gather, unfused_reduce_scatter
-from symm_cp.ops.matmul_all_reduce import unfused_all_reduce
+from symm_cp.ops.matmul.all_reduce import unfused_all_reduce
 from symm_cp.schedule.machine import Machine
 from symm_cp.schedule.patterns import (
     ALL_GATHER_AND_CONSUME,

@@ -1,6 +1,6 @@
 """Merging of attention over two sets of keys by log-sum-exp, in place.
 
-Source: FlashAttention (Dao et al., 2022), as csrc/attention.cpp has it for CPU.
+Source: FlashAttention (Dao et al., 2022), as csrc/attention/merge_op.cpp has it for CPU.
 """
 
 from __future__ import annotations

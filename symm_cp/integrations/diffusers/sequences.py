@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from symm_cp.group.memory import group_name, resolve
 from symm_cp.ops.attention.layouts import in_rank_order
-from symm_cp.ops.low_contention import low_contention_all_gather
+from symm_cp.ops.collectives.low_contention import low_contention_all_gather
 
 
 def gathered(shard: torch.Tensor, group: str, sizes: list[int] | None = None) -> torch.Tensor:

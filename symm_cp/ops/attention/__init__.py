@@ -42,16 +42,8 @@ gradients (sinks, bias) need `op` as well.
 
 from __future__ import annotations
 
-from symm_cp.ops.attention import gather_kv, op, sequence
+from symm_cp.ops.attention import gather_kv, op, sequence  # these declare ops
 from symm_cp.ops.attention.flex import graph
 from symm_cp.ops.attention.methods import set_rotate_method
 
-__all__ = ["register", "set_rotate_method"]
-
-
-def register() -> None:
-    """Registers the kernels of all attention ops with torch."""
-    op.register()
-    gather_kv.register()
-    graph.register()
-    sequence.register()
+__all__ = ["gather_kv", "graph", "op", "sequence", "set_rotate_method"]

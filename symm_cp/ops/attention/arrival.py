@@ -15,8 +15,8 @@ from symm_cp.ops.attention.tiles import dense_features
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.schedule.mask import CAUSAL, NO_MASK
 from symm_cp.schedule.patterns import peers
+from symm_cp.tensors.dtypes import NARROW
 
-_DTYPES = (torch.bfloat16, torch.float16)
 _FEATURES = (64, 128)
 
 
@@ -56,7 +56,7 @@ def fits(group: Group, query: torch.Tensor, key: torch.Tensor, spec: AttentionSp
     known = AttentionSpec(layout=spec.layout, mask=spec.mask, scale=spec.scale, method=spec.method)
     return (
         group.world_size > 1
-        and query.dtype in _DTYPES
+        and query.dtype in NARROW
         and query.shape[3] in _FEATURES
         and len(set(spec.layout.lengths)) == 1
         and spec == known

@@ -11,10 +11,7 @@ import torch
 
 from symm_cp.ops.attention.options import Options
 from symm_cp.schedule.layout import SequenceLayout
-
-#: The dtypes of queries, keys, values, sinks and biases.
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_DTYPE_NAMES = "float64, float32, bfloat16 or float16"
+from symm_cp.tensors.dtypes import FLOATING, one_of
 
 
 def check_tensors(
@@ -27,8 +24,8 @@ def check_tensors(
                 f"{op}: {name} must be (batch, heads, sequence, features), has shape "
                 f"{list(tensor.shape)}"
             )
-        if tensor.dtype not in DTYPES:
-            raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {_DTYPE_NAMES}")
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
         if tensor.dtype != query.dtype:
             raise TypeError(f"{op}: {name} is {tensor.dtype} and query {query.dtype}")
         if tensor.device != query.device:
@@ -89,8 +86,8 @@ def check_scores(op: str, query: torch.Tensor, options: Options) -> None:
 
 
 def _check_like_query(op: str, name: str, tensor: torch.Tensor, query: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPES:
-        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {_DTYPE_NAMES}")
+    if tensor.dtype not in FLOATING:
+        raise TypeError(f"{op}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
     if tensor.device != query.device:
         raise ValueError(f"{op}: {name} is on {tensor.device} and query on {query.device}")
 

@@ -4,7 +4,7 @@ Shapes: query (B, H, S, E), key (B, G, K, E) and value (B, G, K, V) for a diviso
 contiguous. A score is `scale * q.k`; `softcap * tanh(score / softcap)`; plus a bias by distance;
 plus a mask. Its weight is dropped or divided by 1 - p, which the log-sum-exp does not know of.
 
-    CPU       csrc/attention_tile.cpp
+    CPU       csrc/attention/tile.cpp
     others    matmuls, a block of rows at a time
 
 Which keys a query sees is said by `mask`, additive and broadcastable to (B, H, S, K), and by a

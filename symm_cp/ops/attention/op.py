@@ -30,25 +30,12 @@ from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, fake_result
 from symm_cp.ops.attention.spec import AttentionSpec
 from symm_cp.ops.attention.spread import spread_of_queries
 from symm_cp.ops.attention.tiles import grad_of_sinks
-from symm_cp.ops.common import attention_runs, group_of, lib, register_kernel
-from symm_cp.ops.compiled import called_in_order
+from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.op import LEFT_TO_TORCH, Caller, GradientByHand, Op, arguments, declare
 from symm_cp.ops.transforms import check_transforms, once_differentiable
 
 _FORWARD = "fused_all_gather_attention"
 _BACKWARD = "fused_all_gather_attention_backward"
-
-lib.define(
-    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
-    " -> (Tensor out, Tensor logsumexp)"
-)
-# Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no ops
-# with optional results.
-lib.define(
-    f"{_BACKWARD}(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
-    "bool sinks_grad=True, bool bias_grad=True)"
-    " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
-)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -259,16 +246,42 @@ def _attention_backward_autograd(
         return op.redispatch(keyset & torch._C._after_autograd_keyset, *args, **options)
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradient."""
-    for name, kernel, fake in (
-        (_FORWARD, _attention_kernel, _attention_fake),
-        (_BACKWARD, _attention_backward_kernel, _attention_backward_fake),
-    ):
-        register_kernel(name, kernel)
-        # Not as a kernel for "Meta", for which tensors, cu_seqlens too, must be on one device.
-        torch.library.register_fake(f"symm_mem::{name}", called_in_order(name, fake), lib=lib)
-    autocast.register(autocast.cast, _FORWARD)
-    autocast.register(autocast.as_they_are, _BACKWARD)
-    lib.impl(_FORWARD, _attention_autograd, "Autograd")
-    lib.impl(_BACKWARD, _attention_backward_autograd, "Autograd", with_keyset=True)
+def _example(on: Caller, tensors: int) -> list[torch.Tensor]:
+    return [on.rand(1, 2, 4, 8) for _ in range(tensors)]
+
+
+declare(
+    Op(
+        name=_FORWARD,
+        schema=(
+            f"(Tensor query, Tensor key, Tensor value, str group_name, *, {OPTIONS})"
+            " -> (Tensor out, Tensor logsumexp)"
+        ),
+        kernel=_attention_kernel,
+        fake=_attention_fake,
+        gradient=GradientByHand(_attention_autograd),
+        autocast=autocast.cast,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(*_example(on, 3), on.group_name, is_causal=True),
+        mixes_devices=True,  # cu_seqlens
+    ),
+    # Gradients of sinks and bias are empty unless both given and wanted: torch.func.vmap takes no
+    # ops with optional results.
+    Op(
+        name=_BACKWARD,
+        schema=(
+            "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+            f"Tensor logsumexp, str group_name, *, Tensor? grad_logsumexp=None, {OPTIONS}, "
+            "bool sinks_grad=True, bool bias_grad=True)"
+            " -> (Tensor query, Tensor key, Tensor value, Tensor sinks, Tensor bias)"
+        ),
+        kernel=_attention_backward_kernel,
+        fake=_attention_backward_fake,
+        gradient=GradientByHand(_attention_backward_autograd, with_keyset=True),
+        autocast=autocast.as_they_are,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(*_example(on, 5), on.rand(1, 2, 4), on.group_name),
+        mixes_devices=True,
+        internal=True,
+    ),
+)

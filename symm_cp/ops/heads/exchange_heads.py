@@ -15,18 +15,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from symm_cp import runtime, wire
+from symm_cp import runtime
 from symm_cp.group.memory import Group
+from symm_cp.native import wire
 from symm_cp.ops.common import (
     check_reduce_op,
     group_of,
-    lib,
-    register_device_kernel,
-    register_in_python,
-    register_planner,
     world_size_of,
 )
 from symm_cp.ops.heads.packing import HeadExchange, HeadPart, HeadRanges, head_exchange
+from symm_cp.ops.op import NATIVE_GRADIENT, ONE_BY_ONE, Op, arguments, declare, untouched
 from symm_cp.schedule.layout import SequenceLayout
 from symm_cp.tensors.results import contiguous
 
@@ -40,7 +38,6 @@ _ARGUMENTS = (
     "(Tensor[] tensors, bool to_heads, str group_name, int[]? head_ranges=None, "
     "int[]? chunk_order=None, SymInt[]? chunk_lengths=None, int? rank=None)"
 )
-lib.define(f"{OP}{_ARGUMENTS} -> Tensor[]")
 
 
 class _Kind(NamedTuple):
@@ -217,7 +214,7 @@ def _kernel(
 def _plan(
     tensors: list[torch.Tensor], to_heads: bool, group_name: str, *options: Any
 ) -> tuple[torch.Tensor, torch.Tensor, list[int], str]:
-    """Plans a call for csrc/exchange_heads.cpp; raises `ValueError` or `TypeError`.
+    """Plans a call for csrc/ops/exchange_heads.cpp; raises `ValueError` or `TypeError`.
 
     Returns the bytes of the boxes that are sent and received, the sizes of all results and the
     call's name; no sizes where results are sums, which the native kernel cannot compute.
@@ -300,12 +297,20 @@ def exchange_fake(
     return results
 
 
-def register() -> None:
-    """Adds the kernels and the fake kernel.
-
-    The kernel for CPU tensors is csrc/exchange_heads.cpp, the gradient in csrc/gradients.cpp.
-    """
-    register_in_python(OP, _kernel)
-    register_planner(OP, f"{_ARGUMENTS} -> (Tensor, Tensor, int[], str)", _plan)
-    register_device_kernel(OP, _kernel)
-    lib.impl(OP, exchange_fake, "Meta")
+declare(
+    Op(
+        name=OP,
+        schema=f"{_ARGUMENTS} -> Tensor[]",
+        kernel=_kernel,  # csrc/ops/exchange_heads.cpp serves CPU tensors
+        fake=exchange_fake,
+        gradient=NATIVE_GRADIENT,
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            [on.rand(1, 2 * on.world_size, 3, size) for size in (4, 2)], True, on.group_name
+        ),
+        plan=_checked,
+        native=True,
+        native_plan=("(Tensor, Tensor, int[], str)", _plan),
+    )
+)

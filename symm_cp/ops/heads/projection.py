@@ -19,12 +19,11 @@ import torch
 
 from symm_cp import runtime
 from symm_cp.ops import autocast
-from symm_cp.ops.common import lib, register_kernel
 from symm_cp.ops.heads.exchange_heads import exchange_fake, exchange_name, exchange_of
 from symm_cp.ops.heads.packing import HeadExchange
-from symm_cp.ops.operands import check_matrices, check_multiplied
-from symm_cp.ops.products import Sum
-from symm_cp.ops.transforms import register_gradient
+from symm_cp.ops.matmul.operands import check_matrices, check_multiplied
+from symm_cp.ops.matmul.products import Sum
+from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
 from symm_cp.tensors.results import new_result
 from symm_cp.tensors.shards import viewing
 
@@ -36,12 +35,6 @@ _OPTIONS = (
     "str group_name, int[]? head_ranges=None, int[]? chunk_order=None, "
     "SymInt[]? chunk_lengths=None, int? rank=None"
 )
-lib.define(
-    f"{PROJECT}(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {_OPTIONS})"
-    " -> Tensor[]"
-)
-# Returns also the exchanged tensors: all heads of this rank's positions, (B, s, H * E) each.
-lib.define(f"{COLLECT}(Tensor[] tensors, Tensor[] weights, {_OPTIONS}) -> (Tensor, Tensor[])")
 
 
 def _projected(
@@ -351,12 +344,34 @@ def _options_of(options: Sequence[Any], index: int, count: int) -> list[Any]:
     return [group_name, ranges, *others]
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradients."""
-    register_kernel(PROJECT, _project_kernel)
-    register_kernel(COLLECT, _collect_kernel)
-    lib.impl(PROJECT, _project_fake, "Meta")
-    lib.impl(COLLECT, _collect_fake, "Meta")
-    autocast.register(autocast.cast, PROJECT, COLLECT)
-    register_gradient(PROJECT, _project_backward, _setup_project)
-    register_gradient(COLLECT, _collect_backward, _setup_collect)
+declare(
+    Op(
+        name=PROJECT,
+        schema=(
+            f"(Tensor x, Tensor[] weights, Tensor[] biases, SymInt features, {_OPTIONS})"
+            " -> Tensor[]"
+        ),
+        kernel=_project_kernel,
+        fake=_project_fake,
+        gradient=Gradient(_project_backward, _setup_project),
+        autocast=autocast.cast,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(1, 4, 6), [on.rand(6, 4 * on.world_size)], [on.rand(4 * on.world_size)], 2,
+            on.group_name,
+        ),
+    ),
+    # Returns also the factors: all heads of this rank's positions, (B, s, H * E) of each tensor.
+    Op(
+        name=COLLECT,
+        schema=f"(Tensor[] tensors, Tensor[] weights, {_OPTIONS}) -> (Tensor, Tensor[])",
+        kernel=_collect_kernel,
+        fake=_collect_fake,
+        gradient=Gradient(_collect_backward, _setup_collect),
+        autocast=autocast.cast,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            [on.rand(1, 2, 4 * on.world_size, 3)], [on.rand(6 * on.world_size, 5)], on.group_name
+        ),
+    ),
+)  # fmt: skip

@@ -23,24 +23,15 @@ import torch.nn.functional as F
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import entry_point, group_of, lib, register_kernel, what_is, world_size_of
+from symm_cp.ops.common import entry_point, group_of, what_is, world_size_of
+from symm_cp.ops.op import LEFT_TO_TORCH, Gradient, NoGradient, Op, arguments, declare
 from symm_cp.ops.recurrent.scan import pieces_of
-from symm_cp.ops.transforms import register_gradient, register_no_gradient
+from symm_cp.tensors.dtypes import FLOATING, one_of
 from symm_cp.tensors.results import contiguous, new_result
 
 _OP = "gated_delta_rule"
 _STATES = "_delta_rule_states"
 _GRADS = "_delta_rule_grads"
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-lib.define(
-    f"{_STATES}(Tensor keys, Tensor erased, Tensor values, Tensor decay, str group_name) -> "
-    "(Tensor, Tensor)"
-)
-lib.define(
-    f"{_GRADS}(Tensor grad_written, Tensor grad_states, Tensor keys, Tensor erased, Tensor decay, "
-    "str group_name) -> (Tensor, Tensor)"
-)
 
 
 def _check_rows(op: str, keys: torch.Tensor, erased: torch.Tensor, decay: torch.Tensor) -> None:
@@ -179,15 +170,42 @@ def _backward(
     return grad_keys, grad_erased, total_written, grad_decay, None
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradients, once differentiable."""
-    register_kernel(_STATES, _states_kernel)
-    register_kernel(_GRADS, _grads_kernel)
-    lib.impl(_STATES, _states_fake, "Meta")
-    lib.impl(_GRADS, _grads_fake, "Meta")
-    autocast.register(autocast.as_they_are, _STATES, _GRADS)
-    register_gradient(_STATES, _backward, _setup)
-    register_no_gradient(_GRADS, "second derivatives of gated_delta_rule are not supported")
+declare(
+    Op(
+        name=_STATES,
+        schema=(
+            "(Tensor keys, Tensor erased, Tensor values, Tensor decay, str group_name) -> "
+            "(Tensor, Tensor)"
+        ),
+        kernel=_states_kernel,
+        fake=_states_fake,
+        gradient=Gradient(_backward, _setup),  # once differentiable
+        autocast=autocast.as_they_are,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(
+            on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 6), on.rand(2, 3),
+            on.group_name,
+        ),
+        internal=True,
+    ),
+    Op(
+        name=_GRADS,
+        schema=(
+            "(Tensor grad_written, Tensor grad_states, Tensor keys, Tensor erased, Tensor decay, "
+            "str group_name) -> (Tensor, Tensor)"
+        ),
+        kernel=_grads_kernel,
+        fake=_grads_fake,
+        gradient=NoGradient("second derivatives of gated_delta_rule are not supported"),
+        autocast=autocast.as_they_are,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(
+            on.rand(2, 3, 4, 6), on.rand(2, 4, 5, 6), on.rand(2, 3, 4, 5), on.rand(2, 3, 4, 5),
+            on.rand(2, 3), on.group_name,
+        ),
+        internal=True,
+    ),
+)  # fmt: skip
 
 
 def _check(
@@ -202,10 +220,8 @@ def _check(
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{_OP}: {name} is {tensor!r}, must be a tensor")
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(
-                f"{_OP}: {name} is {tensor.dtype}, must be float64, float32, bfloat16 or float16"
-            )
+        if tensor.dtype not in FLOATING:
+            raise TypeError(f"{_OP}: {name} is {tensor.dtype}, must be {one_of(FLOATING)}")
         if tensor.device != query.device:
             raise ValueError(f"{_OP}: {name} is on {tensor.device} and query on {query.device}")
     if key.dim() != 4 or value.dim() != 4 or query.shape != key.shape:

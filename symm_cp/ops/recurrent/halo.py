@@ -19,14 +19,12 @@ from symm_cp.ops.common import (
     entry_point,
     gather_split,
     group_of,
-    lib,
-    register_kernel,
     uneven_of,
     uneven_parts,
     what_is,
     world_size_of,
 )
-from symm_cp.ops.transforms import register_gradient
+from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare, untouched
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import copied, new_result
 from symm_cp.tensors.shards import Split
@@ -35,8 +33,6 @@ _EXCHANGE = "exchange_halo"
 _ADD = "_add_halo"
 
 _ARGUMENTS = f"SymInt left, SymInt right, int dim, str group_name, {SIZES}"
-lib.define(f"{_EXCHANGE}(Tensor x, {_ARGUMENTS}) -> Tensor")
-lib.define(f"{_ADD}(Tensor padded, {_ARGUMENTS}) -> Tensor")
 
 
 def _check(tensor: torch.Tensor, left: int, right: int, dim: int) -> int:
@@ -210,14 +206,29 @@ def _add_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return padded, *(None,) * (4 + len(ctx.uneven))
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradients: each op is the other's."""
-    register_kernel(_EXCHANGE, _exchange_kernel)
-    register_kernel(_ADD, _add_kernel)
-    lib.impl(_EXCHANGE, _exchange_fake, "Meta")
-    lib.impl(_ADD, _add_fake, "Meta")
-    register_gradient(_EXCHANGE, _exchange_backward, _setup)
-    register_gradient(_ADD, _add_backward, _setup)
+declare(
+    Op(
+        name=_EXCHANGE,
+        schema=f"(Tensor x, {_ARGUMENTS}) -> Tensor",
+        kernel=_exchange_kernel,
+        fake=_exchange_fake,
+        gradient=Gradient(_exchange_backward, _setup),
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(on.rand(4, 6, 4), 1, 2, 1, on.group_name),
+    ),
+    Op(
+        name=_ADD,
+        schema=f"(Tensor padded, {_ARGUMENTS}) -> Tensor",
+        kernel=_add_kernel,
+        fake=_add_fake,
+        gradient=Gradient(_add_backward, _setup),
+        autocast=untouched,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(on.rand(2, 6, 3), 1, 1, 1, on.group_name),
+        internal=True,
+    ),
+)
 
 
 @entry_point

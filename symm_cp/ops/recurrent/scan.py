@@ -16,8 +16,8 @@ import torch
 from symm_cp import runtime
 from symm_cp.group.memory import GroupLike, group_name
 from symm_cp.ops import autocast
-from symm_cp.ops.common import entry_point, group_of, lib, register_kernel, what_is, world_size_of
-from symm_cp.ops.transforms import register_gradient
+from symm_cp.ops.common import entry_point, group_of, what_is, world_size_of
+from symm_cp.ops.op import ONE_BY_ONE, Gradient, Op, arguments, declare
 from symm_cp.tensors.dtypes import wide
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
@@ -26,10 +26,6 @@ _OP = "scan_states"
 # Bytes of a piece of the chain. Signals of smaller pieces cost more than the overlap saves.
 _PIECE_BYTES = 1 << 16
 _MOST_PIECES = 16
-
-lib.define(
-    f"{_OP}(Tensor state, Tensor transition, bool matrices, bool reverse, str group_name) -> Tensor"
-)
 
 
 def _check(state: torch.Tensor, transition: torch.Tensor, matrices: bool) -> None:
@@ -135,12 +131,23 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return total, (total * begun.conj()).sum_to_size(transition.shape), None, None, None
 
 
-def register() -> None:
-    """Adds the kernel, the fake kernel and the gradient, which is the scan from the other end."""
-    register_kernel(_OP, _kernel)
-    lib.impl(_OP, _fake, "Meta")
-    autocast.register(autocast.as_they_are, _OP)
-    register_gradient(_OP, _backward, _setup)
+declare(
+    Op(
+        name=_OP,
+        schema=(
+            "(Tensor state, Tensor transition, bool matrices, bool reverse, str group_name)"
+            " -> Tensor"
+        ),
+        kernel=_kernel,
+        fake=_fake,
+        gradient=Gradient(_backward, _setup),  # the scan from the other end
+        autocast=autocast.as_they_are,
+        vmap=ONE_BY_ONE,
+        example=lambda on: arguments(
+            on.rand(2, 3, 4), on.rand(2, 3, 3), True, False, on.group_name
+        ),
+    )
+)
 
 
 @entry_point

@@ -23,17 +23,26 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from symm_cp.ops import autocast
 from symm_cp.ops.attention.flex.mask import Modifier, whole_mask
-from symm_cp.ops.attention.flex.modifiers import TracedModifier, kept_modifiers
+from symm_cp.ops.attention.flex.modifiers import TracedModifier, keep_modifiers, kept_modifiers
 from symm_cp.ops.attention.flex.op import FlexAttention, check_flex
-from symm_cp.ops.attention.layouts import decoded, layout_held
+from symm_cp.ops.attention.layouts import decoded, encoded, layout_held
 from symm_cp.ops.attention.mesh_calls import propagates_failure
 from symm_cp.ops.attention.options import FLEX_OPTIONS, Options
 from symm_cp.ops.attention.pipeline import Grad, Tensors, fake_like, heads_in_rows
 from symm_cp.ops.attention.spread import keys_held
 from symm_cp.ops.attention.tiles import wide
-from symm_cp.ops.common import attention_runs, group_of, lib
+from symm_cp.ops.common import attention_runs, group_of
+from symm_cp.ops.op import (
+    LEFT_TO_TORCH,
+    Caller,
+    Elsewhere,
+    GradientByHand,
+    Op,
+    arguments,
+    declare,
+)
 from symm_cp.ops.transforms import check_transforms, once_differentiable
-from symm_cp.schedule.layout import head_tail
+from symm_cp.schedule.layout import head_tail, sequential
 
 _FORWARD = "flex_all_gather_attention"
 _BACKWARD = "flex_all_gather_attention_backward"
@@ -54,16 +63,6 @@ _REST = (
     "float? scale, bool enable_gqa, bool by_position"
 )
 _TENSORS = ("sinks", "bias", "dropout_seed")
-lib.define(
-    f"{_FORWARD}(Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
-    " -> (Tensor, Tensor)"
-)
-# `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
-lib.define(
-    f"{_BACKWARD}(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
-    f"Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
-    " -> (Tensor, Tensor, Tensor, Tensor[])"
-)
 
 
 # --- kernels ---------------------------------------------------------------------------------
@@ -307,12 +306,46 @@ def _autograd(
     return _FlexOp.apply(query, key, value, arguments, options, *added)  # type: ignore[no-any-return]
 
 
-def register() -> None:
-    """Adds the kernels, the fake kernels and the gradient."""
-    lib.impl(_FORWARD, _kernel, "CPU")
-    lib.impl(_BACKWARD, _backward_kernel, "CPU")
-    lib.impl(_FORWARD, _fake, "Meta")
-    lib.impl(_BACKWARD, _backward_fake, "Meta")
-    autocast.register(autocast.cast_query_key_value, _FORWARD)
-    autocast.register(autocast.as_they_are, _BACKWARD)
-    lib.impl(_FORWARD, _autograd, "Autograd")
+def _example(on: Caller) -> tuple[Any, ...]:
+    """The arguments behind query, key and value: no mask, no blocks."""
+    lists: list[Any] = [[] for _ in range(6)]
+    layouts = encoded((sequential(4 * on.world_size, on.world_size),))
+    return *lists, keep_modifiers(None, [], None, []), on.group_name, layouts, None, False, True
+
+
+declare(
+    Op(
+        name=_FORWARD,
+        schema=(
+            f"(Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
+            " -> (Tensor, Tensor)"
+        ),
+        kernel=_kernel,
+        fake=_fake,
+        gradient=GradientByHand(_autograd),
+        autocast=autocast.cast_query_key_value,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(*(on.rand(1, 2, 4, 8) for _ in range(3)), *_example(on)),
+        cpu_only=True,
+    ),
+    # `wanted`: which gradients of the score tensors, then whether those of sinks and of bias.
+    Op(
+        name=_BACKWARD,
+        schema=(
+            "(Tensor? grad_out, Tensor? grad_lse, bool[] wanted, Tensor out, Tensor lse, "
+            f"Tensor query, Tensor key, Tensor value, {_REST}, *, {FLEX_OPTIONS})"
+            " -> (Tensor, Tensor, Tensor, Tensor[])"
+        ),
+        kernel=_backward_kernel,
+        fake=_backward_fake,
+        gradient=Elsewhere("attention is differentiated once", differentiable=False),
+        autocast=autocast.as_they_are,
+        vmap=LEFT_TO_TORCH,
+        example=lambda on: arguments(
+            on.rand(1, 2, 4, 8), None, [False, False], on.rand(1, 2, 4, 8), on.rand(1, 2, 4),
+            *(on.rand(1, 2, 4, 8) for _ in range(3)), *_example(on),
+        ),
+        cpu_only=True,
+        internal=True,
+    ),
+)  # fmt: skip

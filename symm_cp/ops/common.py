@@ -8,7 +8,7 @@ import inspect
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 import torch.distributed._functional_collectives as funcol
@@ -276,6 +276,26 @@ def check_out(op: str, name: str, out: torch.Tensor, shape: list[int], dtype: to
     check_dense(op, name, out)
 
 
+def into_output(op: str, argument: str, fake: Kernel, call: Kernel) -> dict[str, Kernel]:
+    """Returns two parts of an op whose last argument takes the result: `fake` and `functional`.
+
+    The arguments are those of the same op without that argument: its fake kernel, and a call.
+    """
+
+    def checked(*args: Any) -> torch.Tensor:
+        *given, out = args
+        made = fake(*given)
+        check_out(op, argument, out, list(made.shape), made.dtype)
+        return out
+
+    def functional(*args: Any) -> torch.Tensor:
+        *given, out = args
+        checked(*args)
+        return out.copy_(call(*given))
+
+    return {"fake": checked, "functional": functional}
+
+
 def in_test_mode() -> bool:
     """Tells whether torch's `_test_mode()` asks for the unfused definitions of the ops."""
     return torch_symm_mem._is_test_mode
@@ -373,6 +393,37 @@ def group_of(group_name: str, rank: int | None = None) -> Group:
     if rank is not None and rank != group.rank:
         raise ValueError(f"rank={rank} must be this rank's number in its group, {group.rank}")
     return group
+
+
+class Place(NamedTuple):
+    """Where a call is made; without a group where only the shapes of results are asked for."""
+
+    rank: int
+    world_size: int
+    group: Group | None = None
+
+
+def kernel_and_fake(function: Callable[..., Any]) -> tuple[Kernel, Kernel]:
+    """Returns the kernel and the fake kernel of a function of a `Place` and an op's arguments.
+
+    The function checks the arguments; without a group it returns new tensors of the results'
+    shapes, strides and dtypes, and with one the results.
+    """
+    names = list(inspect.signature(function).parameters)[1:]
+    group_at = names.index("group_name")
+    rank_at = names.index("rank") if "rank" in names else len(names)
+
+    @functools.wraps(function)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        group = group_of(args[group_at], args[rank_at] if rank_at < len(args) else None)
+        return function(Place(group.rank, group.world_size, group), *args, **kwargs)
+
+    @functools.wraps(function)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        rank = args[rank_at] if rank_at < len(args) else None
+        return function(Place(rank or 0, world_size_of(args[group_at])), *args, **kwargs)
+
+    return kernel, fake
 
 
 def world_size_of(group_name: str) -> int:

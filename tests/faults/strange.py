@@ -274,12 +274,19 @@ def _declared(op: declaration.Op) -> Op:
     return Op(tensors, call, written.index(True) if any(written) else None)
 
 
-#: What it returns is memory of the peers, whatever lies there.
-_LEFT_OUT = ("get_remote_tensors",)
+#: The first returns memory of the peers. Only graphs call the others, with tensors of the program
+#: beside what graphs hold (layouts, modifiers): strange ones are refused before.
+LEFT_OUT = (
+    "get_remote_tensors",
+    "_gather_sequence",
+    "_same_on_all_ranks",
+    "flex_all_gather_attention",
+    "flex_all_gather_attention_backward",
+)
 
 
 def _raw_ops() -> dict[str, Op]:
-    return {op.name: _declared(op) for op in declaration.declared() if op.name not in _LEFT_OUT}
+    return {op.name: _declared(op) for op in declaration.declared() if op.name not in LEFT_OUT}
 
 
 def _recurrence(W: int) -> Tensors:

@@ -20,17 +20,17 @@ from torch import nn
 from transformers.activations import ACT2FN
 
 from symm_cp.context_parallel.flex_hook import current_region
-from symm_cp.context_parallel.inspectors import Select
 from symm_cp.context_parallel.load_balancers import in_rank_order
 from symm_cp.context_parallel.region import ParallelRegion
+from symm_cp.context_parallel.verdicts import Select
 from symm_cp.integrations.transformers.in_use import InUse
 from symm_cp.integrations.transformers.limits import (
     RECURRENCE_KNOWN,
     SEES_ALL_RANKS,
     uses_transformers,
 )
-from symm_cp.ops.delta_rule import gated_delta_rule
-from symm_cp.ops.halo import exchange_halo
+from symm_cp.ops.recurrent.delta_rule import gated_delta_rule
+from symm_cp.ops.recurrent.halo import exchange_halo
 
 _OP = "context_parallel"
 _CONVOLUTION, _DELTA_RULE = "causal_conv1d_fn", "torch_chunk_gated_delta_rule"

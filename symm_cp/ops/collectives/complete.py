@@ -18,8 +18,8 @@ from symm_cp.group.hosts import hosts_of, no_common_memory
 from symm_cp.group.memory import resolve
 from symm_cp.ops.common import (
     check_dense,
-    check_out,
     check_reduce_op,
+    into_output,
     scatter_split,
     world_size_of,
 )
@@ -41,7 +41,6 @@ from symm_cp.ops.op import (
     declared_op,
     untouched,
 )
-from symm_cp.tensors.shards import Split
 
 _ALL_REDUCE = "one_shot_all_reduce"
 _ALL_REDUCE_COPY = "one_shot_all_reduce_copy"
@@ -67,21 +66,6 @@ def _refusing(op: str) -> Kernel:
     return refuses
 
 
-def _scattered(input: torch.Tensor, split_last_dim: bool, world_size: int) -> Split:
-    """How `reduce_scatter_out` divides its input."""
-    if input.dim() == 0:
-        raise ValueError(f"{_SCATTER_OUT}: input must have at least 1 dimension, has none")
-    dim = input.dim() - 1 if split_last_dim else 0
-    check_reduce_op(_SCATTER_OUT, "input", input.dtype)
-    length = input.shape[dim]
-    return scatter_split(_SCATTER_OUT, "dim", dim, length, None, world_size, any_sizes=False)
-
-
-def _scattered_shape(input: torch.Tensor, split_last_dim: bool, group_name: str) -> list[int]:
-    split = _scattered(input, split_last_dim, world_size_of(group_name))
-    return split.shape_of(0, input.shape)
-
-
 def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tensor]:
     op = "get_remote_tensors"
     check_dense(op, "x", x)
@@ -94,131 +78,88 @@ def _get_remote_tensors_cpu(x: torch.Tensor, group_name: str) -> list[torch.Tens
     return [handle.get_remote_tensor(peer, x.shape, x.dtype) for peer in range(group.world_size)]
 
 
-def _check_fake(op: str, input: torch.Tensor, reduce_op: str, group_name: str) -> None:
-    world_size_of(group_name)  # there is such a group
-    check_reduce_op(op, "input", input.dtype, reduce_op)
+# --- fake kernels ----------------------------------------------------------------------------
 
 
-def _one_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    _check_fake(_ALL_REDUCE, input, reduce_op, group_name)
-    return torch.empty_like(input, memory_format=torch.contiguous_format)
-
-
-def _all_reduce_out_fake(op: str) -> Kernel:
-    def fake(
-        input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-    ) -> torch.Tensor:
-        _check_fake(op, input, reduce_op, group_name)
-        check_out(op, "out", out, list(input.shape), input.dtype)
-        return out
+def _all_reduce_fake(op: str) -> Kernel:
+    def fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
+        world_size_of(group_name)  # there is such a group
+        check_reduce_op(op, "input", input.dtype, reduce_op)
+        return torch.empty_like(input, memory_format=torch.contiguous_format)
 
     return fake
 
 
-def _check_buffer(buffer: torch.Tensor, input: torch.Tensor) -> None:
-    check_dense(_ALL_REDUCE_COPY, "symm_buffer", buffer)
-    if buffer.dtype != input.dtype or buffer.numel() < input.numel():
-        raise ValueError(
-            f"{_ALL_REDUCE_COPY}: symm_buffer is {buffer.dtype} {list(buffer.shape)}, needs "
-            f"{input.dtype} and room for local_input of shape {list(input.shape)}"
-        )
-
-
-def _copy_fake(
-    symm_buffer: torch.Tensor, local_input: torch.Tensor, reduce_op: str, group_name: str
-) -> torch.Tensor:
-    _check_buffer(symm_buffer, local_input)
-    _check_fake(_ALL_REDUCE_COPY, local_input, reduce_op, group_name)
-    return torch.empty_like(local_input, memory_format=torch.contiguous_format)
-
-
-def _copy_out_fake(
-    symm_buffer: torch.Tensor,
-    local_input: torch.Tensor,
-    reduce_op: str,
-    group_name: str,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    _check_buffer(symm_buffer, local_input)
-    _check_fake(_ALL_REDUCE_COPY, local_input, reduce_op, group_name)
-    check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
-    return out
-
-
-def _two_shot_all_reduce_fake(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    _check_fake(_TWO_SHOT, input, reduce_op, group_name)
+def _two_shot_fake(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    _all_reduce_fake(_TWO_SHOT)(input, *rest)
     return input
 
 
-def _reduce_scatter_out_fake(
-    input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
-) -> torch.Tensor:
-    shape = _scattered_shape(input, split_last_dim, group_name)
-    check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
-    return output
+def _copy_fake(symm_buffer: torch.Tensor, local_input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    check_dense(_ALL_REDUCE_COPY, "symm_buffer", symm_buffer)
+    if symm_buffer.dtype != local_input.dtype or symm_buffer.numel() < local_input.numel():
+        raise ValueError(
+            f"{_ALL_REDUCE_COPY}: symm_buffer is {symm_buffer.dtype} {list(symm_buffer.shape)}, "
+            f"needs {local_input.dtype} and room for local_input of shape "
+            f"{list(local_input.shape)}"
+        )
+    made: torch.Tensor = _all_reduce_fake(_ALL_REDUCE_COPY)(local_input, *rest)
+    return made
 
 
 def _reduce_scatter_fake(
     input: torch.Tensor, group_name: str, split_last_dim: bool
 ) -> torch.Tensor:
-    return input.new_empty(_scattered_shape(input, split_last_dim, group_name))
+    op = _SCATTER_OUT
+    if input.dim() == 0:
+        raise ValueError(f"{op}: input must have at least 1 dimension, has none")
+    dim = input.dim() - 1 if split_last_dim else 0
+    check_reduce_op(op, "input", input.dtype)
+    world_size = world_size_of(group_name)
+    split = scatter_split(op, "dim", dim, input.shape[dim], None, world_size, any_sizes=False)
+    return input.new_empty(split.shape_of(0, input.shape))
 
+
+# --- in compiled programs --------------------------------------------------------------------
 
 # The compiler refuses ops whose result is an argument; it takes them as ones that return a new
 # tensor, and a copy. On CPU a `symm_buffer` is left out: the compiler would allocate it itself in
 # symmetric memory, which torch cannot do for CPU tensors. On other devices torch's kernel needs it.
 
 
-def _two_shot_functional(input: torch.Tensor, reduce_op: str, group_name: str) -> torch.Tensor:
-    return input.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
+def _all_reduced(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    total: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(input, *rest)
+    return total
 
 
-def _all_reduce_out_functional(op: str) -> Kernel:
-    def functional(
-        input: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-    ) -> torch.Tensor:
-        check_out(op, "out", out, list(input.shape), input.dtype)
-        return out.copy_(torch.ops.symm_mem.one_shot_all_reduce(input, reduce_op, group_name))
-
-    return functional
+def _two_shot_functional(input: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return input.copy_(_all_reduced(input, *rest))
 
 
 def _copy_functional(
-    symm_buffer: torch.Tensor, local_input: torch.Tensor, reduce_op: str, group_name: str
+    symm_buffer: torch.Tensor, local_input: torch.Tensor, *rest: Any
 ) -> torch.Tensor:
-    _check_buffer(symm_buffer, local_input)
+    _copy_fake(symm_buffer, local_input, *rest)
     if local_input.device.type == "cpu":
-        return torch.ops.symm_mem.one_shot_all_reduce(local_input, reduce_op, group_name)
+        return _all_reduced(local_input, *rest)
     functionalize = CppFunctionalizeAPI()
     tensors: Any = functionalize.unwrap_tensors((symm_buffer, local_input))
     with functionalize.redispatch_to_next():
-        total = torch.ops.symm_mem.one_shot_all_reduce_copy(*tensors, reduce_op, group_name)
+        total = torch.ops.symm_mem.one_shot_all_reduce_copy(*tensors, *rest)
     wrapped: Any = functionalize.wrap_tensors(total)
     return wrapped
 
 
-def _copy_out_functional(
-    symm_buffer: torch.Tensor,
-    local_input: torch.Tensor,
-    reduce_op: str,
-    group_name: str,
-    out: torch.Tensor,
-) -> torch.Tensor:
-    check_out(_ALL_REDUCE_COPY, "out", out, list(local_input.shape), local_input.dtype)
-    return out.copy_(_copy_functional(symm_buffer, local_input, reduce_op, group_name))
-
-
-def _reduce_scatter_out_functional(
-    input: torch.Tensor, group_name: str, split_last_dim: bool, output: torch.Tensor
-) -> torch.Tensor:
+def _scattered(input: torch.Tensor, *rest: Any) -> torch.Tensor:
     if input.device.type != "cpu":
         raise NotImplementedError(
             f"{_SCATTER_OUT}: torch.compile of it is supported on CPU only, not on {input.device}"
         )
-    shape = _scattered_shape(input, split_last_dim, group_name)
-    check_out(_SCATTER_OUT, "output", output, shape, input.dtype)
-    scattered = torch.ops.symm_mem._reduce_scatter(input, group_name, split_last_dim)
-    return output.copy_(scattered)
+    scattered: torch.Tensor = torch.ops.symm_mem._reduce_scatter(input, *rest)
+    return scattered
+
+
+# --- declarations ----------------------------------------------------------------------------
 
 
 def _native(
@@ -268,46 +209,42 @@ def _remote_example(on: Caller) -> Arguments:
     return arguments(torch_symm_mem.empty(4, 6, device="cpu").copy_(on.rand(4, 6)), on.group_name)
 
 
-_DIFFERENTIABLE = {"gradient": NATIVE_GRADIENT, "vmap": ONE_BY_ONE}
-_FOR_COMPILER = {
+_DIFFERENTIABLE: dict[str, Any] = {"gradient": NATIVE_GRADIENT, "vmap": ONE_BY_ONE}
+_FOR_COMPILER: dict[str, Any] = {
     "gradient": Elsewhere("graphs are differentiated before they call it", differentiable=False),
     "internal": True,
 }
 
 declare(
-    _native(_ALL_REDUCE, _one_shot_all_reduce_fake, _summed, **_DIFFERENTIABLE),
+    _native(_ALL_REDUCE, _all_reduce_fake(_ALL_REDUCE), _summed, **_DIFFERENTIABLE),
     _native(
         f"{_ALL_REDUCE}_out",
-        _all_reduce_out_fake(_ALL_REDUCE),
-        _summed_to,
-        _all_reduce_out_functional(_ALL_REDUCE),
+        example=_summed_to,
+        **into_output(_ALL_REDUCE, "out", _all_reduce_fake(_ALL_REDUCE), _all_reduced),
     ),
     _native(_ALL_REDUCE_COPY, _copy_fake, _copied, _copy_functional, **_DIFFERENTIABLE),
     _native(
         f"{_ALL_REDUCE_COPY}_out",
-        _copy_out_fake,
-        lambda on: _copied(on, torch.empty(4, 6)),
-        _copy_out_functional,
+        example=lambda on: _copied(on, torch.empty(4, 6)),
+        **into_output(_ALL_REDUCE_COPY, "out", _copy_fake, _copy_functional),
     ),
     _native(
-        _TWO_SHOT, _two_shot_all_reduce_fake, _summed, _two_shot_functional,
+        _TWO_SHOT, _two_shot_fake, _summed, _two_shot_functional,
         gradient=NATIVE_GRADIENT,
     ),
     _native(
         _TWO_SHOT_OUT,
-        _all_reduce_out_fake(_TWO_SHOT_OUT),
-        _summed_to,
-        _all_reduce_out_functional(_TWO_SHOT_OUT),
+        example=_summed_to,
+        **into_output(_TWO_SHOT_OUT, "out", _all_reduce_fake(_TWO_SHOT_OUT), _all_reduced),
     ),
     _native(
         _SCATTER_OUT,
-        _reduce_scatter_out_fake,
-        lambda on: _scattered_example(on, torch.empty(4, 6)),
-        _reduce_scatter_out_functional,
+        example=lambda on: _scattered_example(on, torch.empty(4, 6)),
+        **into_output(_SCATTER_OUT, "output", _reduce_scatter_fake, _scattered),
     ),
     _native(
         "_all_reduce",
-        _one_shot_all_reduce_fake,
+        _all_reduce_fake(_ALL_REDUCE),
         _summed,
         schema="(Tensor input, str reduce_op, str group_name) -> Tensor",
         # A compiled graph may come from a cache: where its ranks are is known only when it runs.
@@ -316,7 +253,7 @@ declare(
     ),
     _native(
         "_one_shot_all_reduce",
-        _one_shot_all_reduce_fake,
+        _all_reduce_fake(_ALL_REDUCE),
         _summed,
         schema="(Tensor input, str reduce_op, str group_name) -> Tensor",
         **_FOR_COMPILER,

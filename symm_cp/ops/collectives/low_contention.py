@@ -27,6 +27,7 @@ from symm_cp.ops.common import (
     gather_split,
     group_of,
     in_test_mode,
+    into_output,
     scatter_split,
     tells_peers,
     uneven_of,
@@ -169,35 +170,12 @@ def _reduce_scatter_fake(
     return tensor.new_empty(split.shape_of(rank or 0, tensor.shape))
 
 
-def _all_gather_out_fake(shard: torch.Tensor, group_name: str, out: torch.Tensor) -> torch.Tensor:
-    check_out(_GATHER_OUT, "out", out, list(_all_gather_fake(shard, group_name).shape), shard.dtype)
-    return out
+def _gathered(*args: Any) -> torch.Tensor:
+    return funcol.wait_tensor(torch.ops.symm_mem._low_contention_all_gather(*args))
 
 
-def _reduce_scatter_out_fake(
-    tensor: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-) -> torch.Tensor:
-    shape = list(_reduce_scatter_fake(tensor, reduce_op, group_name).shape)
-    check_out(_SCATTER_OUT, "out", out, shape, tensor.dtype)
-    return out
-
-
-# The compiler takes ops that write to an argument as ones that return a new tensor, and a copy.
-
-
-def _all_gather_out_functional(
-    shard: torch.Tensor, group_name: str, out: torch.Tensor
-) -> torch.Tensor:
-    _all_gather_out_fake(shard, group_name, out)
-    return _into(out, torch.ops.symm_mem._low_contention_all_gather(shard, group_name))
-
-
-def _reduce_scatter_out_functional(
-    tensor: torch.Tensor, reduce_op: str, group_name: str, out: torch.Tensor
-) -> torch.Tensor:
-    _reduce_scatter_out_fake(tensor, reduce_op, group_name, out)
-    scattered = torch.ops.symm_mem._low_contention_reduce_scatter(tensor, reduce_op, group_name)
-    return _into(out, scattered)
+def _scattered(*args: Any) -> torch.Tensor:
+    return funcol.wait_tensor(torch.ops.symm_mem._low_contention_reduce_scatter(*args))
 
 
 def _gather_setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -277,8 +255,7 @@ declare(
         _GATHER_OUT,
         "(Tensor tensor, str group_name, Tensor(a!) out) -> Tensor(a!)",
         kernel=_all_gather_out,
-        fake=_all_gather_out_fake,
-        functional=_all_gather_out_functional,
+        **into_output(_GATHER_OUT, "out", _all_gather_fake, _gathered),
         example=lambda on: arguments(
             on.rand(4, 6), on.group_name, torch.empty(4 * on.world_size, 6)
         ),
@@ -288,8 +265,7 @@ declare(
         _SCATTER_OUT,
         "(Tensor tensor, str reduce_op, str group_name, Tensor(a!) out) -> Tensor(a!)",
         kernel=_reduce_scatter_out,
-        fake=_reduce_scatter_out_fake,
-        functional=_reduce_scatter_out_functional,
+        **into_output(_SCATTER_OUT, "out", _reduce_scatter_fake, _scattered),
         example=lambda on: arguments(
             on.rand(4 * on.world_size, 6), "sum", on.group_name, torch.empty(4, 6)
         ),

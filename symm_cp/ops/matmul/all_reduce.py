@@ -20,12 +20,12 @@ from symm_cp.group.hosts import hosts_of
 from symm_cp.group.memory import Group, GroupLike
 from symm_cp.ops import autocast
 from symm_cp.ops.common import (
+    Place,
     check_reduce_op,
     entry_point,
-    group_of,
     in_test_mode,
+    kernel_and_fake,
     what_is,
-    world_size_of,
 )
 from symm_cp.ops.matmul.derivatives import ALL_REDUCED_SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
@@ -174,23 +174,26 @@ def _multiply_and_all_reduce(
     return out if bias is added else out.add_(bias)
 
 
-def _matmul_all_reduce_kernel(
+def _matmul_all_reduce(
+    place: Place,
     a: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     reduce_op: str,
     group_name: str,
 ) -> torch.Tensor:
-    group = group_of(group_name)
     shape = _check(ALL_REDUCE, [a], [weight], None, bias, reduce_op)
+    if place.group is None:
+        return a.new_empty(shape)
     if in_test_mode():
         total = unfused_all_reduce(a @ weight, reduce_op, group_name)
         return total if bias is None else total + bias
-    terms = _terms([a], [weight], None, group)
-    return _multiply_and_all_reduce(ALL_REDUCE, group, terms, bias, reduce_op, shape)
+    terms = _terms([a], [weight], None, place.group)
+    return _multiply_and_all_reduce(ALL_REDUCE, place.group, terms, bias, reduce_op, shape)
 
 
-def _matmuls_all_reduce_kernel(
+def _matmuls_all_reduce(
+    place: Place,
     lefts: list[torch.Tensor],
     rights: list[torch.Tensor],
     addend: torch.Tensor | None,
@@ -198,8 +201,9 @@ def _matmuls_all_reduce_kernel(
     reduce_op: str,
     group_name: str,
 ) -> torch.Tensor:
-    group = group_of(group_name)
-    shape = _check(SUM, lefts, rights, addend, bias, reduce_op)
+    shape, group = _check(SUM, lefts, rights, addend, bias, reduce_op), place.group
+    if group is None:
+        return (lefts[0] if addend is None else addend).new_empty(shape)
     if not lefts and bias is None and addend is not None:
         return _reduced(SUM, group, addend, reduce_op)
     terms = _terms(lefts, rights, addend, group)
@@ -219,32 +223,6 @@ def _terms(
         None if addend is None else addend.flatten(0, -2),
         lambda shape: Split.nearly_equal(shape[0], group.world_size),
     )
-
-
-def _matmuls_all_reduce_fake(
-    lefts: list[torch.Tensor],
-    rights: list[torch.Tensor],
-    addend: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    reduce_op: str,
-    group_name: str,
-    *,
-    op: str = SUM,
-) -> torch.Tensor:
-    world_size_of(group_name)  # there is such a group
-    shape = _check(op, lefts, rights, addend, bias, reduce_op)
-    like = addend if addend is not None else lefts[0]
-    return like.new_empty(shape)
-
-
-def _matmul_all_reduce_fake(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    reduce_op: str,
-    group_name: str,
-) -> torch.Tensor:
-    return _matmuls_all_reduce_fake([a], [weight], None, bias, reduce_op, group_name, op=ALL_REDUCE)
 
 
 # --- with scales -----------------------------------------------------------------------------
@@ -273,7 +251,8 @@ def _check_scaled(
     return [*a.shape[:-1], weight.shape[1]], dtype
 
 
-def _scaled_matmul_all_reduce_kernel(
+def _scaled_matmul_all_reduce(
+    place: Place,
     a: torch.Tensor,
     weight: torch.Tensor,
     a_scale: torch.Tensor,
@@ -285,8 +264,10 @@ def _scaled_matmul_all_reduce_kernel(
     out_dtype: Any = None,
     use_fast_accum: bool = False,
 ) -> torch.Tensor:
-    group = group_of(group_name)
     shape, dtype = _check_scaled(a, weight, a_scale, weight_scale, reduce_op, bias, out_dtype)
+    group = place.group
+    if group is None:
+        return a.new_empty(shape, dtype=dtype)
     total = new_result(a, shape, partial_dtype_of(dtype))
     out, rows = total.flatten(0, -2), a.flatten(0, -2)
     # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
@@ -308,25 +289,11 @@ def _scaled_matmul_all_reduce_kernel(
     return contiguous(finish(total, bias, result_scale, dtype))
 
 
-def _scaled_matmul_all_reduce_fake(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    a_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    reduce_op: str,
-    group_name: str,
-    bias: torch.Tensor | None = None,
-    result_scale: torch.Tensor | None = None,
-    out_dtype: Any = None,
-    use_fast_accum: bool = False,
-) -> torch.Tensor:
-    world_size_of(group_name)  # there is such a group
-    shape, dtype = _check_scaled(a, weight, a_scale, weight_scale, reduce_op, bias, out_dtype)
-    return a.new_empty(shape, dtype=dtype)
-
-
 # --- declarations ----------------------------------------------------------------------------
 
+_matmul_all_reduce_kernel, _matmul_all_reduce_fake = kernel_and_fake(_matmul_all_reduce)
+_matmuls_all_reduce_kernel, _matmuls_all_reduce_fake = kernel_and_fake(_matmuls_all_reduce)
+_scaled_kernel, _scaled_fake = kernel_and_fake(_scaled_matmul_all_reduce)
 declare(
     Op(
         name=ALL_REDUCE,
@@ -365,8 +332,8 @@ declare(
             "str group_name, Tensor? bias=None, Tensor? result_scale=None, "
             "ScalarType? out_dtype=None, bool use_fast_accum=False) -> Tensor"
         ),
-        kernel=_scaled_matmul_all_reduce_kernel,
-        fake=_scaled_matmul_all_reduce_fake,
+        kernel=_scaled_kernel,
+        fake=_scaled_fake,
         gradient=NO_GRADIENT,
         autocast=autocast.as_they_are,
         vmap=ONE_BY_ONE,

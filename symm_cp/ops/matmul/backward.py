@@ -11,11 +11,11 @@ from symm_cp import runtime
 from symm_cp.group.memory import Group
 from symm_cp.ops.common import (
     SIZES,
+    Place,
     gather_split,
-    group_of,
+    kernel_and_fake,
     nbytes_of,
     what_is,
-    world_size_of,
 )
 from symm_cp.ops.matmul.derivatives import (
     SCATTER_BACKWARD_GRADIENT,
@@ -33,7 +33,8 @@ _WEIGHT_GRAD = "_fused_all_gather_weight_grad"
 _BACKWARD = "_fused_matmul_reduce_scatter_backward"
 
 
-def _weight_grad_kernel(
+def _weight_grad(
+    place: Place,
     x_shard: torch.Tensor,
     grads: list[torch.Tensor],
     gather_dim: int,
@@ -43,21 +44,26 @@ def _weight_grad_kernel(
     transposed: bool = False,
 ) -> list[torch.Tensor]:
     """For each gradient of an output: gathered(x_shard)^H @ grad, laid out by columns or rows."""
-    group = group_of(group_name, rank)
     split = gather_split(
-        _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, group.rank, group.world_size
+        _WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, place.rank, place.world_size
     )
     by_columns = gather_dim == x_shard.dim() - 1
     inner = split.length if by_columns else x_shard.shape[-1]
     shapes = [(inner, grad.shape[-1]) for grad in grads]
-    outs = [_new_matrix(x_shard, shape, transposed) for shape in shapes]
-    multiply = _weight_grad_columns if by_columns else _weight_grad_rows
-    multiply(group, x_shard, grads, split, outs)
+    outs = [_new_matrix(place, x_shard, shape, transposed) for shape in shapes]
+    if place.group is not None:
+        multiply = _weight_grad_columns if by_columns else _weight_grad_rows
+        multiply(place.group, x_shard, grads, split, outs)
     return outs
 
 
-def _new_matrix(like: torch.Tensor, shape: tuple[int, int], transposed: bool) -> torch.Tensor:
-    return new_result(like, shape[::-1]).mT if transposed else new_result(like, shape)
+def _new_matrix(
+    place: Place, like: torch.Tensor, shape: tuple[int, int], transposed: bool
+) -> torch.Tensor:
+    """Returns an empty matrix, laid out by columns or rows."""
+    laid_out = shape[::-1] if transposed else shape
+    made = like.new_empty(laid_out) if place.group is None else new_result(like, laid_out)
+    return made.mT if transposed else made
 
 
 def _weight_grad_columns(
@@ -126,28 +132,8 @@ def _weight_grad_rows(
         total.finish()
 
 
-def _weight_grad_fake(
-    x_shard: torch.Tensor,
-    grads: list[torch.Tensor],
-    gather_dim: int,
-    group_name: str,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-    transposed: bool = False,
-) -> list[torch.Tensor]:
-    world_size = world_size_of(group_name)
-    split = gather_split(_WEIGHT_GRAD, "gather_dim", gather_dim, x_shard, sizes, rank, world_size)
-    by_columns = gather_dim == x_shard.dim() - 1
-    inner = split.length if by_columns else x_shard.shape[-1]
-    shapes = [(inner, grad.shape[-1]) for grad in grads]
-    return [_fake_matrix(x_shard, shape, transposed) for shape in shapes]
-
-
-def _fake_matrix(like: torch.Tensor, shape: tuple[int, int], transposed: bool) -> torch.Tensor:
-    return like.new_empty(shape[::-1]).mT if transposed else like.new_empty(shape)
-
-
-def _backward_kernel(
+def _backward(
+    place: Place,
     grad_shard: torch.Tensor,
     a: torch.Tensor,
     weight: torch.Tensor,
@@ -163,15 +149,20 @@ def _backward_kernel(
 
     A gradient that is not needed is an empty tensor.
     """
-    group = group_of(group_name, rank)
+    inner, outer = weight.shape
+    grad_weight = None
+    if need_b:
+        grad_weight = _new_matrix(place, weight, (inner, outer), is_transposed(weight))
+    group = place.group
+    if group is None:
+        fake_a = a.new_empty(a.shape if need_a else (0, 0))
+        return fake_a, weight.new_empty(0, 0) if grad_weight is None else grad_weight
     split = gather_split(
         _BACKWARD, "scatter_dim", scatter_dim, grad_shard, sizes, group.rank, group.world_size
     )
     by_columns = scatter_dim == a.dim() - 1
     a_front = a if by_columns else a.movedim(scatter_dim, 0)
     grad_a = new_result(a, a_front.shape) if need_a else None
-    inner, outer = weight.shape
-    grad_weight = _new_matrix(weight, (inner, outer), is_transposed(weight)) if need_b else None
     multiply = _backward_columns if by_columns else _backward_rows
     multiply(group, grad_shard, a_front, weight, split, grad_a, grad_weight)
     for grad in (grad_a, grad_weight):
@@ -266,27 +257,8 @@ def _backward_rows(
         total.finish()
 
 
-def _backward_fake(
-    grad_shard: torch.Tensor,
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    need_a: bool,
-    need_b: bool,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    inner, outer = weight.shape
-    return (
-        a.new_empty(a.shape if need_a else (0, 0)),
-        _fake_matrix(weight, (inner, outer), is_transposed(weight))
-        if need_b
-        else weight.new_empty(0, 0),
-    )
-
-
+_weight_grad_kernel, _weight_grad_fake = kernel_and_fake(_weight_grad)
+_backward_kernel, _backward_fake = kernel_and_fake(_backward)
 declare(
     Op(
         name=_WEIGHT_GRAD,
@@ -302,6 +274,8 @@ declare(
         example=lambda on: arguments(
             on.rand(4, 6), [on.rand(4 * on.world_size, 3)], 0, on.group_name
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
     Op(
@@ -319,6 +293,8 @@ declare(
             on.rand(4, 5), on.rand(4 * on.world_size, 6), on.rand(6, 5), "sum", 0, on.group_name,
             True, True,
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
 )  # fmt: skip

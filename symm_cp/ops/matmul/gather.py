@@ -24,12 +24,14 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
+    Place,
     call_op,
     check_dim,
     entry_point,
     gather_split,
     group_of,
     in_test_mode,
+    kernel_and_fake,
     name_of,
     uneven_parts,
     unfused_all_gather,
@@ -452,7 +454,8 @@ def _check_scaled(
     return split, weights, RowScales.of(x_shard, x_scale, split)
 
 
-def all_gather_scaled_matmul_kernel(
+def _all_gather_scaled_matmul(
+    place: Place,
     x_shard: torch.Tensor,
     matrices: list[torch.Tensor],
     x_scale: torch.Tensor,
@@ -466,17 +469,22 @@ def all_gather_scaled_matmul_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """The op, on this rank's shard; `sizes` is the length of every rank's where they differ."""
-    group = group_of(group_name, rank)
-    by_weight = _by_weight(weight_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    names = ("B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum")
+    values = (weight_scales, biases, result_scales, out_dtypes, use_fast_accum)
+    by_weight: dict[str, list[Any]] = dict(zip(names, values, strict=True))
     split, weights, scales = _check_scaled(
-        x_shard, x_scale, matrices, gather_dim, sizes, group.rank, group.world_size, by_weight
+        x_shard, x_scale, matrices, gather_dim, sizes, place.rank, place.world_size, by_weight
     )
+    columns, group = [weight.matrix.shape[1] for weight in weights], place.group
+    if group is None:
+        dtypes = [x_shard.dtype, *(weight.dtype for weight in weights)]
+        inner = split.whole_shape(x_shard.shape)[-1]
+        fake, *fakes = _fake_results(x_shard, split, [inner, *columns], dtypes)
+        return fake, fakes
     if scales.mode == "replicated" and not split.is_equal:
         # A rank that has all rows cannot tell which of the two it was given.
         scales = RowScales(split.of(group.rank, x_scale), "sharded", split)
     kind = list(scales.scale.shape) if split.is_equal else scales.mode
-    columns = [weight.matrix.shape[1] for weight in weights]
     plan = _planned(SCALED_GATHER, Operand.of(x_shard), columns, split, f"scale {kind} ")
     if plan.by_columns or in_test_mode():
         return _gathered_then_scaled(group, plan, x_shard, scales, weights)
@@ -487,11 +495,6 @@ def all_gather_scaled_matmul_kernel(
     gathered = new_result(x_shard, plan.whole)
     _gather_rows(group, plan, x_shard, weights, outs, gathered, multiply_scaled, scales)
     return gathered.movedim(0, split.dim), [out.movedim(0, split.dim) for out in outs]
-
-
-def _by_weight(*values: list[Any]) -> dict[str, list[Any]]:
-    names = ("B_scales", "biases", "result_scales", "out_dtypes", "use_fast_accum")
-    return dict(zip(names, values, strict=True))
 
 
 def _gathered_then_scaled(
@@ -534,33 +537,11 @@ def _gathered_then_scaled(
     return gathered, outs
 
 
-def all_gather_scaled_matmul_fake(
-    x_shard: torch.Tensor,
-    matrices: list[torch.Tensor],
-    x_scale: torch.Tensor,
-    weight_scales: list[torch.Tensor],
-    gather_dim: int,
-    group_name: str,
-    biases: list[torch.Tensor | None],
-    result_scales: list[torch.Tensor | None],
-    out_dtypes: list[Any],
-    use_fast_accum: list[bool],
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Shapes, strides and dtypes of what the op returns."""
-    by_weight = _by_weight(weight_scales, biases, result_scales, out_dtypes, use_fast_accum)
-    world_size = world_size_of(group_name)
-    split, weights, _ = _check_scaled(
-        x_shard, x_scale, matrices, gather_dim, sizes, rank, world_size, by_weight
-    )
-    columns = [split.whole_shape(x_shard.shape)[-1], *(w.matrix.shape[1] for w in weights)]
-    dtypes = [x_shard.dtype, *(weight.dtype for weight in weights)]
-    gathered, *outs = _fake_results(x_shard, split, columns, dtypes)
-    return gathered, outs
-
-
 # --- declarations ----------------------------------------------------------------------------
+
+all_gather_scaled_matmul_kernel, all_gather_scaled_matmul_fake = kernel_and_fake(
+    _all_gather_scaled_matmul
+)
 
 
 def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
@@ -574,13 +555,15 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _GATHER_OP = Op(
     name=GATHER,
     schema=TORCHS,
-    kernel=all_gather_matmul_kernel,
+    kernel=all_gather_matmul_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=all_gather_matmul_fake,
     plan=plan_gather,
     gradient=GATHER_GRADIENT,
     autocast=autocast.cast,
     vmap=ONE_BY_ONE,
     example=lambda on: arguments(on.rand(4, 6), [on.rand(6, 5), on.rand(6, 3)], 0, on.group_name),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
 )
 _SCALED_GATHER_OP = Op(

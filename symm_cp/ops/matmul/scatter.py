@@ -19,19 +19,19 @@ from symm_cp.ops import autocast
 from symm_cp.ops.common import (
     SIZES,
     WITH_SIZES,
+    Place,
     call_op,
     check_dim,
     check_reduce_op,
     entry_point,
-    group_of,
     in_test_mode,
+    kernel_and_fake,
     name_of,
     scatter_split,
     sizes_text,
     uneven_parts,
     unfused_reduce_scatter,
     what_is,
-    world_size_of,
 )
 from symm_cp.ops.matmul.derivatives import SCATTER_GRADIENT, SUM_GRADIENT
 from symm_cp.ops.matmul.operands import (
@@ -56,7 +56,7 @@ from symm_cp.ops.op import (
     declare,
     untouched,
 )
-from symm_cp.runtime.sums import real
+from symm_cp.tensors.dtypes import real
 from symm_cp.tensors.results import contiguous, new_result
 from symm_cp.tensors.shards import Split
 from symm_cp.tuning import Question, choose
@@ -109,9 +109,11 @@ def _multiply_first(group: Group, terms: Terms) -> bool:
 
 
 def _multiply_and_reduce_scatter(
-    op: str, group: Group, terms: Terms, reduce_op: str, mean: bool
+    op: str, place: Place, terms: Terms, reduce_op: str, mean: bool
 ) -> torch.Tensor:
-    like, split, front = terms.like, terms.split, terms.front
+    like, split, front, group = terms.like, terms.split, terms.front, place.group
+    if group is None:
+        return like.new_empty(split.shape_of(place.rank, terms.shape))
     out = new_result(like, front.shape_of(group.rank, terms.moved))
     whole, is_complex = _multiply_first(group, terms), out.is_complex()
     summed: list[torch.Tensor] = []
@@ -140,7 +142,8 @@ def _multiply_and_reduce_scatter(
     return out if terms.by_columns else contiguous(out.movedim(0, split.dim))
 
 
-def matmul_reduce_scatter_kernel(
+def _matmul_scattered(
+    place: Place,
     a: torch.Tensor,
     weight: torch.Tensor,
     reduce_op: str,
@@ -149,18 +152,17 @@ def matmul_reduce_scatter_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> torch.Tensor:
-    """The op; `sizes` is the length of every rank's part where they differ."""
-    group = group_of(group_name, rank)
     terms, mean = _check_scatter(
-        SCATTER, [a], [weight], None, reduce_op, scatter_dim, sizes, group.world_size
+        SCATTER, [a], [weight], None, reduce_op, scatter_dim, sizes, place.world_size
     )
-    if in_test_mode():
+    if place.group is not None and in_test_mode():
         dim = terms.split.dim
         return unfused_reduce_scatter(a @ weight, reduce_op, dim, group_name, terms.split)
-    return _multiply_and_reduce_scatter(SCATTER, group, terms, reduce_op, mean)
+    return _multiply_and_reduce_scatter(SCATTER, place, terms, reduce_op, mean)
 
 
-def matmuls_reduce_scatter_kernel(
+def _matmuls_scattered(
+    place: Place,
     lefts: list[torch.Tensor],
     rights: list[torch.Tensor],
     addend: torch.Tensor | None,
@@ -170,45 +172,10 @@ def matmuls_reduce_scatter_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> torch.Tensor:
-    """Reduce-scatters a sum of products and an addend."""
-    group = group_of(group_name, rank)
     terms, mean = _check_scatter(
-        SUM, lefts, rights, addend, reduce_op, scatter_dim, sizes, group.world_size
+        SUM, lefts, rights, addend, reduce_op, scatter_dim, sizes, place.world_size
     )
-    return _multiply_and_reduce_scatter(SUM, group, terms, reduce_op, mean)
-
-
-def matmuls_reduce_scatter_fake(
-    lefts: list[torch.Tensor],
-    rights: list[torch.Tensor],
-    addend: torch.Tensor | None,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-    *,
-    op: str = SUM,
-) -> torch.Tensor:
-    """Shape and dtype of what the op returns."""
-    world_size = world_size_of(group_name)
-    terms, _ = _check_scatter(op, lefts, rights, addend, reduce_op, scatter_dim, sizes, world_size)
-    return terms.like.new_empty(terms.split.shape_of(rank or 0, terms.shape))
-
-
-def matmul_reduce_scatter_fake(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    reduce_op: str,
-    scatter_dim: int,
-    group_name: str,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> torch.Tensor:
-    """Shape and dtype of what the op returns."""
-    return matmuls_reduce_scatter_fake(
-        [a], [weight], None, reduce_op, scatter_dim, group_name, sizes, rank, op=SCATTER
-    )
+    return _multiply_and_reduce_scatter(SUM, place, terms, reduce_op, mean)
 
 
 # --- with scales -----------------------------------------------------------------------------
@@ -284,7 +251,8 @@ def _check_scaled(
     return shape, split
 
 
-def scaled_matmul_reduce_scatter_kernel(
+def _scaled_matmul_scattered(
+    place: Place,
     a: torch.Tensor,
     weight: torch.Tensor,
     a_scale: torch.Tensor,
@@ -301,15 +269,16 @@ def scaled_matmul_reduce_scatter_kernel(
     sizes: Sequence[int] | None = None,
     rank: int | None = None,
 ) -> torch.Tensor:
-    """The op; `sizes` is the length of every rank's part where they differ."""
-    group = group_of(group_name, rank)
     dtype = result_dtype(SCALED_SCATTER, out_dtype, a)
     dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
     shape, split = _check_scaled(
-        a, weight, a_scale, weight_scale, dims, output_shape, sizes, group.world_size
+        a, weight, a_scale, weight_scale, dims, output_shape, sizes, place.world_size
     )
     partial_dtype = partial_dtype_of(dtype)
     mean = check_reduce_op(SCALED_SCATTER, "out_dtype", partial_dtype, reduce_op)
+    group = place.group
+    if group is None:
+        return a.new_empty(split.shape_of(place.rank, shape), dtype=dtype)
     # The rows of A are the rows of the output, in whatever shape A came: view A as the output is.
     rows = a.reshape(*shape[:-1], a.shape[-1])
     # (1, 1) is one number to `_scaled_mm`, and also the scale of a single row.
@@ -337,35 +306,13 @@ def scaled_matmul_reduce_scatter_kernel(
     return contiguous(finish(total, bias, result_scale, dtype))
 
 
-def scaled_matmul_reduce_scatter_fake(
-    a: torch.Tensor,
-    weight: torch.Tensor,
-    a_scale: torch.Tensor,
-    weight_scale: torch.Tensor,
-    reduce_op: str,
-    orig_scatter_dim: int,
-    scatter_dim_after_maybe_reshape: int,
-    group_name: str,
-    output_shape: list[int] | None,
-    bias: torch.Tensor | None = None,
-    result_scale: torch.Tensor | None = None,
-    out_dtype: Any = None,
-    use_fast_accum: bool = False,
-    sizes: Sequence[int] | None = None,
-    rank: int | None = None,
-) -> torch.Tensor:
-    """Shape and dtype of what the op returns."""
-    world_size = world_size_of(group_name)
-    dtype = result_dtype(SCALED_SCATTER, out_dtype, a)
-    dims = (orig_scatter_dim, scatter_dim_after_maybe_reshape)
-    shape, split = _check_scaled(
-        a, weight, a_scale, weight_scale, dims, output_shape, sizes, world_size
-    )
-    check_reduce_op(SCALED_SCATTER, "out_dtype", partial_dtype_of(dtype), reduce_op)
-    return a.new_empty(split.shape_of(rank or 0, shape), dtype=dtype)
-
-
 # --- declarations ----------------------------------------------------------------------------
+
+matmul_reduce_scatter_kernel, matmul_reduce_scatter_fake = kernel_and_fake(_matmul_scattered)
+matmuls_reduce_scatter_kernel, matmuls_reduce_scatter_fake = kernel_and_fake(_matmuls_scattered)
+scaled_matmul_reduce_scatter_kernel, scaled_matmul_reduce_scatter_fake = kernel_and_fake(
+    _scaled_matmul_scattered
+)
 
 
 def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
@@ -379,7 +326,7 @@ def _scaled_example(on: Caller, rows: int, *last: Any) -> Arguments:
 _SCATTER_OP = Op(
     name=SCATTER,
     schema=TORCHS,
-    kernel=matmul_reduce_scatter_kernel,
+    kernel=matmul_reduce_scatter_kernel,  # csrc/ops/fused_matmuls.cpp serves small CPU tensors
     fake=matmul_reduce_scatter_fake,
     gradient=SCATTER_GRADIENT,
     autocast=autocast.cast,
@@ -387,6 +334,8 @@ _SCATTER_OP = Op(
     example=lambda on: arguments(
         on.rand(2 * on.world_size, 4), on.rand(4, 3), "avg", 0, on.group_name
     ),
+    native=True,
+    native_autograd=True,
     replaces_torch=True,
 )
 _SCALED_SCATTER_OP = Op(
@@ -426,6 +375,8 @@ declare(
             [on.rand(4 * on.world_size, 6)], [on.rand(6, 5)], on.rand(4 * on.world_size, 5),
             "sum", 0, on.group_name,
         ),
+        native=True,
+        native_autograd=True,
         internal=True,
     ),
     _SCALED_SCATTER_OP,

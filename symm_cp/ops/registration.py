@@ -45,7 +45,7 @@ def register() -> None:
 def register_without_native() -> None:
     """Has ops whose kernels are native say why the native part is missing."""
 
-    def refuses(*args: Any) -> Any:
+    def refuses(*args: Any, **named: Any) -> Any:
         native.load()
 
     for op in declared():

@@ -361,7 +361,7 @@ def _before(module: nn.Module, args: Any) -> None:
 
 def _runs(watch: Watch, module: nn.Module, compiling: bool) -> None:
     watch.saw(module, compiling=compiling)
-    agreement.compare_model("context_parallel", watch.group, module)
+    agreement.compare_running("context_parallel", watch.group, module)
 
 
 def _after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:

@@ -383,12 +383,12 @@ def _await_step(group: dist.ProcessGroup, known: _Known, model: nn.Module) -> No
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    steps = [step for known in list(_known.values()) for step in list(known.stepping.values())]
-    for step in steps:
+    for step in _steps_awaited():
         step.take(optimizer)
-    if not steps:
-        while _awaiting:
-            _awaiting.pop().remove()
+
+
+def _steps_awaited() -> list[_FirstStep]:
+    return [step for known in list(_known.values()) for step in list(known.stepping.values())]
 
 
 def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: nn.Module) -> None:
@@ -409,6 +409,9 @@ def _compare_gradients(op: str, group: dist.ProcessGroup, known: _Known, model: 
         return
     del known.stepping[model]
     known.stepped.add(model)
+    if not _steps_awaited():  # not by the hook itself, while the optimizer goes through all hooks
+        while _awaiting:
+            _awaiting.pop().remove()
     if differing:
         warnings.warn(
             f"{op}: at the last optimizer step the gradients of {type(plain(model)).__name__} "

@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import symm_cp
 from symm_cp.context_parallel import agreement
+from symm_cp.context_parallel import batch as batch_module
 from tests.context_parallel.common import mesh_of
 from tests.context_parallel.test_batch import model_of
 from tests.exhaustive import exhaustive, some
@@ -166,6 +168,8 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
         fully_shard(model.model.layers[0], mesh=mesh)
         trained = fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-3)
+    # A hook of the program's own, which is called after ours.
+    handle = register_optimizer_step_pre_hook(lambda *_: None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for number in range(5):
@@ -186,6 +190,10 @@ def forgets_to_sum(group: dist.ProcessGroup, how: str) -> list[str]:
             torch.nn.utils.clip_grad_norm_(trained.parameters(), 0.1)
             optimizer.step()
             optimizer.zero_grad()
+            if number == 0:
+                handle.remove()
+                handle = register_optimizer_step_pre_hook(lambda *_: None)
+    handle.remove()
     assert not agreement._awaiting  # the hook of optimizers is gone
     return [str(w.message) for w in caught if "optimizer step" in str(w.message)]
 
@@ -373,6 +381,24 @@ def no_context(group: dist.ProcessGroup) -> None:
         return sum("no context was entered" in str(w.message) for w in caught)
 
     assert [warned(where) for where in ("", "inside", "before", "attention")] == [1, 0, 0, 0]
+
+    def warned_by_step(*, ahead: bool) -> int:
+        """A program that reduces no loss, and one that cuts its batches ahead."""
+        batch_module._first_cuts.discard(group)
+        optimizer = torch.optim.SGD([table], lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                local, _ = symm_cp.shard_batch(mesh, batch_of())
+                if ahead:
+                    with symm_cp.context_parallel(mesh, load_balancer=balancer):
+                        F.scaled_dot_product_attention(q, q, q, is_causal=True)
+                    local, _ = symm_cp.shard_batch(mesh, batch_of())
+                table[local["input_ids"]].sum().backward()
+                optimizer.step()
+        return sum("an optimizer makes a step" in str(w.message) for w in caught)
+
+    assert [warned_by_step(ahead=ahead) for ahead in (False, True)] == [1, 0]
 
 
 def test_a_batch_that_is_used_without_a_context_is_noticed(ranks: Ranks) -> None:
